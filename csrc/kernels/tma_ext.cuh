@@ -1,0 +1,85 @@
+// Asynchronous copies that take a plain CUtensorMap or a plain address, which ThunderKittens' global layout type does not cover: tensor
+// maps with any strides, multicast, the linear bulk reduction and remote arrivals without a membar. Works with either set of headers.
+//
+// Every function is called by one thread. Coordinates are in elements, innermost first. Shared addresses are 128-byte aligned (1024 for
+// 128-byte swizzle). Loads complete on a semaphore that expects their bytes; stores and reductions belong to bulk groups
+// (kittens::tma::store_commit_group, store_async_read_wait, store_async_wait).
+#pragma once
+
+#include "kittens.cuh"
+
+namespace flashmhf::tma {
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Makes this thread's ordinary stores to shared memory visible to wgmma and bulk copies; every writing thread calls it before the barrier.
+__device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// After init_semaphore: visible to the cluster and to bulk copies.
+__device__ __forceinline__ void fence_semaphore_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y) : "memory");
+}
+__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+}
+__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w) : "memory");
+}
+// Into the CTAs of cta_mask: same offset in each, data and semaphore alike.
+__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem, uint16_t cta_mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "h"(cta_mask) : "memory");
+}
+__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem, uint16_t cta_mask) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;"
+                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask) : "memory");
+}
+__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem, uint16_t cta_mask) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w), "h"(cta_mask) : "memory");
+}
+
+__device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int2 c) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
+                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y) : "memory");
+}
+__device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int3 c) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
+                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+}
+__device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int4 c) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w) : "memory");
+}
+// Adds elementwise into global memory, in the tensor map's type.
+__device__ __forceinline__ void store_add_async(const CUtensorMap *map, const void *src, int2 c) {
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];"
+                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y) : "memory");
+}
+__device__ __forceinline__ void store_add_async(const CUtensorMap *map, const void *src, int3 c) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
+                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+}
+// dst[0 .. bytes / 4) += src, fp32, in the L2.
+__device__ __forceinline__ void reduce_add_async(float *dst, const void *src, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
+}
+// dst[0 .. bytes) = src, without the proxy fence of kittens::tma::store_async.
+__device__ __forceinline__ void store_linear_async(void *dst, const void *src, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
+}
+
+// Arrival on the semaphore of CTA cta of the cluster. Not .release.cluster, which costs a MEMBAR.GPU in the loop: for handing back
+// buffers that only wgmma has read, whose reads wgmma.wait_group has already waited for.
+__device__ __forceinline__ void arrive_remote(kittens::semaphore &sem, int cta) {
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
+                 ::"r"(shared_address(&sem)), "r"(cta) : "memory");
+}
+
+} // namespace flashmhf::tma

@@ -1,0 +1,22 @@
+// Tile primitives for Hopper (sm_90a) with the interface of ThunderKittens; see ../README.md for what is covered.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#define KITTENS_FLASHMHF_BUNDLED 1  // tells these headers from an upstream checkout
+
+#include "common/base_types.cuh"
+#include "common/util.cuh"
+#include "types/register.cuh"
+#include "types/shared.cuh"
+#include "ops/thread.cuh"
+#include "ops/wgmma.cuh"
+#include "ops/group.cuh"
