@@ -1,0 +1,85 @@
+"""Finds what the CUDA library is built with. Standard library only; imports neither torch nor setuptools."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+MINIMUM_NVCC = (12, 4)
+TORCH_REQUIREMENT = "torch>=2.10"
+STABLE_HEADER = "include/torch/csrc/stable/library.h"
+BYTES_PER_JOB = 4 << 30  # one nvcc process with all its passes
+
+
+def flag(name: str) -> bool:
+    """Whether the environment variable is set to something other than empty, 0, no, off or false."""
+    return os.environ.get(name, "").lower() not in ("", "0", "no", "off", "false")
+
+
+@functools.cache
+def nvcc() -> Path | None:
+    """The CUDA compiler: $CUDACXX, then $CUDA_HOME or $CUDA_PATH, then the PATH, then the usual place."""
+    places = [os.environ.get("CUDACXX")]
+    places += [f"{os.environ[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places += ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    found = (shutil.which(place) for place in places if place)
+    return next((Path(path) for path in found if path), None)
+
+
+@functools.cache
+def nvcc_version() -> tuple[int, int]:
+    text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, re.search(r"release (\d+)\.(\d+)", text).groups()))
+
+
+def no_cuda_reason() -> str | None:
+    """None when the CUDA library should be built, else why it is left out."""
+    if flag("FLASHMHF_SKIP_CUDA_BUILD"):
+        return "FLASHMHF_SKIP_CUDA_BUILD was set"
+    if not sys.platform.startswith("linux"):
+        return f"the platform is {sys.platform}; supported: linux"
+    if nvcc() is None:
+        return "nvcc was not found (looked at CUDACXX, CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
+    if nvcc_version() < MINIMUM_NVCC:
+        return f"{nvcc()} has version {'.'.join(map(str, nvcc_version()))}; supported: {'.'.join(map(str, MINIMUM_NVCC))} and later"
+    return None
+
+
+def torch_root() -> Path | None:
+    """The folder of a torch that has the stable ABI's headers.
+
+    Under build isolation the target environment is not importable, but its site-packages still is where sysconfig says: the
+    library needs only headers and libtorch_cpu from there, so nothing has to be downloaded.
+    """
+    spec = importlib.util.find_spec("torch")
+    places = [Path(spec.origin).parent] if spec is not None and spec.origin else []
+    places += [Path(sysconfig.get_path(name)) / "torch" for name in ("purelib", "platlib")]
+    return next((place for place in places if torch_version(place) >= (2, 10) and (place / STABLE_HEADER).exists()), None)
+
+
+def torch_version(root: Path) -> tuple[int, int]:
+    path = root / "version.py"
+    match = re.search(r"__version__ = ['\"](\d+)\.(\d+)", path.read_text()) if path.exists() else None
+    return tuple(map(int, match.groups())) if match else (0, 0)
+
+
+def build_requirements() -> list[str]:
+    if no_cuda_reason() is not None:
+        return []
+    missing = [requirement for tool, requirement in (("cmake", "cmake>=3.24"), ("ninja", "ninja")) if shutil.which(tool) is None]
+    return missing + ([TORCH_REQUIREMENT] if torch_root() is None else [])
+
+
+def jobs(nvcc_threads: int) -> int:
+    """$MAX_JOBS, else as many compilers as there are cores and memory for."""
+    if os.environ.get("MAX_JOBS"):
+        return max(1, int(os.environ["MAX_JOBS"]))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // (BYTES_PER_JOB * nvcc_threads)))

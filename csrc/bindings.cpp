@@ -1,0 +1,28 @@
+// Registrations of flashmhf_hopper::*, and nothing else. The schemas of flashmhf::* live in flashmhf/ops.py.
+#include <string>
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/library.h>
+
+namespace {
+
+// The oldest NVIDIA driver that runs this file's static CUDA runtime (minor-version compatibility).
+constexpr const char *driver_minimum = CUDART_VERSION >= 13000 ? "580.65.06" : "525.60.13";
+
+// JSON; FLASHMHF_* come from CMakeLists.txt.
+std::string build_info() {
+    return std::string("{\"version\": \"" FLASHMHF_VERSION "\", \"thunderkittens\": \"" FLASHMHF_THUNDERKITTENS
+                       "\", \"cuda_version\": \"" FLASHMHF_NVCC "\", \"driver_minimum\": \"") +
+           driver_minimum + "\", \"kernels\": []}";
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
+    m.def("build_info() -> str");
+}
+
+// An op without tensor arguments has no device to dispatch on.
+STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CompositeExplicitAutograd, m) {
+    m.impl("build_info", TORCH_BOX(&build_info));
+}

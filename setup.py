@@ -1,0 +1,95 @@
+"""Builds the op library libflashmhf_hopper.so (CMake, where nvcc is) and the optional launch-planner module flashmhf._plan."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import toolchain  # noqa: E402
+
+LIBRARY = "libflashmhf_hopper.so"
+NO_LIBRARY = "_no_library.txt"  # says in the installed package why the library is not there
+
+
+def cmake_build(build_dir: Path, version: str) -> Path:
+    """Builds the op library and returns where it lies."""
+    torch_root = toolchain.torch_root()
+    if torch_root is None:
+        raise RuntimeError(f"no {toolchain.TORCH_REQUIREMENT} to take headers from; install it first, or build with isolation")
+    for tool in ("cmake", "ninja"):
+        if shutil.which(tool) is None:
+            raise RuntimeError(f"{tool} was not found; pip install {tool}, or build with isolation")
+    nvcc_threads = max(1, int(os.environ.get("NVCC_THREADS") or 1))
+    configure = [
+        "cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir),
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DCMAKE_CUDA_COMPILER={toolchain.nvcc()}",
+        f"-DTORCH_ROOT={torch_root}",
+        f"-DFLASHMHF_VERSION={version}",
+        f"-DNVCC_THREADS={nvcc_threads}",
+        f"-DTHUNDERKITTENS_ROOT={os.environ.get('THUNDERKITTENS_ROOT', '')}",
+    ]  # fmt: skip
+    ccache = shutil.which("ccache")
+    if ccache:
+        configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
+    subprocess.run(configure, check=True)
+    subprocess.run(["cmake", "--build", str(build_dir), "--target", "flashmhf_hopper", "-j", str(toolchain.jobs(nvcc_threads))], check=True)
+    return build_dir / LIBRARY
+
+
+class BuildExtensions(build_ext):
+    """flashmhf._plan through setuptools (optional), the op library through CMake; both land in the package's folder."""
+
+    def run(self):
+        super().run()
+        package = ROOT / "flashmhf" if self.inplace else Path(self.build_lib) / "flashmhf"
+        package.mkdir(parents=True, exist_ok=True)
+        reason = toolchain.no_cuda_reason()
+        if reason is None:
+            try:
+                library = cmake_build(Path(self.build_temp).resolve() / "cmake", self.distribution.get_version())
+                shutil.copy2(library, package / LIBRARY)
+                (package / NO_LIBRARY).unlink(missing_ok=True)
+                return
+            except (RuntimeError, subprocess.CalledProcessError) as error:
+                reason = f"its build failed: {error}"
+        if toolchain.flag("FLASHMHF_FORCE_CUDA_BUILD"):
+            raise RuntimeError(f"flashmhf: the CUDA library was not built: {reason}")
+        (package / LIBRARY).unlink(missing_ok=True)
+        (package / NO_LIBRARY).write_text(reason + "\n")
+        print(f"flashmhf: installed without its CUDA library: {reason}", file=sys.stderr)
+
+    def get_outputs(self):
+        if self.inplace:
+            return super().get_outputs()
+        package = Path(self.build_lib) / "flashmhf"
+        return super().get_outputs() + [str(path) for name in (LIBRARY, NO_LIBRARY) if (path := package / name).exists()]
+
+
+def plan_extension() -> Extension:
+    try:
+        import pybind11
+
+        include = [pybind11.get_include()]
+    except ImportError:  # without build isolation; the optional extension then fails to compile and is left out
+        include = []
+    return Extension(
+        "flashmhf._plan",
+        [name for name in ("csrc/plan_bindings.cpp", "csrc/plan.cpp") if (ROOT / name).exists()],
+        include_dirs=[*include, "csrc"],
+        extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden"],
+        language="c++",
+        optional=True,
+    )
+
+
+setup(ext_modules=[plan_extension()], cmdclass={"build_ext": BuildExtensions})
