@@ -1,0 +1,106 @@
+"""Argument checks shared by every operator and back end.
+
+Each refusal names the argument, what it got and what is supported: TypeError for dtypes and non-tensors, ValueError for shapes,
+strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so inference_mode and no_grad cannot skip them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tensors(**arguments: object) -> None:
+    """TypeError for the first argument that is not a tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device} but q is on {q.device}; all tensors must be on one device")
+
+
+def _same_dtype(name: str, tensor: Tensor, q: Tensor, *, or_float32: bool = False) -> None:
+    if tensor.dtype == q.dtype or (or_float32 and tensor.dtype == torch.float32):
+        return
+    supported = f"float32 or {name_of(q.dtype)} (q's dtype)" if or_float32 else f"{name_of(q.dtype)} (q's dtype)"
+    raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {supported}")
+
+
+def _shape(name: str, tensor: Tensor, expected: tuple, meaning: str) -> None:
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(expected)} ({meaning})")
+
+
+def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor) -> None:
+    """q [..., H, d_h] and contiguous k, u, v [H, E, d_e, d_h] of one dtype on one device."""
+    if q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q has dtype {name_of(q.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
+    if q.dim() < 2:
+        raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
+    if k.dim() != 4:
+        raise ValueError(f"k has shape {list(k.shape)}; expected four dimensions [H, E, d_e, d_h]")
+    if k.shape[0] != q.shape[-2] or k.shape[3] != q.shape[-1]:
+        raise ValueError(
+            f"k has shape {list(k.shape)}; expected [H, E, d_e, d_h] with H = {q.shape[-2]} and d_h = {q.shape[-1]} from q {list(q.shape)}"
+        )
+    for size, name in zip(k.shape, ("H", "E", "d_e", "d_h"), strict=True):
+        if size < 1:
+            raise ValueError(f"k has shape {list(k.shape)}; {name} must be at least 1")
+    for name, tensor in (("k", k), ("u", u), ("v", v)):
+        _same_dtype(name, tensor, q)
+        _same_device(name, tensor, q)
+        if tensor is not k:
+            _shape(name, tensor, k.shape, "k's shape [H, E, d_e, d_h]")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+
+
+def weights(q: Tensor, k: Tensor, r: Tensor | None) -> None:
+    """r [..., H, E] with q's leading dimensions, float32 or q's dtype."""
+    if r is None:
+        return
+    _same_dtype("r", r, q, or_float32=True)
+    _same_device("r", r, q)
+    _shape("r", r, (*q.shape[:-1], k.shape[1]), "q's leading dimensions and H, then E")
+
+
+def router(q: Tensor, w: Tensor, k: Tensor | None = None) -> None:
+    """w [H, d_h, E], contiguous, float32 or q's dtype; E from k where given."""
+    _same_dtype("w", w, q, or_float32=True)
+    _same_device("w", w, q)
+    if w.dim() != 3:
+        raise ValueError(f"w has shape {list(w.shape)}; expected three dimensions [H, d_h, E]")
+    subnets = w.shape[2] if k is None else k.shape[1]
+    _shape("w", w, (q.shape[-2], q.shape[-1], subnets), "[H, d_h, E]")
+    if not w.is_contiguous():
+        raise ValueError(f"w has strides {list(w.stride())} for shape {list(w.shape)}; it must be contiguous")
+
+
+def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
+    """grad_out with q's shape, dtype and device; any strides."""
+    _same_dtype("grad_out", grad_out, q)
+    _same_device("grad_out", grad_out, q)
+    _shape("grad_out", grad_out, q.shape, "q's shape")
+
+
+def accumulators(k: Tensor, **buffers: Tensor) -> None:
+    """Contiguous float32 buffers of k's shape that weight gradients are added into."""
+    for name, buffer in buffers.items():
+        if buffer.dtype != torch.float32 and buffer.dtype != torch.float64:
+            raise TypeError(f"{name} has dtype {name_of(buffer.dtype)}; supported: float32 (float64 for float64 operands)")
+        if (buffer.dtype == torch.float64) != (k.dtype == torch.float64):
+            raise TypeError(f"{name} has dtype {name_of(buffer.dtype)} for {name_of(k.dtype)} operands; supported: float32 (float64 for float64 operands)")
+        if buffer.device != k.device:
+            raise ValueError(f"{name} is on {buffer.device} but k is on {k.device}; all tensors must be on one device")
+        _shape(name, buffer, k.shape, "k's shape [H, E, d_e, d_h]")
+        if not buffer.is_contiguous():
+            raise ValueError(f"{name} has strides {list(buffer.stride())} for shape {list(buffer.shape)}; it must be contiguous")
