@@ -1,0 +1,203 @@
+"""Blockwise PyTorch back end: any device, any floating dtype, any sizes.
+
+A block is some tokens of one head times a chunk of the inter dimension [E * d_e]; its intermediate is recomputed in backward and
+stays within ``BLOCK_BYTES``, so the T x d_ff tensor never exists. Sums over blocks are formed in fp32 (fp64 for fp64 inputs).
+
+Legend: t tokens of a block, J width of an inter chunk, D = d_h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .reference import accumulate_dtype
+from .tokens import TokenRows, token_count
+
+# One intermediate of a block [t, J]: about half of a core's second-level cache, above which the elementwise passes read memory.
+BLOCK_BYTES = 1 << 20
+TOKENS = 512
+MIN_TOKENS = 64
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, E: int, H: int) -> str | None:  # noqa: N803
+    """Every device, floating dtype and size is supported."""
+    return None
+
+
+def _block_sizes(tokens: int, subnets: int, subnet_dim: int, element_size: int) -> tuple[int, int]:
+    """(tokens, inter units) of a block; an inter chunk is a whole number of sub-networks, or a piece of one."""
+    budget = BLOCK_BYTES // element_size
+    t = min(tokens, TOKENS)
+    width = budget // max(t, 1)
+    if width >= subnet_dim:
+        return t, min(subnets, width // subnet_dim) * subnet_dim
+    t = max(min(tokens, MIN_TOKENS), min(t, budget // subnet_dim))
+    return t, min(subnet_dim, max(1, budget // t))
+
+
+def _chunks(subnets: int, subnet_dim: int, width: int) -> Iterator[slice]:
+    """Slices of the inter axis [E * d_e]; those of less than a sub-network do not cross its end."""
+    period = subnet_dim if width < subnet_dim else subnets * subnet_dim
+    for start in range(0, subnets * subnet_dim, period):
+        for low in range(start, start + period, width):
+            yield slice(low, min(low + width, start + period))
+
+
+def _spread(r: Tensor, chunk: slice, subnet_dim: int) -> Tensor:
+    """Gate values of a chunk's inter units: r [t, E] -> broadcastable against [t, e, d_e] views of the chunk."""
+    first, last = chunk.start // subnet_dim, (chunk.stop - 1) // subnet_dim
+    return r[:, first : last + 1, None]
+
+
+def _by_subnet(x: Tensor, subnet_dim: int) -> Tensor:
+    """View [t, J] as [t, sub-networks, width]."""
+    return x.unflatten(1, (-1, min(subnet_dim, x.shape[1])))
+
+
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False) -> Tensor:
+    """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    heads, subnets, subnet_dim, head_dim = k.shape
+    tokens = token_count(q)
+    q_rows, r_rows = TokenRows(q), None if r is None else TokenRows(r)
+    out_rows = out.view(tokens, heads, head_dim)
+    k, u, v = (x.view(heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
+    dtype = accumulate_dtype(q.dtype)
+    step, width = _block_sizes(tokens, subnets, subnet_dim, q.element_size())
+    for start in range(0, tokens, max(step, 1)):
+        block = slice(start, min(start + step, tokens))
+        q_block = q_rows[block]
+        r_block = None if r is None else r_rows[block].to(dtype)
+        for h in range(heads):
+            q_h = q_block[:, h]
+            total = torch.zeros(q_h.shape, dtype=dtype, device=q.device)
+            for chunk in _chunks(subnets, subnet_dim, width):
+                activation = torch.nn.functional.silu((q_h @ k[h, chunk].T).to(dtype), inplace=True)
+                activation *= q_h @ u[h, chunk].T
+                if r_block is not None:
+                    _by_subnet(activation, subnet_dim).mul_(_spread(r_block[:, h], chunk, subnet_dim))
+                _add_product(total, activation.to(q.dtype), v[h, chunk])
+            out_rows[block, h] = total
+    return out
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    *,
+    deterministic: bool = False,
+    needs: tuple[bool, bool] = (True, True),
+    dq_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
+    needs_tokens, needs_weights = needs
+    none = q.new_empty(0)
+    dk = du = dv = none
+    if needs_weights:
+        dk, du, dv = (torch.zeros_like(k) for _ in range(3))
+    dq, dr = _backward(grad_out, q, k, u, v, r, needs_tokens, (dk, du, dv) if needs_weights else None, dq_dtype or q.dtype)
+    return dq, dk, du, dv, dr
+
+
+def backward_accumulate_(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    dk: Tensor,
+    du: Tensor,
+    dv: Tensor,
+    *,
+    deterministic: bool = False,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Tensor]:
+    """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
+    return _backward(grad_out, q, k, u, v, r, needs[0], (dk, du, dv) if needs[1] else None, q.dtype)
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    needs_tokens: bool,
+    weight_grads: tuple[Tensor, Tensor, Tensor] | None,
+    dq_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Adds into ``weight_grads`` and returns (dq, dr). m = q k, n = q u, s = sigmoid(m), a = m s, g = grad_out v:
+    dr = sum g a n, dn = g a r, dm = g n r (s + a (1 - s)), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
+    """
+    heads, subnets, subnet_dim, head_dim = k.shape
+    tokens = token_count(q)
+    dtype = accumulate_dtype(q.dtype)
+    needs_dr = needs_tokens and r is not None
+    dq = torch.empty(q.shape, dtype=dq_dtype, device=q.device) if needs_tokens else q.new_empty(0)
+    dr = torch.empty(r.shape, dtype=r.dtype, device=r.device) if needs_dr else q.new_empty(0)
+    dq_rows = dq.view(tokens, heads, head_dim) if needs_tokens else None
+    dr_rows = dr.view(tokens, heads, subnets) if needs_dr else None
+    q_rows, grad_rows, r_rows = TokenRows(q), TokenRows(grad_out), None if r is None else TokenRows(r)
+    k, u, v = (x.view(heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
+    step, width = _block_sizes(tokens, subnets, subnet_dim, q.element_size())
+    for h in range(heads):
+        # fp32 sums of one head at a time: the only buffers that grow with d_ff.
+        sums = None
+        if weight_grads is not None:
+            targets = [x.view(heads, subnets * subnet_dim, head_dim)[h] for x in weight_grads]
+            sums = [x if x.dtype == dtype else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in targets]
+        for start in range(0, tokens, max(step, 1)):
+            block = slice(start, min(start + step, tokens))
+            q_h, grad_h = q_rows[block][:, h], grad_rows[block][:, h]
+            r_h = None if r is None else r_rows[block][:, h].to(dtype)
+            dq_sum = torch.zeros(q_h.shape, dtype=dtype, device=q.device) if needs_tokens else None
+            dr_sum = torch.zeros((q_h.shape[0], subnets), dtype=dtype, device=q.device) if needs_dr else None
+            for chunk in _chunks(subnets, subnet_dim, width):
+                k_c, u_c, v_c = k[h, chunk], u[h, chunk], v[h, chunk]
+                m, n, g = (q_h @ k_c.T).to(dtype), (q_h @ u_c.T).to(dtype), (grad_h @ v_c.T).to(dtype)
+                s = torch.sigmoid(m)
+                a = m.mul_(s)
+                p = a * n
+                if needs_dr:
+                    first = chunk.start // subnet_dim
+                    part = _by_subnet(g * p, subnet_dim).sum(-1)
+                    dr_sum[:, first : first + part.shape[1]] += part
+                if r_h is not None:
+                    weight = _spread(r_h, chunk, subnet_dim)
+                    _by_subnet(g, subnet_dim).mul_(weight)
+                    _by_subnet(p, subnet_dim).mul_(weight)
+                dm = n.mul_(g).mul_(s.add_(torch.addcmul(a, a, s, value=-1))).to(q.dtype)
+                dn = g.mul_(a).to(q.dtype)
+                if needs_tokens:
+                    _add_product(dq_sum, dm, k_c)
+                    _add_product(dq_sum, dn, u_c)
+                if sums is not None:
+                    _add_product(sums[0][chunk], dm.T, q_h)
+                    _add_product(sums[1][chunk], dn.T, q_h)
+                    _add_product(sums[2][chunk], p.to(q.dtype).T, grad_h)
+            if needs_tokens:
+                dq_rows[block, h] = dq_sum
+            if needs_dr:
+                dr_rows[block, h] = dr_sum
+        if sums is not None:
+            for target, total in zip(targets, sums, strict=True):
+                if total is not target:
+                    target += total
+    return dq, dr
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in total's precision even where the factors have fewer bits."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

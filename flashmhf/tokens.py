@@ -1,0 +1,47 @@
+"""Token axes: how many of a tensor's leading dimensions collapse to one stride, and block access without copying the tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def token_count(x: Tensor) -> int:
+    return math.prod(x.shape[:-2])
+
+
+def collapse(x: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of x's leading dimensions [..., H, d], outermost first, with neighbours merged where one stride covers both.
+
+    Dimensions of size 1 vanish. A result of length 0 or 1 means that the tokens lie at one stride.
+    """
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True):
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        else:
+            axes.append((size, stride))
+    return axes
+
+
+class TokenRows:
+    """Blocks of tokens of x [..., H, d] as [tokens, H, d]: views where the tokens lie at one stride, else copies of just that block."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+        self.leading = x.shape[:-2]
+        axes = collapse(x)
+        self.flat = None
+        if len(axes) <= 1:
+            stride = axes[0][1] if axes else 0
+            self.flat = x.as_strided((token_count(x), *x.shape[-2:]), (stride, *x.stride()[-2:]))
+
+    def __getitem__(self, block: slice) -> Tensor:
+        if self.flat is not None:
+            return self.flat[block]
+        index = torch.arange(block.start, block.stop, device=self.x.device)
+        return self.x[torch.unravel_index(index, self.leading)]
