@@ -1,0 +1,38 @@
+"""The router around a back end that has no fused one: R from Q and W, and its gradients, over blocks of tokens.
+
+A block bounds the fp32 copy of Q that the products need; R itself [..., H, E] is small.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .tokens import TokenRows, token_count
+
+TOKENS = 4096
+
+
+def _blocks(tokens: int) -> list[slice]:
+    return [slice(start, min(start + TOKENS, tokens)) for start in range(0, tokens, TOKENS)]
+
+
+def gate(q: Tensor, w: Tensor, eps: float) -> Tensor:
+    """R [..., H, E] in the accumulation dtype, without autograd."""
+    r = torch.empty((*q.shape[:-1], w.shape[2]), dtype=reference.accumulate_dtype(q.dtype), device=q.device)
+    rows, r_rows = TokenRows(q), r.view(-1, *r.shape[-2:])
+    for block in _blocks(token_count(q)):
+        r_rows[block] = reference.gate(rows[block], w, eps)
+    return r
+
+
+def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, needs_weights: bool) -> Tensor:
+    """Adds the router's part into dq [..., H, d_h] (contiguous) and returns dw in w's dtype (an empty tensor if not needed)."""
+    rows, grad_rows, dq_rows = TokenRows(q), grad_r.view(-1, *grad_r.shape[-2:]), dq.view(-1, *dq.shape[-2:])
+    total = torch.zeros(w.shape, dtype=reference.accumulate_dtype(q.dtype), device=w.device)
+    for block in _blocks(token_count(q)):
+        dq_gate, dw = reference.gate_backward(grad_rows[block], rows[block], w, eps)
+        dq_rows[block] += dq_gate
+        total += dw
+    return total.to(w.dtype) if needs_weights else w.new_empty(0)

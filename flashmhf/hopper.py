@@ -1,0 +1,141 @@
+"""Hopper back end: the CUDA kernels of ``csrc/``, loaded on first use.
+
+The op library is built on LibTorch's stable ABI and registers ``flashmhf_hopper::*``. It links libtorch_cuda, so it is loaded
+lazily and only where a CUDA build of PyTorch is present; :func:`library` says why it is not usable otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+
+import torch
+from torch import Tensor
+
+from .checks import name_of
+from .tokens import collapse
+
+LIBRARY = pathlib.Path(__file__).with_name("libflashmhf_hopper.so")
+CAPABILITY = (9, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 96, 128, 256)
+SUBNET_DIM_MULTIPLE = 16
+TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
+
+
+@functools.cache
+def library() -> str | None:
+    """Loads the op library; None when usable, else the reason why not."""
+    if torch.version.cuda is None:
+        return "this PyTorch has no CUDA"
+    if not LIBRARY.exists():
+        return "flashmhf was installed without its CUDA library (no nvcc at build time, or FLASHMHF_SKIP_CUDA_BUILD=1)"
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"its CUDA library does not load: {error}"
+    runtime = build_info()["cuda_version"]
+    driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else 0
+    if driver and driver // 1000 < int(runtime.split(".")[0]):
+        return (
+            f"the NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10} but the library was built with CUDA {runtime}; "
+            "update the driver or rebuild with an older nvcc (12.4 or later)"
+        )
+    return None
+
+
+def build_info() -> dict:
+    """What the loaded library says of itself: version, kernel table, headers, CUDA version."""
+    return json.loads(torch.ops.flashmhf_hopper.build_info())
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, E: int, H: int) -> str | None:  # noqa: N803
+    """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
+    if device.type != "cuda":
+        return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        return f"device has compute capability {capability[0]}.{capability[1]}; supported: 9.0 (H100, H200)"
+    if dtype not in DTYPES:
+        return f"dtype is {name_of(dtype)}; supported: {', '.join(map(name_of, DTYPES))}"
+    if d_h not in HEAD_DIMS:
+        return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    if d_e % SUBNET_DIM_MULTIPLE:
+        return f"d_e is {d_e}; supported: multiples of {SUBNET_DIM_MULTIPLE}"
+    return library()
+
+
+def _unreadable(x: Tensor) -> str | None:
+    """Why the kernels cannot read x [..., H, d_h] in place through a tensor map; None when they can."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return f"the last dimension has stride {x.stride(-1)}; supported: 1"
+    axes = collapse(x)
+    if len(axes) > 2:
+        return f"the leading dimensions of shape {list(x.shape)} and strides {list(x.stride())} do not collapse to one or two token strides"
+    strides = [stride for _, stride in axes] + ([x.stride(-2)] if x.shape[-2] > 1 else [])
+    size = x.element_size()
+    if x.data_ptr() % TMA_ALIGNMENT or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
+        return (
+            f"the strides {list(x.stride())} or the storage offset {x.storage_offset()} are not positive multiples of "
+            f"{TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // size} elements)"
+        )
+    return None
+
+
+def _check_layout(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> None:
+    reason = _unreadable(q) if q.numel() else None
+    if reason is not None:
+        raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'")
+    for name, x in (("k", k), ("u", u), ("v", v)):
+        if x.data_ptr() % TMA_ALIGNMENT:
+            raise ValueError(f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of {TMA_ALIGNMENT} bytes")
+    if r is not None and r.shape[-1] > 1 and r.stride(-1) != 1:
+        raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
+
+
+def _readable(grad_out: Tensor) -> Tensor:
+    """grad_out, copied only when it cannot be read in place (an expanded gradient, say)."""
+    return grad_out if not grad_out.numel() or _unreadable(grad_out) is None else grad_out.contiguous()
+
+
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool) -> Tensor:
+    _check_layout(q, k, u, v, r)
+    return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, deterministic)
+
+
+def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool) -> Tensor:
+    _check_layout(q, k, u, v, None)
+    return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, deterministic)
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_layout(q, k, u, v, r)
+    return torch.ops.flashmhf_hopper.backward(_readable(grad_out), q, k, u, v, r, deterministic, *needs)
+
+
+def gated_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_layout(q, k, u, v, None)
+    return torch.ops.flashmhf_hopper.gated_backward(_readable(grad_out), q, k, u, v, w, eps, deterministic, *needs)
+
+
+def backward_accumulate_(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    dk: Tensor,
+    du: Tensor,
+    dv: Tensor,
+    *,
+    deterministic: bool,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor]:
+    _check_layout(q, k, u, v, r)
+    return torch.ops.flashmhf_hopper.backward_accumulate_(_readable(grad_out), q, k, u, v, r, deterministic, *needs, dk, du, dv)
