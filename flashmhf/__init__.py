@@ -1,0 +1,10 @@
+"""Flash Multi-Head Feed-Forward Networks (arXiv 2512.06989) for PyTorch."""
+
+from . import convert, reference
+from .backends import info
+from .nn import DenseMoE, FlashMHF, MHFFN, ParametricKV, SwiGLU
+from .ops import flash_mhf
+from .router import gate
+
+__version__ = "0.1.0"
+__all__ = ["DenseMoE", "FlashMHF", "MHFFN", "ParametricKV", "SwiGLU", "convert", "flash_mhf", "gate", "info", "reference"]

@@ -1,0 +1,60 @@
+"""State dicts of the official FlashMHF module (``MHFFNMoE``) <-> :class:`flashmhf.FlashMHF`.
+
+Official layout: gate_weight, up_weight, down_weight [d_ff, H * d_h] with row e * d_e + j and column h * d_h + i hold k, u, v
+[h, e, j, i]; router is the same; w_self.weight and w_self_2.weight are in_proj and out_proj; q_norm.weight may be present
+although unused, and then survives the round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+_STACKED = {"gate_weight": "k", "up_weight": "u", "down_weight": "v"}
+_RENAMED = {"w_self.weight": "in_proj.weight", "w_self_2.weight": "out_proj.weight", "router": "router", "q_norm.weight": "q_norm.weight"}
+_UNSUPPORTED_FLAGS = ("skip_linear", "dot_scaling", "final_scaling")
+
+
+def check_official_config(config: Mapping[str, object]) -> None:
+    """NotImplementedError, by name, for official settings that change the function and have no counterpart here."""
+    for flag in _UNSUPPORTED_FLAGS:
+        if config.get(flag):
+            raise NotImplementedError(f"{flag}={config[flag]!r} of the official configuration is not supported; supported: off")
+    groups = config.get("num_kuv_heads")
+    if groups is not None and groups != config.get("num_heads", groups):
+        raise NotImplementedError(f"num_kuv_heads={groups!r} (grouped KUV heads) is not supported; supported: one K, U, V per head")
+
+
+def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int) -> dict[str, Tensor]:
+    """Official state dict of one module -> state dict of ``FlashMHF`` with these H and E.
+
+    ``q_norm.weight`` is kept when present; load it into a module with q_norm=True, or drop it when the checkpoint's configuration
+    has it off. Raises KeyError for a missing tensor, ValueError for unknown names and for sizes that H and E do not divide.
+    """
+    unknown = sorted(set(state) - set(_STACKED) - set(_RENAMED))
+    if unknown:
+        raise ValueError(f"unknown names in the official state dict: {unknown}; supported: {sorted({**_STACKED, **_RENAMED})}")
+    missing = sorted((set(_STACKED) | set(_RENAMED)) - {"q_norm.weight"} - set(state))
+    if missing:
+        raise KeyError(f"missing from the official state dict: {missing}")
+    result = {ours: state[theirs] for theirs, ours in _RENAMED.items() if theirs in state}
+    for theirs, ours in _STACKED.items():
+        rows, columns = state[theirs].shape
+        if rows % num_subnets or columns % num_heads:
+            raise ValueError(f"{theirs} has shape [{rows}, {columns}]; expected multiples of num_subnets = {num_subnets} and num_heads = {num_heads}")
+        stacked = state[theirs].view(num_subnets, rows // num_subnets, num_heads, columns // num_heads)
+        result[ours] = stacked.permute(2, 0, 1, 3).contiguous()
+    return result
+
+
+def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State dict of ``FlashMHF`` -> official state dict of one module. Raises NotImplementedError for biases, which it lacks."""
+    biases = sorted(name for name in state if name.endswith(".bias"))
+    if biases:
+        raise NotImplementedError(f"{biases[0]}: the official module has no biases")
+    result = {theirs: state[ours] for theirs, ours in _RENAMED.items() if ours in state}
+    for theirs, ours in _STACKED.items():
+        heads, subnets, subnet_dim, head_dim = state[ours].shape
+        result[theirs] = state[ours].permute(1, 2, 0, 3).reshape(subnets * subnet_dim, heads * head_dim)
+    return result

@@ -1,0 +1,326 @@
+"""Modules [..., d_model] -> [..., d_model]: FlashMHF and the feed-forward networks the paper compares it with.
+
+All are drop-in for a SwiGLU feed-forward network. ``init`` "normal" draws every weight from N(0, initializer_range); "official"
+takes the official code's settings: projections xavier_uniform with gain 0.707, K U V normal 0.02, router truncated normal 0.02.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from . import ops, reference, router  # noqa: F401  (ops registers the operators)
+
+INITIALIZER_RANGE = 0.02
+
+
+def default_subnet_dim(head_dim: int) -> int:
+    """d_e = 8/3 d_h rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256."""
+    return -(-8 * head_dim // (3 * 64)) * 64
+
+
+def _positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+
+
+def _head_dim(d_model: int, num_heads: int) -> int:
+    _positive(d_model=d_model, num_heads=num_heads)
+    if d_model % num_heads:
+        raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
+    return d_model // num_heads
+
+
+def _check_input(x: Tensor, d_model: int) -> None:
+    if x.dim() < 1 or x.shape[-1] != d_model:
+        raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
+
+
+def _initialise(
+    normal: Iterable[Tensor], projections: Iterable[nn.Linear], routers: Iterable[Tensor], init: str, initializer_range: float
+) -> None:
+    if init not in ("normal", "official"):
+        raise ValueError(f"init is {init!r}; supported: 'normal', 'official'")
+    official = init == "official"
+    for weight in normal:
+        nn.init.normal_(weight, std=INITIALIZER_RANGE if official else initializer_range)
+    for weight in routers:
+        if official:
+            nn.init.trunc_normal_(weight, std=INITIALIZER_RANGE, a=-2.0, b=2.0)
+        else:
+            nn.init.normal_(weight, std=initializer_range)
+    for linear in projections:
+        if official:
+            nn.init.xavier_uniform_(linear.weight, gain=0.707)
+        else:
+            nn.init.normal_(linear.weight, std=initializer_range)
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
+
+
+class HeadRMSNorm(nn.Module):
+    """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models).
+
+    [..., H, d_h] -> [..., H, d_h] in the input's dtype.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, device=None, dtype=None):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_heads, head_dim, device=device, dtype=dtype))
+
+    def forward(self, q: Tensor) -> Tensor:
+        x = q.to(reference.accumulate_dtype(q.dtype))
+        return (torch.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight.to(x.dtype)).to(q.dtype)
+
+
+class _MainGradForward(torch.autograd.Function):
+    """The operator whose backward adds the weight gradients into fp32 ``main_grad`` buffers (Megatron, Transformer Engine)."""
+
+    @staticmethod
+    def forward(ctx, q, k, u, v, r, backend, deterministic):
+        ctx.save_for_backward(q, r)
+        ctx.parameters = (k, u, v)
+        ctx.backend = backend
+        ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=ctx.deterministic, backend=backend)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, r = ctx.saved_tensors
+        needs_tokens, needs_weights = ctx.needs_input_grad[0] or ctx.needs_input_grad[4], any(ctx.needs_input_grad[1:4])
+        dq, dr = torch.ops.flashmhf.backward_accumulate_(
+            grad_out,
+            q,
+            *ctx.parameters,
+            r,
+            *(p.main_grad for p in ctx.parameters),
+            ctx.deterministic,
+            backend=ctx.backend,
+            needs=[needs_tokens, needs_weights],
+        )
+        weights = [_signal_accumulated(p) if needed else None for p, needed in zip(ctx.parameters, ctx.needs_input_grad[1:4], strict=True)]
+        return dq if ctx.needs_input_grad[0] else None, *weights, dr if ctx.needs_input_grad[4] else None, None, None
+
+
+def _signal_accumulated(parameter: Tensor) -> Tensor | None:
+    """Megatron marks parameters whose hooks must still fire: they get the flag and a gradient without storage of its own."""
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    return parameter.new_zeros(()).expand(parameter.shape)
+
+
+class _MultiHead(nn.Module):
+    """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's."""
+
+    def __init__(self, d_model: int, num_heads: int, bias: bool, device, dtype):
+        super().__init__()
+        self.d_model, self.num_heads, self.head_dim = d_model, num_heads, _head_dim(d_model, num_heads)
+        self.in_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result."""
+        _check_input(x, self.d_model)
+        return self.in_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+
+
+class FlashMHF(_MultiHead):
+    """Flash multi-head feed-forward network (paper, section 3.2): concat_H(sum_e R_e SwiGLU_e(Q)) W_out, Q = split_H(X W_in).
+
+    Args:
+        d_model, num_heads: d_model = H d_h; H must divide it.
+        num_subnets: E parallel SwiGLU sub-networks a head.
+        subnet_dim: d_e, their width; None for 8/3 d_h rounded up to a multiple of 64.
+        router_eps: the eps of the gate's normalisation.
+        q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none).
+        bias: biases in in_proj and out_proj.
+        backend, deterministic: as in :func:`flashmhf.flash_mhf`.
+        accumulate_main_grad: add the gradients of k, u, v into their fp32 ``main_grad`` buffers instead of returning them.
+
+    State: in_proj.weight, k, u, v [H, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_subnets: int,
+        subnet_dim: int | None = None,
+        *,
+        router_eps: float = 1e-20,
+        q_norm: bool = False,
+        q_norm_eps: float = 1e-5,
+        bias: bool = False,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+        accumulate_main_grad: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(d_model, num_heads, bias, device, dtype)
+        self.num_subnets = num_subnets
+        self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else subnet_dim
+        _positive(num_subnets=num_subnets, subnet_dim=self.subnet_dim)
+        self.router_eps, self.backend, self.deterministic = router_eps, backend, deterministic
+        self.accumulate_main_grad = accumulate_main_grad
+        shape = (num_heads, num_subnets, self.subnet_dim, self.head_dim)
+        self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
+        self.router = nn.Parameter(torch.empty(num_heads, self.head_dim, num_subnets, device=device, dtype=dtype))
+        self.q_norm = HeadRMSNorm(num_heads, self.head_dim, q_norm_eps, device, dtype) if q_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        _initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (self.router,), init, initializer_range)
+        if self.q_norm is not None:
+            nn.init.ones_(self.q_norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        return self.out_proj(self._mix(x).flatten(-2))
+
+    def _mix(self, x: Tensor) -> Tensor:
+        """S [..., H, d_h]. A function of its own so that Q is released before out_proj where no gradient needs it."""
+        q = self.split_heads(x)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.accumulate_main_grad and torch.is_grad_enabled():
+            return self._mix_into_main_grad(q)
+        return torch.ops.flashmhf.gated_forward(
+            q, self.k, self.u, self.v, self.router, self.router_eps, deterministic=self.deterministic, backend=self.backend
+        )
+
+    def _mix_into_main_grad(self, q: Tensor) -> Tensor:
+        for name, parameter in (("k", self.k), ("u", self.u), ("v", self.v)):
+            if parameter.requires_grad and not isinstance(getattr(parameter, "main_grad", None), Tensor):
+                raise ValueError(f"{name}.main_grad is missing; accumulate_main_grad=True needs a float32 tensor of {name}'s shape there")
+        r = router.gate(q, self.router, self.router_eps)
+        return _MainGradForward.apply(q, self.k, self.u, self.v, r, self.backend, self.deterministic)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={self.num_subnets}, subnet_dim={self.subnet_dim}"
+
+
+class MHFFN(_MultiHead):
+    """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
+
+    backend="naive" materialises the H intermediates of [T, intermediate_dim], as the paper's comparison does.
+    State: in_proj.weight, k, u, v [H, intermediate_dim, d_h], out_proj.weight.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        intermediate_dim: int,
+        *,
+        bias: bool = False,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(d_model, num_heads, bias, device, dtype)
+        _positive(intermediate_dim=intermediate_dim)
+        self.intermediate_dim, self.backend, self.deterministic = intermediate_dim, backend, deterministic
+        shape = (num_heads, intermediate_dim, self.head_dim)
+        self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        _initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        return self.out_proj(self._mix(x).flatten(-2))
+
+    def _mix(self, x: Tensor) -> Tensor:
+        q = self.split_heads(x)
+        k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
+        if self.backend == "naive":
+            return reference.forward(q, k, u, v)
+        return torch.ops.flashmhf.forward(q, k, u, v, deterministic=self.deterministic, backend=self.backend)
+
+
+class SwiGLU(nn.Module):
+    """W_down(SiLU(W_gate x) * W_up x): the baseline of the paper.
+
+    State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
+    """
+
+    def __init__(self, d_model: int, intermediate_dim: int, *, bias: bool = False, device=None, dtype=None):
+        super().__init__()
+        _positive(d_model=d_model, intermediate_dim=intermediate_dim)
+        self.d_model, self.intermediate_dim = d_model, intermediate_dim
+        self.gate_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_dim, d_model, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        _initialise((), (self.gate_proj, self.up_proj, self.down_proj), (), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        _check_input(x, self.d_model)
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ParametricKV(_MultiHead):
+    """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4, "PKV").
+
+    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device=None, dtype=None):
+        super().__init__(d_model, num_heads, bias, device, dtype)
+        _positive(num_kv=num_kv)
+        self.num_kv = num_kv
+        self.k, self.v = (nn.Parameter(torch.empty(num_heads, num_kv, self.head_dim, device=device, dtype=dtype)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        _initialise((self.k, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        q = self.split_heads(x).flatten(0, -3) if x.dim() > 1 else self.split_heads(x).unsqueeze(0)
+        k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), k, v)
+        return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], self.d_model))
+
+
+class DenseMoE(nn.Module):
+    """Gated parallel SwiGLU sub-networks without heads (paper, section 4, "Dense-MoE": H = 1, no W_in and W_out).
+
+    All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
+    State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim], router [d_model, E].
+    """
+
+    def __init__(self, d_model: int, num_subnets: int, subnet_dim: int, *, router_eps: float = 1e-20, device=None, dtype=None):
+        super().__init__()
+        _positive(d_model=d_model, num_subnets=num_subnets, subnet_dim=subnet_dim)
+        self.d_model, self.num_subnets, self.subnet_dim, self.router_eps = d_model, num_subnets, subnet_dim, router_eps
+        width = num_subnets * subnet_dim
+        self.gate_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
+        self.router = nn.Parameter(torch.empty(d_model, num_subnets, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        _initialise((), (self.gate_proj, self.up_proj, self.down_proj), (self.router,), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        _check_input(x, self.d_model)
+        r = router.gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)
+        activation = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
+        weighted = activation.unflatten(-1, (self.num_subnets, self.subnet_dim)) * r[..., None].to(activation.dtype)
+        return self.down_proj(weighted.flatten(-2))
