@@ -86,7 +86,7 @@ def plan_extension() -> Extension:
         "flashmhf._plan",
         [name for name in ("csrc/plan_bindings.cpp", "csrc/plan.cpp") if (ROOT / name).exists()],
         include_dirs=[*include, "csrc"],
-        extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden"],
+        extra_compile_args=["-std=c++17", "-O2", "-g0", "-fvisibility=hidden"],
         language="c++",
         optional=True,
     )
