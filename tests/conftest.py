@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import flashmhf
+from flashmhf import backends
+
+
+def pytest_collection_modifyitems(items):
+    reason = None if torch.cuda.is_available() else "no CUDA device"
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A back end on a device, with the dtypes and head dimensions that it promises."""
+
+    backend: str
+    device: str
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return {
+            "eager": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+            "triton": (torch.float32, torch.bfloat16, torch.float16),
+            "hopper": (torch.bfloat16, torch.float16),
+        }[self.backend]
+
+    @property
+    def fixed_limits(self) -> bool:
+        return self.backend != "eager"
+
+    def call(self, name: str, *args, deterministic: bool = False, **kwargs):
+        """torch.ops.flashmhf.<name> on this back end with NaN-poisoned outputs."""
+        with poisoned_memory():
+            return getattr(torch.ops.flashmhf, name)(*args, backend=self.backend, deterministic=deterministic, **kwargs)
+
+
+TARGETS = [
+    pytest.param(Target("eager", "cpu"), id="eager-cpu"),
+    pytest.param(Target("eager", "cuda"), id="eager-cuda", marks=pytest.mark.gpu),
+    pytest.param(Target("triton", "cuda"), id="triton", marks=pytest.mark.gpu),
+    pytest.param(Target("hopper", "cuda"), id="hopper", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request) -> Target:
+    chosen = request.param
+    device = torch.device(chosen.device, torch.cuda.current_device()) if chosen.device == "cuda" else torch.device(chosen.device)
+    reason = backends.BACKENDS[chosen.backend].why_not(device, torch.float16, d_h=64, d_e=64, E=1, H=1)
+    if reason:
+        pytest.skip(f"{chosen.backend} is not usable here: {reason}")
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+__all__ = ["Target", "flashmhf"]

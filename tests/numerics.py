@@ -1,0 +1,126 @@
+"""The one numeric rule: relative L2 error against float64, judged by the same-precision materialising code and by fixed limits.
+
+A result passes when its error is at most that of the materialising PyTorch code in the same precision, and, on the fused GPU back
+ends, at most LIMITS. An error below FLOOR always passes: it is what summing in fp32 (fp64) costs in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashmhf import reference
+
+LIMITS = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 1e-5}
+FLOOR = {torch.float64: 1e-14, torch.float32: 5e-7, torch.float16: 5e-7, torch.bfloat16: 5e-7}
+SMALL, SMALL_FACTOR = 4096, 1.5  # tensors of fewer elements: their errors scatter
+# Of so few elements the materialising error is a chance figure and sums can cancel: only wrong results are told from right ones.
+TINY, TINY_FACTOR, TINY_LIMITS = 256, 4.0, {torch.bfloat16: 0.065, torch.float16: 0.009, torch.float32: 2.5e-4, torch.float64: 1e-11}
+
+
+def relative_l2(actual: Tensor, exact: Tensor) -> float:
+    """||actual - exact|| / ||exact|| in float64; infinite for anything not finite or of another shape."""
+    if actual.shape != exact.shape or not torch.isfinite(actual).all():
+        return math.inf
+    difference, norm = (actual.double() - exact).norm().item(), exact.norm().item()
+    return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+
+
+def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: bool) -> float:
+    """The largest error that passes for a tensor of this dtype."""
+    allowed = max(relative_l2(baseline, exact), FLOOR[dtype])
+    if exact.numel() < TINY:
+        return max(TINY_FACTOR * allowed, TINY_LIMITS[dtype])
+    if fixed_limits and dtype in LIMITS:
+        allowed = min(allowed, LIMITS[dtype])
+    return allowed * (SMALL_FACTOR if exact.numel() < SMALL else 1.0)
+
+
+def assert_accurate(name: str, actual: Tensor, baseline: Tensor, exact: Tensor, *, fixed_limits: bool) -> None:
+    error, allowed = relative_l2(actual, exact), limit(baseline, exact, actual.dtype, fixed_limits=fixed_limits)
+    assert error <= allowed, f"{name}: relative L2 error {error:.3e} exceeds {allowed:.3e} ({actual.dtype}, shape {list(actual.shape)})"
+
+
+@dataclass
+class Problem:
+    """Inputs of the operator with the exact (float64) and the materialising same-precision results."""
+
+    q: Tensor
+    k: Tensor
+    u: Tensor
+    v: Tensor
+    r: Tensor | None
+    w: Tensor
+    grad_out: Tensor
+    eps: float
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.u, self.v
+
+    def _evaluate(self, function, *tensors):
+        """(materialising result, exact result) of a reference function."""
+        exact = function(*(x.double() if isinstance(x, Tensor) else x for x in tensors))
+        return function(*tensors), exact
+
+    def forward(self):
+        return self._evaluate(reference.forward, *self.operands, self.r)
+
+    def backward(self):
+        return self._evaluate(reference.backward, self.grad_out, *self.operands, self.r)
+
+    def gated_forward(self):
+        return self._evaluate(gated_forward, *self.operands, self.w, self.eps)
+
+    def gated_backward(self):
+        return self._evaluate(gated_backward, self.grad_out, *self.operands, self.w, self.eps)
+
+
+def gated_forward(q, k, u, v, w, eps):
+    return reference.forward(q, k, u, v, reference.gate(q, w, eps))
+
+
+def gated_backward(grad_out, q, k, u, v, w, eps):
+    r = reference.gate(q, w, eps)
+    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r)
+    dq_gate, dw = reference.gate_backward(dr, q, w, eps)
+    return dq + dq_gate.to(dq.dtype), dk, du, dv, dw.to(w.dtype)
+
+
+def problem(
+    leading: tuple[int, ...] | int,
+    heads: int,
+    head_dim: int,
+    subnets: int,
+    subnet_dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    gate: str | None = "float32",
+    scale: float = 1.0,
+    mean_score: float = 0.0,
+    seed: int = 0,
+) -> Problem:
+    """Fresh random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``; gate "float32", "same" or None."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    leading = (leading,) if isinstance(leading, int) else leading
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64) * std
+
+    q = normal(*leading, heads, head_dim, std=scale)
+    k, u = (normal(heads, subnets, subnet_dim, head_dim, std=head_dim**-0.5) for _ in range(2))
+    v = normal(heads, subnets, subnet_dim, head_dim, std=(subnets * subnet_dim) ** -0.5)
+    if mean_score:
+        direction = torch.nn.functional.normalize(normal(head_dim), dim=0)
+        shift = abs(mean_score) ** 0.5 * direction
+        q, k = q + shift, k + math.copysign(1.0, mean_score) * shift
+    w = normal(heads, head_dim, subnets, std=head_dim**-0.5)
+    gate_dtype = {None: None, "float32": torch.float32 if dtype != torch.float64 else dtype, "same": dtype}[gate]
+    r = None if gate_dtype is None else reference.gate(q, w).to(gate_dtype)
+    q, k, u, v, grad_out = (x.to(dtype) for x in (q, k, u, v, normal(*leading, heads, head_dim)))
+    # One sub-network under eps = 0 has weight 1 whatever w is, and dw = 0 has no relative error.
+    return Problem(q, k, u, v, r, w.to(gate_dtype or dtype), grad_out, eps=0.25 if subnets == 1 else 1e-20)
