@@ -1,0 +1,227 @@
+"""Values of every operator on every back end, against float64, by the one numeric rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numerics import assert_accurate, problem
+
+from flashmhf import reference
+
+FORWARD_GRADS = ("dq", "dk", "du", "dv", "dr")
+GATED_GRADS = ("dq", "dk", "du", "dv", "dw")
+
+# (leading dimensions, H, d_h, E, d_e): ragged token counts, one of everything, tails of d_e that are no multiple of a tile
+SHAPES = [
+    ((1000,), 2, 64, 3, 192),
+    ((3, 65), 2, 128, 3, 80),
+    ((2, 2, 33), 1, 64, 1, 16),
+    ((129,), 2, 128, 9, 64),
+    ((64,), 4, 64, 2, 48),
+    ((200,), 2, 96, 3, 112),
+    ((130,), 2, 256, 2, 144),
+]
+SHAPE_IDS = [f"{'x'.join(map(str, s[0]))}-H{s[1]}-dh{s[2]}-E{s[3]}-de{s[4]}" for s in SHAPES]
+
+
+def check_all(target, p, names=("forward", "backward", "gated_forward", "gated_backward")):
+    calls = {
+        "forward": ((*p.operands, p.r), ("out",)),
+        "backward": ((p.grad_out, *p.operands, p.r), FORWARD_GRADS),
+        "gated_forward": ((*p.operands, p.w, p.eps), ("out",)),
+        "gated_backward": ((p.grad_out, *p.operands, p.w, p.eps), GATED_GRADS),
+    }
+    for name in names:
+        args, outputs = calls[name]
+        baseline, exact = getattr(p, name)()
+        actual = target.call(name, *args)
+        if len(outputs) == 1:
+            actual, baseline, exact = (actual,), (baseline,), (exact,)
+        for output, a, b, e in zip(outputs, actual, baseline, exact, strict=True):
+            assert a.is_contiguous(), f"{name}: {output} is not contiguous"
+            assert a.dtype == b.dtype, f"{name}: {output} has dtype {a.dtype}, expected {b.dtype}"
+            if output == "dr" and p.r is None:
+                assert a.numel() == 0
+                continue
+            assert_accurate(f"{name}: {output}", a, b, e, fixed_limits=target.fixed_limits)
+
+
+def dtypes_of(target):
+    return [d for d in target.dtypes if not (target.device == "cpu" and d == torch.float16)]  # fp16 products on CPUs are emulated: one case
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
+def test_values(target, shape):
+    for dtype in dtypes_of(target):
+        check_all(target, problem(*shape, dtype, target.device))
+
+
+@pytest.mark.parametrize("gate", ["same", None])
+def test_values_with_16_bit_gate_and_without(target, gate):
+    for dtype in target.dtypes:
+        check_all(target, problem(300, 2, 64, 3, 48, dtype, target.device, gate=gate))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 1000])
+def test_token_counts(target, tokens):
+    dtype = target.dtypes[-1] if target.device == "cuda" else torch.float32
+    p = problem(tokens, 2, 64, 2, 64, dtype, target.device)
+    if tokens:
+        check_all(target, p)
+        return
+    assert target.call("forward", *p.operands, p.r).shape == p.q.shape
+    dq, dk, du, dv, dr = target.call("backward", p.grad_out, *p.operands, p.r)
+    assert dq.shape == p.q.shape and dr.shape == p.r.shape
+    for grad in (dk, du, dv):
+        assert grad.shape == p.k.shape and not grad.any()
+    assert not target.call("gated_backward", p.grad_out, *p.operands, p.w, p.eps)[4].any()
+
+
+@pytest.mark.parametrize(("scale", "mean_score"), [(1e-3, 0.0), (8.0, 0.0), (1.0, -6.0), (1.0, 6.0)])
+def test_magnitudes(target, scale, mean_score):
+    # A mean score of -6 leaves SiLU in its exponential tail, where a sigmoid of too few bits shows; the 1.0x rule decides there.
+    for dtype in dtypes_of(target):
+        p = problem(512, 2, 64, 2, 96, dtype, target.device, scale=scale, mean_score=mean_score)
+        fixed = target.fixed_limits and mean_score == 0.0
+        baseline, exact = p.forward()
+        assert_accurate("out", target.call("forward", *p.operands, p.r), baseline, exact, fixed_limits=fixed)
+        actual = target.call("backward", p.grad_out, *p.operands, p.r)
+        for name, a, b, e in zip(FORWARD_GRADS, actual, *p.backward(), strict=True):
+            assert_accurate(name, a, b, e, fixed_limits=fixed)
+
+
+def token_views(q):
+    """The same values as q [B, L, H, d_h] in other strides, with what each exercises."""
+    batch, length, heads, head_dim = q.shape
+    wide = torch.full((batch, length, 3 * heads * head_dim), float("nan"), dtype=q.dtype, device=q.device)
+    split = wide.view(batch, length, 3, heads, head_dim)[:, :, 1]
+    split.copy_(q)
+    return {
+        "split of a projection": split,
+        "[B, H, L, d] transposed": q.transpose(1, 2).contiguous().transpose(1, 2),
+        "[L, B, H, d] transposed": q.transpose(0, 1).contiguous().transpose(0, 1),
+    }
+
+
+def test_strided_q_and_grad_out_are_read_in_place(target):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    p = problem((3, 70), 2, 64, 2, 64, dtype, target.device)
+    for view in token_views(p.q).values():
+        p.q = view
+        check_all(target, p)
+    for view in token_views(p.grad_out).values():
+        p.grad_out = view
+        check_all(target, p, ("backward", "gated_backward"))
+
+
+@pytest.mark.parametrize("expand", ["everywhere", "tokens", "last"])
+def test_expanded_grad_out(target, expand):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    p = problem(130, 2, 64, 2, 64, dtype, target.device)
+    source = {"everywhere": p.grad_out[:1, :1, :1], "tokens": p.grad_out[:1], "last": p.grad_out[..., :1]}[expand]
+    p.grad_out = source.expand_as(p.grad_out)
+    check_all(target, p, ("backward", "gated_backward"))
+
+
+def test_strided_gate(target):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    p = problem((2, 65), 2, 64, 3, 64, dtype, target.device)
+    padded = torch.full((2, 65, 2, 5), float("nan"), device=target.device)
+    padded[..., :3] = p.r
+    p.r = padded[..., :3]
+    check_all(target, p, ("forward", "backward"))
+
+
+@pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
+def test_needs_skip_results_and_keep_the_others(target, needs):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    p = problem(130, 2, 64, 3, 64, dtype, target.device)
+    for name, args, groups in (
+        ("backward", (p.grad_out, *p.operands, p.r), (0, 1, 1, 1, 0)),
+        ("gated_backward", (p.grad_out, *p.operands, p.w, p.eps), (0, 1, 1, 1, 1)),
+    ):
+        baseline, exact = getattr(p, name)()
+        for actual, group, b, e in zip(target.call(name, *args, needs=needs), groups, baseline, exact, strict=True):
+            if needs[group]:
+                assert_accurate(name, actual, b, e, fixed_limits=target.fixed_limits)
+            else:
+                assert actual.numel() == 0
+
+
+def test_backward_accumulate_adds_in_float32(target):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    for gate in ("float32", None):
+        p = problem(300, 2, 64, 3, 80, dtype, target.device, gate=gate)
+        start = [torch.randn(p.k.shape, device=target.device) for _ in range(3)]
+        buffers = [x.clone() for x in start]
+        dq, dr = target.call("backward_accumulate_", p.grad_out, *p.operands, p.r, *buffers)
+        baseline, exact = p.backward()
+        assert_accurate("dq", dq, baseline[0], exact[0], fixed_limits=target.fixed_limits)
+        if gate:
+            assert_accurate("dr", dr, baseline[4], exact[4], fixed_limits=target.fixed_limits)
+        for name, buffer, before, b, e in zip(("dk", "du", "dv"), buffers, start, baseline[1:4], exact[1:4], strict=True):
+            # Judged as a 16-bit gradient before it was added: the addition itself is in fp32.
+            assert_accurate(name, buffer - before, b, e, fixed_limits=False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, deterministic):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    p = problem(1000, 2, 64, 3, 80, dtype, target.device)
+    first = target.call("forward", *p.operands, p.r)
+    first_grads = target.call("backward", p.grad_out, *p.operands, p.r, deterministic=True)
+    for _ in range(5 if target.device == "cpu" else 50):
+        assert torch.equal(first, target.call("forward", *p.operands, p.r, deterministic=deterministic))
+        if deterministic:
+            for a, b in zip(first_grads, target.call("backward", p.grad_out, *p.operands, p.r, deterministic=True), strict=True):
+                assert torch.equal(a, b)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_shape_stride_dtype_and_gate(target, data):
+    head_dims = {"eager": st.integers(1, 40), "triton": st.sampled_from([16, 32, 64, 96]), "hopper": st.sampled_from([64, 96, 128, 256])}
+    subnet_dims = st.integers(1, 40) if target.backend == "eager" else st.integers(1, 9).map(lambda n: 16 * n)
+    leading = data.draw(st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple), label="leading")
+    heads, subnets = data.draw(st.integers(1, 3), label="H"), data.draw(st.integers(1, 5), label="E")
+    head_dim, subnet_dim = data.draw(head_dims[target.backend], label="d_h"), data.draw(subnet_dims, label="d_e")
+    dtype = data.draw(st.sampled_from(target.dtypes), label="dtype")
+    gate = data.draw(st.sampled_from(["float32", "same", None]), label="gate")
+    p = problem(leading, heads, head_dim, subnets, subnet_dim, dtype, target.device, gate=gate, seed=data.draw(st.integers(0, 99)))
+    if len(leading) >= 2 and data.draw(st.booleans(), label="transposed"):
+        p.q = p.q.transpose(0, 1).contiguous().transpose(0, 1)
+        if len(leading) == 3 and target.backend == "hopper":
+            p.q = p.q.contiguous()
+    check_all(target, p)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_offsets_past_2_to_the_31(backend):
+    """T = 1,048,577 at H = 16, d_h = 128 has more than 2^31 elements; the last rows are those that a 32-bit offset would miss."""
+    tokens, heads, head_dim = 1_048_577, 16, 128
+    p = problem(1, heads, head_dim, 2, 64, torch.bfloat16, "cuda")
+    q = torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    r = torch.rand(tokens, heads, 2, device="cuda")
+    out = torch.ops.flashmhf.forward(q, *p.operands[1:], r, backend=backend)
+    rows = torch.tensor([0, 1, tokens // 2, tokens - 2, tokens - 1], device="cuda")
+    exact = reference.forward(q[rows].double(), *(x.double() for x in p.operands[1:]), r[rows].double())
+    assert_accurate("out", out[rows], reference.forward(q[rows], *p.operands[1:], r[rows]), exact, fixed_limits=True)
+    grad_out = torch.randn_like(q)
+    dq = torch.ops.flashmhf.backward(grad_out, q, *p.operands[1:], r, backend=backend, needs=[True, False])[0]
+    exact = reference.backward(grad_out[rows].double(), q[rows].double(), *(x.double() for x in p.operands[1:]), r[rows].double())[0]
+    baseline = reference.backward(grad_out[rows], q[rows], *p.operands[1:], r[rows])[0]
+    assert_accurate("dq", dq[rows], baseline, exact, fixed_limits=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_weight_gradient_errors_do_not_grow_with_tokens(backend):
+    p = problem(129_024, 1, 128, 1, 64, torch.bfloat16, "cuda")
+    grads = torch.ops.flashmhf.backward(p.grad_out, *p.operands, p.r, backend=backend)
+    for name, a, b, e in zip(FORWARD_GRADS, grads, *p.backward(), strict=True):
+        assert_accurate(name, a, b, e, fixed_limits=True)
