@@ -44,12 +44,29 @@ def _resolve(deterministic: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
 
+# What an operator's kernel and its fake kernel both check
+
+
+def _check_forward(q, k, u, v, r):
+    checks.operands(q, k, u, v)
+    checks.weights(q, k, r)
+
+
+def _check_gated(q, k, u, v, w):
+    checks.operands(q, k, u, v)
+    checks.router(q, w, k)
+
+
+def _check_backward(grad_out, q, k, u, v, r):
+    _check_forward(q, k, u, v, r)
+    checks.upstream_gradient(grad_out, q)
+
+
 # Kernels at the CPU and CUDA keys
 
 
 def _forward(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
-    checks.operands(q, k, u, v)
-    checks.weights(q, k, r)
+    _check_forward(q, k, u, v, r)
     module = _back_end(q, k, backend)
     if not q.numel():
         return _fake_forward(q, k, u, v, r)
@@ -57,8 +74,7 @@ def _forward(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
 
 
 def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
-    checks.operands(q, k, u, v)
-    checks.router(q, w, k)
+    _check_gated(q, k, u, v, w)
     module = _back_end(q, k, backend)
     if not q.numel():
         return _fake_forward(q, k, u, v)
@@ -69,9 +85,7 @@ def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
 
 
 def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
-    checks.operands(q, k, u, v)
-    checks.weights(q, k, r)
-    checks.upstream_gradient(grad_out, q)
+    _check_backward(grad_out, q, k, u, v, r)
     module = _back_end(q, k, backend)
     if not q.numel():
         return _zeros(_fake_backward(grad_out, q, k, u, v, r, needs=needs))
@@ -79,8 +93,7 @@ def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="aut
 
 
 def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
-    checks.operands(q, k, u, v)
-    checks.router(q, w, k)
+    _check_gated(q, k, u, v, w)
     checks.upstream_gradient(grad_out, q)
     module = _back_end(q, k, backend)
     if not q.numel():
@@ -98,9 +111,7 @@ def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backen
 
 
 def _backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True)):
-    checks.operands(q, k, u, v)
-    checks.weights(q, k, r)
-    checks.upstream_gradient(grad_out, q)
+    _check_backward(grad_out, q, k, u, v, r)
     checks.accumulators(k, dk=dk, du=du, dv=dv)
     module = _back_end(q, k, backend)
     if not q.numel():
@@ -112,14 +123,12 @@ def _backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=Fals
 
 
 def _fake_forward(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
-    checks.operands(q, k, u, v)
-    checks.weights(q, k, r)
+    _check_forward(q, k, u, v, r)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _fake_gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
-    checks.operands(q, k, u, v)
-    checks.router(q, w, k)
+    _check_gated(q, k, u, v, w)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -135,21 +144,20 @@ def _zeros(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
-    checks.operands(q, k, u, v)
-    checks.weights(q, k, r)
-    checks.upstream_gradient(grad_out, q)
+    _check_backward(grad_out, q, k, u, v, r)
     return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v)), _empty(r, q, needs[0]))
 
 
 def _fake_gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
-    checks.router(q, w, k)
-    return (*_fake_backward(grad_out, q, k, u, v, needs=needs)[:4], _empty(w, q, needs[1]))
+    _check_gated(q, k, u, v, w)
+    checks.upstream_gradient(grad_out, q)
+    return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v, w)))
 
 
 def _fake_backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True)):
+    _check_backward(grad_out, q, k, u, v, r)
     checks.accumulators(k, dk=dk, du=du, dv=dv)
-    dq, *_, dr = _fake_backward(grad_out, q, k, u, v, r, needs=(needs[0], False))
-    return dq, dr
+    return _empty(q, q, needs[0]), _empty(r, q, needs[0])
 
 
 _KERNELS: dict[str, tuple[Callable, Callable]] = {

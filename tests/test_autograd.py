@@ -1,0 +1,252 @@
+"""Derivatives: gradcheck, what is saved, what is refused, autocast, vmap, checkpointing, main_grad accumulation."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from numerics import assert_accurate, gated_forward, problem
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import flashmhf
+from flashmhf import reference
+
+ops = torch.ops.flashmhf
+
+
+def leaves(p, *, router=False):
+    last = p.w if router else p.r
+    return [None if x is None else x.detach().requires_grad_() for x in (*p.operands, last)]
+
+
+def float64_problem(gate="same", **kwargs):
+    return problem((2, 3), 2, 4, 3, 5, torch.float64, gate=gate, **kwargs)
+
+
+@pytest.mark.parametrize("gate", ["same", None])
+def test_gradcheck(gate):
+    inputs = leaves(float64_problem(gate))
+    assert torch.autograd.gradcheck(flashmhf.flash_mhf, inputs)
+
+
+def test_gradcheck_gated_and_router():
+    p = float64_problem()
+    assert torch.autograd.gradcheck(functools.partial(ops.gated_forward, eps=0.1), leaves(p, router=True))
+    assert torch.autograd.gradcheck(functools.partial(flashmhf.gate, eps=0.1), (p.q.requires_grad_(), p.w.requires_grad_()))
+
+
+def test_written_out_gradients_are_those_of_autograd():
+    p = float64_problem()
+    inputs = leaves(p)
+    expected = torch.autograd.grad(reference.forward(*inputs), inputs, p.grad_out)
+    for a, b in zip(reference.backward(p.grad_out, *inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    grad_r = torch.randn_like(p.r)
+    q, w = p.q.requires_grad_(), p.w.requires_grad_()
+    for a, b in zip(reference.gate_backward(grad_r, q, w), torch.autograd.grad(reference.gate(q, w), (q, w), grad_r), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (4,), (0, 3), (2, 4), ()])
+def test_only_what_needs_a_gradient_gets_one(needed):
+    p = float64_problem()
+    inputs = [x.detach().requires_grad_(i in needed) for i, x in enumerate((*p.operands, p.r))]
+    out = flashmhf.flash_mhf(*inputs)
+    assert out.requires_grad == bool(needed)
+    if needed:
+        out.backward(p.grad_out)
+    expected = reference.backward(p.grad_out, *p.operands, p.r)
+    for i, x in enumerate(inputs):
+        assert (x.grad is not None) == (i in needed)
+        if i in needed:
+            torch.testing.assert_close(x.grad, expected[i], rtol=1e-12, atol=1e-12)
+
+
+def test_saves_the_inputs_only(target):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    p = problem(256, 2, 64, 3, 64, dtype, target.device)
+    inputs = leaves(p)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
+        flashmhf.flash_mhf(*inputs, backend=target.backend)
+    assert sorted(saved) == sorted(x.data_ptr() for x in inputs)
+
+
+def gradient_penalty(function, x):
+    (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+def test_second_derivatives_raise(target):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    p = problem(64, 2, 64, 2, 64, dtype, target.device)
+    q, *rest = leaves(p)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        gradient_penalty(lambda x: flashmhf.flash_mhf(x, *rest, backend=target.backend), q)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        gradient_penalty(lambda x: ops.gated_forward(x, *rest[:3], p.w, p.eps, backend=target.backend), q)
+
+
+def test_function_transforms_and_forward_mode_raise():
+    p = float64_problem()
+    q = p.q.detach()
+    forward = functools.partial(flashmhf.flash_mhf, k=p.k, u=p.u, v=p.v, r=p.r)
+    gated = functools.partial(ops.gated_forward, k=p.k, u=p.u, v=p.v, w=p.w, eps=p.eps)
+    for function in (lambda x: forward(x), lambda x: gated(x)):
+        for transform in (
+            lambda f: torch.func.grad(lambda x: f(x).sum())(q),
+            lambda f: torch.func.vjp(f, q),
+            lambda f: torch.func.jvp(f, (q,), (q,)),
+            lambda f: torch.func.hessian(lambda x: f(x).sum())(q),
+        ):
+            with pytest.raises(NotImplementedError, match="torch.func transform"):
+                transform(function)
+        with pytest.raises(NotImplementedError, match="forward mode"), torch.autograd.forward_ad.dual_level():
+            function(torch.autograd.forward_ad.make_dual(q, q))
+
+
+def test_deterministic_flag_is_read_in_forward(monkeypatch):
+    seen = []
+    original = flashmhf.eager.backward
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["deterministic"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(flashmhf.eager, "backward", spy)
+    p = float64_problem()
+    for during_forward, argument in ((True, None), (False, None), (False, True)):
+        inputs = leaves(p)
+        torch.use_deterministic_algorithms(during_forward)
+        try:
+            out = flashmhf.flash_mhf(*inputs, deterministic=argument, backend="eager")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        out.sum().backward()
+        assert seen.pop() == (during_forward or bool(argument))
+
+
+@pytest.mark.parametrize("name", ["forward", "gated_forward"])
+def test_autocast_casts_operands_and_keeps_the_gate(name):
+    p = problem((2, 50), 2, 64, 3, 64, torch.float32)
+    seen = {}
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "flashmhf":
+                seen[func.__name__] = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+            return func(*args, **(kwargs or {}))
+
+    inputs = leaves(p, router=name == "gated_forward")
+    with torch.autocast("cpu", dtype=torch.bfloat16), Spy():
+        out = getattr(ops, name)(*inputs, *([p.eps] if name == "gated_forward" else []))
+        out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert seen[f"{name}.default"] == [torch.bfloat16] * 4 + [torch.float32]
+    assert all(x.grad.dtype == torch.float32 for x in inputs)
+    # What ran inside the autocast region was exactly the 16-bit operator: nothing in it was cast again.
+    expected = getattr(ops, name)(*(x.detach().bfloat16() for x in inputs[:4]), inputs[4].detach(), *([p.eps] if len(seen) and name == "gated_forward" else []))
+    assert torch.equal(out, expected)
+
+
+def test_autocast_leaves_float32_backward_in_float32():
+    p = problem(64, 2, 16, 2, 32, torch.float32)
+    inputs = leaves(p)
+    out = flashmhf.flash_mhf(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out.backward(p.grad_out)
+    baseline, exact = p.backward()
+    for x, b, e in zip(inputs, baseline, exact, strict=True):
+        assert_accurate("gradient", x.grad, b, e, fixed_limits=False)
+
+
+@pytest.mark.parametrize("batched", [(0, None, None, None, 0), (1, None, None, None, 2), (None, 0, 0, 0, None), (0, 0, None, None, 0), (None, None, None, None, 0)])
+def test_vmap(batched):
+    p = float64_problem()
+    single = [x.detach() for x in (*p.operands, p.r)]
+    stacked = [x if dim is None else torch.stack([x, 2 * x, -x], dim) for x, dim in zip(single, batched, strict=True)]
+    actual = torch.func.vmap(flashmhf.flash_mhf, in_dims=batched)(*stacked)
+    for i in range(3):
+        entry = [x if dim is None else x.select(dim, i) for x, dim in zip(stacked, batched, strict=True)]
+        torch.testing.assert_close(actual[i], reference.forward(*entry), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batched", [(0, None, None, None, None), (0, 0, 0, 0, 0)])
+def test_vmap_gated(batched):
+    p = float64_problem()
+    stacked = [x if dim is None else torch.stack([x, -x], dim) for x, dim in zip((*p.operands, p.w), batched, strict=True)]
+    actual = torch.func.vmap(lambda *x: ops.gated_forward(*x, p.eps), in_dims=batched)(*stacked)
+    for i in range(2):
+        entry = [x if dim is None else x.select(dim, i) for x, dim in zip(stacked, batched, strict=True)]
+        torch.testing.assert_close(actual[i], gated_forward(*entry, p.eps), rtol=1e-12, atol=1e-12)
+
+
+def test_batched_gradients():
+    p = float64_problem()
+    inputs = leaves(p)
+    out = flashmhf.flash_mhf(*inputs)
+    grads = torch.stack([p.grad_out, -p.grad_out])
+    for i, batched in enumerate(torch.autograd.grad(out, inputs, grads, is_grads_batched=True)):
+        torch.testing.assert_close(batched[0], reference.backward(p.grad_out, *inputs)[i].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(batched[0], -batched[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["full", "save operator", "recompute operator"])
+def test_checkpointing(policy):
+    module = flashmhf.FlashMHF(64, 4, 3, 32, dtype=torch.float64)
+    x = torch.randn(2, 9, 64, dtype=torch.float64, requires_grad=True)
+    module(x).sum().backward()
+    expected, x.grad = x.grad, None
+    calls = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def choose(ctx, op, *args, **kwargs):
+        save = policy == "save operator" and op is ops.gated_forward.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = {} if policy == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, choose)}
+    with Count():
+        checkpoint(module, x, use_reentrant=False, **context).sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert calls.count(ops.gated_forward.default) == (1 if policy == "save operator" else 2)
+
+
+def test_main_grad_accumulation():
+    module = flashmhf.FlashMHF(64, 4, 3, 32, accumulate_main_grad=True)
+    plain = flashmhf.FlashMHF(64, 4, 3, 32)
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(2, 9, 64)
+    with pytest.raises(ValueError, match="k.main_grad is missing"):
+        module(x)
+    weights = (module.k, module.u, module.v)
+    for weight in weights:
+        weight.main_grad = torch.ones(weight.shape)
+    for _ in range(2):
+        module(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    for name, weight in zip("kuv", weights, strict=True):
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad - 1, getattr(plain, name).grad, rtol=1e-4, atol=1e-5)
+    for name in ("router", "in_proj.weight", "out_proj.weight"):
+        torch.testing.assert_close(module.get_parameter(name).grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    # Megatron's convention: parameters that carry the flag keep their hooks firing.
+    fired = []
+    module.k.grad_added_to_main_grad = False
+    module.k.register_post_accumulate_grad_hook(fired.append)
+    module(x).sum().backward()
+    assert module.k.grad_added_to_main_grad and fired
+    module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), plain(x))
+
+
+def test_backward_accumulate_refuses_to_be_differentiated():
+    p = problem(10, 2, 16, 2, 16, torch.float32)
+    buffers = [torch.zeros_like(p.k) for _ in range(3)]
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        ops.backward_accumulate_(p.grad_out, p.q.requires_grad_(), p.k, p.u, p.v, p.r, *buffers)

@@ -1,0 +1,194 @@
+"""Bad input: the stated exception, naming the argument, in every mode; and the next valid call still works."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from numerics import problem
+
+import flashmhf
+
+ops = torch.ops.flashmhf
+H, E, D_E, D_H, T = 2, 3, 32, 64, 10
+
+
+def good(device="cpu", dtype=torch.float32):
+    p = problem(T, H, D_H, E, D_E, dtype, device)
+    return {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, "w": p.w, "grad_out": p.grad_out}
+
+
+def edited(name, edit):
+    return lambda x: {**x, name: edit(x[name])}
+
+
+# argument, how it is spoiled, exception, part of the message beside the argument's name
+BAD = {
+    "q of integers": (lambda x: {**x, **{n: x[n].int() for n in ("q", "k", "u", "v", "grad_out")}}, TypeError, "q has dtype int32"),
+    "q of rank 1": (edited("q", lambda q: q[0, 0]), ValueError, r"q has shape \[64\]"),
+    "k of rank 3": (edited("k", lambda k: k[:, 0]), ValueError, "k has shape"),
+    "k of another dtype": (edited("k", torch.Tensor.double), TypeError, "k has dtype float64; supported: float32"),
+    "u of another dtype": (edited("u", torch.Tensor.half), TypeError, "u has dtype float16"),
+    "v of another dtype": (edited("v", torch.Tensor.bfloat16), TypeError, "v has dtype bfloat16"),
+    "H mismatch": (edited("q", lambda q: q[:, :1]), ValueError, "k has shape .* H = 1"),
+    "d_h mismatch": (edited("q", lambda q: q[..., :32]), ValueError, "k has shape .* d_h = 32"),
+    "u of another shape": (edited("u", lambda u: u[:, :2]), ValueError, "u has shape"),
+    "v of another shape": (edited("v", lambda v: v[:, :, :16]), ValueError, "v has shape"),
+    "no sub-networks": (lambda x: {**x, **{n: x[n][:, :0] for n in "kuv"}, "r": x["r"][..., :0]}, ValueError, "E must be at least 1"),
+    "k not contiguous": (edited("k", lambda k: k.transpose(2, 3).contiguous().transpose(2, 3)), ValueError, "k has strides"),
+    "v not contiguous": (edited("v", lambda v: v.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "v has strides"),
+    "k on another device": (edited("k", lambda k: k.to("meta")), ValueError, "is on"),
+}
+BAD_GATE = {
+    "r of another dtype": (edited("r", torch.Tensor.double), TypeError, "r has dtype float64; supported: float32"),
+    "r of integers": (edited("r", torch.Tensor.int), TypeError, "r has dtype int32"),
+    "r of another E": (edited("r", lambda r: r[..., :2]), ValueError, "r has shape"),
+    "r of another T": (edited("r", lambda r: r[:5]), ValueError, "r has shape"),
+    "r of another rank": (edited("r", lambda r: r[None]), ValueError, "r has shape"),
+}
+BAD_ROUTER = {
+    "w of another dtype": (edited("w", torch.Tensor.double), TypeError, "w has dtype float64"),
+    "w of rank 2": (edited("w", lambda w: w[0]), ValueError, "w has shape"),
+    "w transposed": (edited("w", lambda w: w.mT), ValueError, "w has shape"),
+    "w not contiguous": (edited("w", lambda w: w.mT.contiguous().mT), ValueError, "w has strides"),
+}
+BAD_GRAD = {
+    "grad_out of another dtype": (edited("grad_out", torch.Tensor.half), TypeError, "grad_out has dtype float16"),
+    "grad_out of another shape": (edited("grad_out", lambda g: g[:5]), ValueError, "grad_out has shape"),
+}
+
+
+def call_forward(x, **kwargs):
+    return ops.forward(x["q"], x["k"], x["u"], x["v"], x["r"], **kwargs)
+
+
+def call_gated(x, **kwargs):
+    return ops.gated_forward(x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20, **kwargs)
+
+
+def call_backward(x, **kwargs):
+    return ops.backward(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], **kwargs)
+
+
+def call_gated_backward(x, **kwargs):
+    return ops.gated_backward(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20, **kwargs)
+
+
+def call_accumulate(x, **kwargs):
+    buffers = [torch.zeros(x["k"].shape, device=x["q"].device) for _ in range(3)]
+    return ops.backward_accumulate_(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], *buffers, **kwargs)
+
+
+CALLS = {
+    call_forward: BAD | BAD_GATE,
+    call_gated: BAD | BAD_ROUTER,
+    call_backward: BAD | BAD_GATE | BAD_GRAD,
+    call_gated_backward: BAD | BAD_ROUTER | BAD_GRAD,
+    call_accumulate: BAD | BAD_GATE | BAD_GRAD,
+}
+CASES = [pytest.param(call, *case, id=f"{call.__name__}: {name}") for call, cases in CALLS.items() for name, case in cases.items()]
+MODES = {"eager": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@pytest.mark.parametrize(("call", "spoil", "exception", "message"), CASES)
+def test_bad_input(call, spoil, exception, message):
+    for mode in MODES.values():
+        with mode():
+            inputs = spoil(good())
+            with pytest.raises(exception, match=message):
+                call(inputs)
+            call(good())
+
+
+@pytest.mark.parametrize(("call", "spoil", "exception", "message"), CASES[:: len(CASES) // 12])
+def test_bad_input_under_compile(call, spoil, exception, message):
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=message):
+        compiled(spoil(good()))
+    compiled(good())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["eager", "triton", "hopper"])
+@pytest.mark.parametrize(("call", "spoil", "exception", "message"), CASES)
+def test_bad_input_on_the_gpu(backend, call, spoil, exception, message):
+    inputs = spoil(good("cuda", torch.bfloat16) if exception is not TypeError else good("cuda", torch.float32))
+    if exception is ValueError:
+        with pytest.raises(ValueError, match=message):
+            call(inputs, backend=backend)
+    else:
+        with pytest.raises(TypeError, match=message):
+            call(inputs, backend="eager")
+    torch.cuda.synchronize()
+    call(good("cuda", torch.bfloat16), backend=backend)
+    torch.cuda.synchronize()
+
+
+def test_gradients_are_checked_in_backward_too():
+    x = good()
+    out = ops.forward(x["q"].requires_grad_(), x["k"], x["u"], x["v"], x["r"])
+    out.sum().backward()
+    assert x["q"].grad.shape == x["q"].shape
+
+
+def test_accumulators_are_checked():
+    x = good()
+    right = torch.zeros(x["k"].shape)
+    for name, bad, exception in (
+        ("dk", right.half(), TypeError),
+        ("du", right[:1], ValueError),
+        ("dv", right.transpose(0, 1).contiguous().transpose(0, 1), ValueError),
+        ("dk", right.double(), TypeError),
+    ):
+        buffers = {"dk": right.clone(), "du": right.clone(), "dv": right.clone()} | {name: bad}
+        with pytest.raises(exception, match=f"{name} "):
+            ops.backward_accumulate_(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], *buffers.values())
+
+
+def test_the_functional_door_names_what_is_not_a_tensor():
+    x = good()
+    with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
+        flashmhf.flash_mhf(x["q"], [1, 2], x["u"], x["v"])
+    with pytest.raises(TypeError, match="r must be a torch.Tensor, got float"):
+        flashmhf.flash_mhf(x["q"], x["k"], x["u"], x["v"], 0.5)
+
+
+def test_gate_checks():
+    x = good()
+    with pytest.raises(TypeError, match="q has dtype int64"):
+        flashmhf.gate(x["q"].long(), x["w"])
+    with pytest.raises(ValueError, match="w has shape"):
+        flashmhf.gate(x["q"], x["w"][:1])
+
+
+@pytest.mark.gpu
+def test_devices_may_not_mix_on_the_gpu():
+    x, on_cpu = good("cuda", torch.bfloat16), good("cpu", torch.bfloat16)
+    for name in ("q", "k", "u", "v", "r"):
+        with pytest.raises(ValueError, match="is on"):
+            call_forward({**x, name: on_cpu[name]})
+
+
+@pytest.mark.gpu
+def test_hopper_refuses_what_it_cannot_read_in_place():
+    reason = flashmhf.info().reasons["hopper"]
+    if reason:
+        pytest.skip(f"hopper is not usable here: {reason}")
+    x = good("cuda", torch.bfloat16)
+    odd_offset = torch.empty(T * H * D_H + 1, device="cuda", dtype=torch.bfloat16)[1:].view(T, H, D_H)
+    odd_stride = torch.empty(T, H, D_H + 1, device="cuda", dtype=torch.bfloat16)[..., :D_H]
+    last_stride = torch.empty(T, H, 2 * D_H, device="cuda", dtype=torch.bfloat16)[..., ::2]
+    three = torch.empty(4, 3, 2, H, D_H, device="cuda", dtype=torch.bfloat16).permute(2, 1, 0, 3, 4)
+    for q in (odd_offset, odd_stride, last_stride):
+        with pytest.raises(ValueError, match="q cannot be read in place by the hopper back end"):
+            call_forward({**x, "q": q}, backend="hopper")
+        call_forward({**x, "q": q.zero_()}, backend="triton")
+    with pytest.raises(ValueError, match="do not collapse"):
+        ops.forward(three, x["k"], x["u"], x["v"], backend="hopper")
+    shifted = torch.empty(x["k"].numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(x["k"].shape)
+    with pytest.raises(ValueError, match="k has storage offset"):
+        call_forward({**x, "k": shifted}, backend="hopper")
+    call_forward(x, backend="hopper")
+    torch.cuda.synchronize()
