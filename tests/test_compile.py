@@ -1,0 +1,156 @@
+"""torch.compile, export, AOTInductor, opcheck, CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numerics import problem
+
+import flashmhf
+
+ops = torch.ops.flashmhf
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def small(target, **kwargs):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    return problem((2, 20), 2, 64, 3, 32, dtype, target.device, **kwargs)
+
+
+@pytest.mark.parametrize("gate", ["float32", None])
+def test_opcheck(target, gate):
+    p = small(target, gate=gate)
+    kwargs = {"backend": target.backend}
+    leaves = [None if x is None else x.clone().requires_grad_() for x in (*p.operands, p.r)]
+    torch.library.opcheck(ops.forward, leaves, kwargs)
+    torch.library.opcheck(ops.backward, (p.grad_out, *p.operands, p.r, True), kwargs)
+    torch.library.opcheck(ops.backward, (p.grad_out, *p.operands, p.r, True), kwargs | {"needs": [False, True]})
+    buffers = [torch.zeros(p.k.shape, device=target.device) for _ in range(3)]
+    torch.library.opcheck(ops.backward_accumulate_, (p.grad_out, *p.operands, p.r, *buffers, True), kwargs)
+
+
+def test_opcheck_gated(target):
+    p = small(target)
+    kwargs = {"backend": target.backend}
+    leaves = [x.clone().requires_grad_() for x in (*p.operands, p.w)]
+    torch.library.opcheck(ops.gated_forward, (*leaves, p.eps), kwargs)
+    torch.library.opcheck(ops.gated_backward, (p.grad_out, *p.operands, p.w, p.eps, True), kwargs)
+
+
+def small_module(target, **kwargs):
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    return flashmhf.FlashMHF(128, 2, 3, 32, backend=target.backend, device=target.device, dtype=dtype, deterministic=True, **kwargs)
+
+
+def gradients(function, module, x):
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    out = function(x)
+    out.float().square().sum().backward()
+    return [out, x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"q_norm": True, "bias": True}], ids=["plain", "q_norm and bias"])
+def test_compile_module(target, dynamic, options):
+    module = small_module(target, **options)
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic)
+    tolerance = 1e-5 if target.device == "cpu" else 2e-2
+    for length in (20, 33):
+        x = torch.randn(2, length, 128, device=target.device, dtype=module.k.dtype)
+        for a, b in zip(gradients(compiled, module, x), gradients(module, module, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
+
+
+def test_compile_operator_with_gate(target):
+    p = small(target)
+
+    def step(q, k, u, v, r):
+        return ops.forward(q * 1.0, k, u, v, r, backend=target.backend, deterministic=True) * 1.0
+
+    leaves = [x.clone().requires_grad_() for x in (*p.operands, p.r)]
+    expected = torch.autograd.grad(step(*leaves), leaves, p.grad_out)
+    actual = torch.autograd.grad(torch.compile(step, fullgraph=True)(*leaves), leaves, p.grad_out)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_export_with_a_dynamic_length(target):
+    module = small_module(target).eval()
+    x = torch.randn(2, 20, 128, device=target.device, dtype=module.k.dtype)
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(module, (x,), dynamic_shapes=({1: length},))
+    assert any(node.target is ops.gated_forward.default for node in program.graph.nodes)
+    for n in (20, 7):
+        torch.testing.assert_close(program.module()(x[:, :n]), module(x[:, :n]))
+
+
+@pytest.mark.slow
+def test_aot_inductor(target, tmp_path):
+    module = small_module(target).eval()
+    x = torch.randn(2, 20, 128, device=target.device, dtype=module.k.dtype)
+    package = torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=str(tmp_path / "module.pt2"))
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_cuda_graph_of_forward_and_backward(backend):
+    reason = flashmhf.info().reasons[backend]
+    if reason:
+        pytest.skip(f"{backend} is not usable here: {reason}")
+    module = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device="cuda", dtype=torch.bfloat16, deterministic=True)
+    static_x = torch.randn(3, 50, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(module, (static_x,))
+    for _ in range(3):
+        x = torch.randn_like(static_x)
+        for a, b in zip(gradients(graphed, module, x), gradients(module.forward, module, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_no_host_synchronisation(backend):
+    reason = flashmhf.info().reasons[backend]
+    if reason:
+        pytest.skip(f"{backend} is not usable here: {reason}")
+    p = problem(300, 2, 64, 3, 64, torch.bfloat16, "cuda")
+
+    def step():
+        ops.forward(*p.operands, p.r, backend=backend)
+        ops.backward(p.grad_out, *p.operands, p.r, backend=backend)
+        ops.gated_forward(*p.operands, p.w, p.eps, backend=backend)
+        ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, backend=backend)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_runs_on_the_current_stream(backend):
+    reason = flashmhf.info().reasons[backend]
+    if reason:
+        pytest.skip(f"{backend} is not usable here: {reason}")
+    p = problem(4000, 2, 128, 3, 128, torch.bfloat16, "cuda")
+    expected = [ops.forward(*p.operands, p.r, backend=backend), *ops.backward(p.grad_out, *p.operands, p.r, True, backend=backend)]
+    stream = torch.cuda.Stream()
+    delayed = torch.empty_like(p.q)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        delayed.copy_(p.q)  # a kernel on another stream would read q before this
+        operands = (delayed, *p.operands[1:])
+        actual = [ops.forward(*operands, p.r, backend=backend), *ops.backward(p.grad_out, *operands, p.r, True, backend=backend)]
+    stream.synchronize()
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
