@@ -4,6 +4,8 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 
+#include "operators.h"
+
 namespace {
 
 // The oldest NVIDIA driver that runs this file's static CUDA runtime (minor-version compatibility).
@@ -20,9 +22,16 @@ std::string build_info() {
 
 STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("build_info() -> str");
+    m.def("forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic) -> Tensor");
+    m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
 }
 
 // An op without tensor arguments has no device to dispatch on.
 STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CompositeExplicitAutograd, m) {
     m.impl("build_info", TORCH_BOX(&build_info));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
+    m.impl("forward", TORCH_BOX(&flashmhf::forward));
+    m.impl("gated_forward", TORCH_BOX(&flashmhf::gated_forward));
 }

@@ -1,0 +1,120 @@
+// Argument checks of the flashmhf_hopper::* operators, in one order for all: type, device, shape, layout. flashmhf/checks.py raises first for
+// callers that come through Python; these guard direct calls.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+namespace flashmhf {
+
+using torch::stable::Tensor;
+using torch::headeronly::ScalarType;
+
+constexpr int64_t tma_alignment = 16;  // bytes: bases and strides of a tensor map
+
+// Sizes of a problem; q is [..., H, d_h] with T tokens in its leading dimensions.
+struct ProblemSizes {
+    int64_t tokens, heads, head_dim, subnets, subnet_dim;
+};
+
+inline std::string shape_of(const Tensor &x) {
+    std::string text = "[";
+    for (int64_t i = 0; i < x.dim(); ++i) text += (i ? ", " : "") + std::to_string(x.size(i));
+    return text + "]";
+}
+
+inline bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % tma_alignment == 0; }
+
+inline void check_same_device(const Tensor &x, const char *name, const Tensor &q) {
+    STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " must be on the same CUDA device as q");
+}
+
+// k, u, v: [H, E, d_e, d_h], contiguous, in q's type.
+inline void check_weights(const Tensor &x, const char *name, const Tensor &k, const Tensor &q) {
+    STD_TORCH_CHECK(x.scalar_type() == q.scalar_type(), name, " must have the dtype of q");
+    check_same_device(x, name, q);
+    STD_TORCH_CHECK(x.dim() == 4, name, " must be [H, E, d_e, d_h], is ", shape_of(x));
+    for (int i = 0; i < 4; ++i) STD_TORCH_CHECK(x.size(i) == k.size(i), name, " is ", shape_of(x), " but k is ", shape_of(k));
+    STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
+    STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
+}
+
+inline ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v) {
+    STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half, "q must be bfloat16 or float16");
+    STD_TORCH_CHECK(q.is_cuda(), "q must be on a CUDA device");
+    STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
+    check_weights(k, "k", k, q);
+    check_weights(u, "u", k, q);
+    check_weights(v, "v", k, q);
+    ProblemSizes sizes{1, q.size(q.dim() - 2), q.size(q.dim() - 1), k.size(1), k.size(2)};
+    for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
+    STD_TORCH_CHECK(k.size(0) == sizes.heads && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k is ", shape_of(k));
+    STD_TORCH_CHECK(sizes.heads >= 1 && sizes.subnets >= 1, "H and E must be at least 1");
+    STD_TORCH_CHECK(sizes.head_dim == 64 || sizes.head_dim == 96 || sizes.head_dim == 128 || sizes.head_dim == 256, "d_h is ", sizes.head_dim,
+                    "; supported: 64, 96, 128, 256");
+    STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
+    return sizes;
+}
+
+// r: [..., H, E] with q's leading dimensions.
+inline void check_r(const Tensor &r, const Tensor &q, const ProblemSizes &sizes) {
+    STD_TORCH_CHECK(r.scalar_type() == ScalarType::Float || r.scalar_type() == q.scalar_type(), "r must be float32 or have the dtype of q");
+    check_same_device(r, "r", q);
+    bool same = r.dim() == q.dim() && r.size(r.dim() - 2) == sizes.heads && r.size(r.dim() - 1) == sizes.subnets;
+    for (int64_t i = 0; same && i < q.dim() - 2; ++i) same = r.size(i) == q.size(i);
+    STD_TORCH_CHECK(same, "r must be [..., H, E] with the leading dimensions of q; r is ", shape_of(r), " but q is ", shape_of(q));
+    STD_TORCH_CHECK(sizes.subnets == 1 || r.stride(r.dim() - 1) == 1, "the last dimension of r must be contiguous");
+}
+
+// w: [H, d_h, E], contiguous.
+inline void check_w(const Tensor &w, const Tensor &q, const ProblemSizes &sizes) {
+    STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == q.scalar_type(), "w must be float32 or have the dtype of q");
+    check_same_device(w, "w", q);
+    STD_TORCH_CHECK(w.dim() == 3 && w.size(0) == sizes.heads && w.size(1) == sizes.head_dim && w.size(2) == sizes.subnets, "w must be [H, d_h, E] = [",
+                    sizes.heads, ", ", sizes.head_dim, ", ", sizes.subnets, "], is ", shape_of(w));
+    STD_TORCH_CHECK(w.is_contiguous(), "w must be contiguous");
+}
+
+// The tokens of q (and of a tensor with the same leading dimensions) as batch sequences of length tokens, each with one stride.
+struct TokenAxes {
+    int64_t batch = 1, length = 1;
+    int64_t q_batch = 0, q_token = 0, other_batch = 0, other_token = 0;  // strides in elements
+    int64_t dense_batch = 0, dense_token = 0;                            // strides of a dense [T] in tokens
+};
+
+// Merges the leading dimensions of q and other as far as both allow; nothing when more than two axes remain.
+inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor &other) {
+    struct Axis {
+        int64_t size, q, other, dense;
+    } axes[2];
+    int count = 0;
+    int64_t dense = 1;
+    for (int64_t i = q.dim() - 3; i >= 0; --i) {  // innermost first
+        const Axis axis{q.size(i), q.stride(i), other.stride(i), dense};
+        dense *= axis.size;
+        if (axis.size == 1) continue;
+        Axis *inner = count ? &axes[count - 1] : nullptr;
+        if (inner && axis.q == inner->size * inner->q && axis.other == inner->size * inner->other) inner->size *= axis.size;
+        else if (count == 2) return std::nullopt;
+        else axes[count++] = axis;
+    }
+    TokenAxes t;
+    // Tiles of 64 tokens run along one axis: the one that wastes fewer of their rows.
+    auto tiles = [&](int along) { return (axes[along].size + 63) / 64 * axes[1 - along].size; };
+    const int along = count == 2 && tiles(1) < tiles(0) ? 1 : 0;
+    if (count > 0) t.length = axes[along].size, t.q_token = axes[along].q, t.other_token = axes[along].other, t.dense_token = axes[along].dense;
+    if (count == 2) {
+        const Axis &outer = axes[1 - along];
+        t.batch = outer.size, t.q_batch = outer.q, t.other_batch = outer.other, t.dense_batch = outer.dense;
+    }
+    return t;
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,59 @@
+// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync with operands from global memory, pins that keep the
+// compiler from moving register accesses across asynchronous products, and the order of clusters and dependent launches.
+#pragma once
+
+#include "kittens.cuh"
+
+namespace flashmhf {
+
+__device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22, inf for x > 128
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float reciprocal_fast(float x) {  // relative error 2^-23, 0 for inf
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(-1.442695041f * x)); }
+
+template <kittens::ducks::rt::all RT> __device__ __forceinline__ void pin(RT &tile) {
+#pragma unroll
+    for (int i = 0; i < RT::height; ++i)
+#pragma unroll
+        for (int j = 0; j < RT::width; ++j)
+#pragma unroll
+            for (int k = 0; k < RT::packed_per_tile; ++k) {
+                auto &pair = tile.tiles[i][j].data[k];
+                if constexpr (std::is_same_v<typename RT::T, float>) asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory");
+                else asm volatile("" : "+r"(reinterpret_cast<uint32_t &>(pair))::"memory");
+            }
+}
+
+// d[16x8] += a[16x16] b[16x8], a as in a row-layout base tile, b as two registers of the B fragment.
+__device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::bf16_2 (&a)[4], uint32_t b0, uint32_t b1) {
+    const auto *r = reinterpret_cast<const uint32_t *>(a);
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::half_2 (&a)[4], uint32_t b0, uint32_t b1) {
+    const auto *r = reinterpret_cast<const uint32_t *>(a);
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
+}
+
+// All threads of the cluster, warps converged; a launch without clusters has clusters of one CTA.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Programmatic dependent launch: the next kernel of the stream may start; this kernel waits until the one before has finished.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+}  // namespace flashmhf

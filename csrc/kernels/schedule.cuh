@@ -1,0 +1,68 @@
+// Which cluster does what: the same code runs in every role of the kernel, in the combine kernel, and on the host for the tests.
+//
+// Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from L2 at a time. Whole items
+// go first, wave by wave: item = wave * clusters + cluster. The items that do not fill a wave are laid end to end along the inner
+// dimension and cut into `splits` equal spans, one a cluster; a span covers parts of at most two items. The parts of an item are summed
+// in the order of the clusters, so a result depends on the shape and the device only.
+#pragma once
+
+#ifdef __CUDACC__
+#define FLASHMHF_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FLASHMHF_HOST_DEVICE inline
+#endif
+
+namespace flashmhf {
+
+struct ForwardSchedule {
+    int inter_tiles;  // of a head: E * ceil(d_e / 64)
+    int clusters;     // of the launch
+    int waves;        // of whole items
+    int rest;         // items after them, fewer than clusters
+    int splits;       // clusters that share the rest; rest <= splits <= clusters
+    int quotient, remainder;  // rest * inter_tiles = splits * quotient + remainder
+
+    // First tile of a cluster's span, in the tiles of the rest laid end to end.
+    FLASHMHF_HOST_DEVICE int span_begin(int cluster) const {
+        return cluster * quotient + (cluster < remainder ? cluster : remainder);
+    }
+    // The cluster whose span holds a tile of the rest.
+    FLASHMHF_HOST_DEVICE int owner(int tile) const {
+        const int longer = remainder * (quotient + 1);
+        return tile < longer ? tile / (quotient + 1) : remainder + (tile - longer) / quotient;
+    }
+    // Clusters first..last hold parts of item `index` of the rest; one alone holds all of it, and stores the result itself.
+    FLASHMHF_HOST_DEVICE int first_owner(int index) const { return owner(index * inter_tiles); }
+    FLASHMHF_HOST_DEVICE int last_owner(int index) const { return owner((index + 1) * inter_tiles - 1); }
+    // Where a cluster keeps its part of item `index` of the rest: 0 for the first item of its span, 1 for the second.
+    FLASHMHF_HOST_DEVICE int part_of(int cluster, int index) const { return span_begin(cluster) / inter_tiles != index; }
+};
+
+struct Work {
+    int item, begin, end;  // inner tiles begin..end of a work item
+    int part;              // as part_of(); unused for a whole item
+};
+
+// The work of one cluster, in order.
+struct WorkCursor {
+    const ForwardSchedule &s;
+    int cluster, wave = 0, tile, stop;
+
+    FLASHMHF_HOST_DEVICE WorkCursor(const ForwardSchedule &schedule, int index) : s(schedule), cluster(index) {
+        tile = index < s.splits ? s.span_begin(index) : 0;
+        stop = index < s.splits ? s.span_begin(index + 1) : 0;
+    }
+    FLASHMHF_HOST_DEVICE bool next(Work &work) {
+        if (wave < s.waves) {
+            work = {wave++ * s.clusters + cluster, 0, s.inter_tiles, 0};
+            return true;
+        }
+        if (tile >= stop) return false;
+        const int index = tile / s.inter_tiles, first = index * s.inter_tiles;
+        work = {s.waves * s.clusters + index, tile - first, s.inter_tiles < stop - first ? s.inter_tiles : stop - first, s.part_of(cluster, index)};
+        tile = first + work.end;
+        return true;
+    }
+};
+
+}  // namespace flashmhf

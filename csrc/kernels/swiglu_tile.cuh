@@ -1,0 +1,47 @@
+// A = r silu(M) N, from the product [M | N] = Q [K;U]^T of one tile.
+#pragma once
+
+#include "kernels/ptx_ext.cuh"
+#include "kernels/policy.h"
+
+namespace flashmhf {
+
+using ScoreTile = kittens::rt_fl<16, 2 * tile_inter>;
+template <typename T> using ActivationTile = kittens::rt<T, 16, tile_inter>;
+
+#ifndef FLASHMHF_SILU
+#define FLASHMHF_SILU 0
+#endif
+__device__ __forceinline__ float silu(float m) {
+#if FLASHMHF_SILU == 0
+    return m * sigmoid_fast(m);
+#else
+    const float x = 0.5f * m;
+    return fmaf(x, tanh_fast(x), x);
+#endif
+}
+
+// In place over M: rows g and g + 8 of the warp's fragment (pairs 0, 2 and 1, 3 of a base tile) have weights r.x and r.y.
+__device__ __forceinline__ void swiglu(ScoreTile &mn, float2 r) {
+#pragma unroll
+    for (int j = 0; j < tile_inter / 16; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            float2 &m = mn.tiles[0][j].data[k];
+            const float2 n = mn.tiles[0][j + tile_inter / 16].data[k];
+            const float weight = k % 2 ? r.y : r.x;
+            m.x = silu(m.x) * (n.x * weight);
+            m.y = silu(m.y) * (n.y * weight);
+        }
+}
+
+// To the 16-bit operand of the second product: accumulator and operand fragments have the same order.
+template <typename T> __device__ __forceinline__ void pack(ActivationTile<T> &a, const ScoreTile &mn) {
+#pragma unroll
+    for (int j = 0; j < tile_inter / 16; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            a.tiles[0][j].data[k] = kittens::base_types::convertor<typename ActivationTile<T>::T2, float2>::convert(mn.tiles[0][j].data[k]);
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,43 @@
+// The launch planner: shape and device to grid, split and workspace. Pure host code, tested without a GPU.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/schedule.cuh"
+
+namespace flashmhf {
+
+// T = batch * length tokens (tiles never cross a sequence), H heads of d_h, E sub-networks of width d_e.
+struct ForwardShape {
+    int64_t batch, length;
+    int heads, head_dim, subnets;
+    int64_t subnet_dim;
+};
+
+struct Device {
+    int sms;
+    int pairs;  // clusters of two CTAs that run at once
+};
+
+struct ForwardPlan {
+    int cluster_size;          // 1 or 2 CTAs
+    int row_tiles;             // of 64 tokens, of a sequence
+    int blocks;                // work items of a head
+    int subnet_tiles;          // of 64 inner units, of a sub-network
+    ForwardSchedule schedule;
+    int64_t partials;          // fp32 elements of workspace; 0: nothing is split
+    int shared_memory;         // bytes a CTA
+};
+
+// Throws std::invalid_argument for a head dimension without a policy and for shapes beyond the index range.
+ForwardPlan plan_forward(const ForwardShape &shape, const Device &device);
+
+// The work of every cluster, for the tests: (cluster, item, begin, end, part).
+struct PlannedWork {
+    int cluster;
+    Work work;
+};
+std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule);
+
+}  // namespace flashmhf
