@@ -12,8 +12,21 @@ from collections.abc import Mapping
 from torch import Tensor
 
 _STACKED = {"gate_weight": "k", "up_weight": "u", "down_weight": "v"}
-_RENAMED = {"w_self.weight": "in_proj.weight", "w_self_2.weight": "out_proj.weight", "router": "router", "q_norm.weight": "q_norm.weight"}
-_UNSUPPORTED_FLAGS = ("skip_linear", "dot_scaling", "final_scaling")
+_RENAMED = {
+    "w_self.weight": "in_proj.weight",
+    "w_self_2.weight": "out_proj.weight",
+    "router": "router",
+    "q_norm.weight": "q_norm.weight",
+    "w_self.bias": "in_proj.bias",
+    "w_self_2.bias": "out_proj.bias",
+}
+_OPTIONAL = {"q_norm.weight", "w_self.bias", "w_self_2.bias"}
+_UNSUPPORTED_FLAGS = (
+    "mhffnmoe_skip_linear",
+    "mhffnmoe_apply_dot_scaling",
+    "mhffnmoe_apply_dot_scaling_theory",
+    "mhffnmoe_apply_final_scaling",
+)
 
 
 def check_official_config(config: Mapping[str, object]) -> None:
@@ -21,9 +34,14 @@ def check_official_config(config: Mapping[str, object]) -> None:
     for flag in _UNSUPPORTED_FLAGS:
         if config.get(flag):
             raise NotImplementedError(f"{flag}={config[flag]!r} of the official configuration is not supported; supported: off")
-    groups = config.get("num_kuv_heads")
-    if groups is not None and groups != config.get("num_heads", groups):
-        raise NotImplementedError(f"num_kuv_heads={groups!r} (grouped KUV heads) is not supported; supported: one K, U, V per head")
+    heads, groups = config.get("mhffnmoe_num_heads"), config.get("mhffnmoe_num_kuv_heads")
+    if groups is not None and groups != heads:
+        raise NotImplementedError(
+            f"mhffnmoe_num_kuv_heads={groups!r} with mhffnmoe_num_heads={heads!r} (grouped KUV heads) is not supported; "
+            "supported: one K, U, V per head"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'")
 
 
 def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int) -> dict[str, Tensor]:
@@ -35,7 +53,7 @@ def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int)
     unknown = sorted(set(state) - set(_STACKED) - set(_RENAMED))
     if unknown:
         raise ValueError(f"unknown names in the official state dict: {unknown}; supported: {sorted({**_STACKED, **_RENAMED})}")
-    missing = sorted((set(_STACKED) | set(_RENAMED)) - {"q_norm.weight"} - set(state))
+    missing = sorted((set(_STACKED) | set(_RENAMED)) - _OPTIONAL - set(state))
     if missing:
         raise KeyError(f"missing from the official state dict: {missing}")
     result = {ours: state[theirs] for theirs, ours in _RENAMED.items() if theirs in state}
@@ -49,10 +67,7 @@ def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int)
 
 
 def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State dict of ``FlashMHF`` -> official state dict of one module. Raises NotImplementedError for biases, which it lacks."""
-    biases = sorted(name for name in state if name.endswith(".bias"))
-    if biases:
-        raise NotImplementedError(f"{biases[0]}: the official module has no biases")
+    """State dict of ``FlashMHF`` -> official state dict of one module."""
     result = {theirs: state[ours] for theirs, ours in _RENAMED.items() if ours in state}
     for theirs, ours in _STACKED.items():
         heads, subnets, subnet_dim, head_dim = state[ours].shape

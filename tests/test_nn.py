@@ -211,12 +211,22 @@ def test_official_layout_keeps_an_unused_q_norm_and_names_what_it_cannot_convert
         convert.from_official({k: v for k, v in official.items() if k != "up_weight"}, HEADS, SUBNETS)
     with pytest.raises(ValueError, match="num_subnets = 7"):
         convert.from_official(official, HEADS, 7)
-    with pytest.raises(NotImplementedError, match="in_proj.bias"):
-        convert.to_official(flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, bias=True).state_dict())
-    for flag in ({"skip_linear": True}, {"dot_scaling": 0.5}, {"final_scaling": True}, {"num_kuv_heads": 2, "num_heads": 4}):
+    biased = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, bias=True).state_dict()
+    assert convert.from_official(convert.to_official(biased), HEADS, SUBNETS).keys() == biased.keys()
+
+
+def test_official_settings_that_change_the_function_are_refused_by_name():
+    for flag in (
+        {"mhffnmoe_skip_linear": True},
+        {"mhffnmoe_apply_dot_scaling": True},
+        {"mhffnmoe_apply_dot_scaling_theory": True},
+        {"mhffnmoe_apply_final_scaling": True},
+        {"mhffnmoe_num_kuv_heads": 2, "mhffnmoe_num_heads": 4},
+        {"hidden_act": "gelu"},
+    ):
         with pytest.raises(NotImplementedError, match=next(iter(flag))):
             convert.check_official_config(flag)
-    convert.check_official_config({"skip_linear": False, "num_kuv_heads": 4, "num_heads": 4})
+    convert.check_official_config({"mhffnmoe_skip_linear": False, "mhffnmoe_num_kuv_heads": 4, "mhffnmoe_num_heads": 4, "hidden_act": "silu"})
 
 
 def test_modules_are_one_function_of_the_operator():
