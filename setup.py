@@ -41,8 +41,10 @@ def cmake_build(build_dir: Path, version: str) -> Path:
     ccache = shutil.which("ccache")
     if ccache:
         configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
-    subprocess.run(configure, check=True)
-    subprocess.run(["cmake", "--build", str(build_dir), "--target", "flashmhf_hopper", "-j", str(toolchain.jobs(nvcc_threads))], check=True)
+    build = ["cmake", "--build", str(build_dir), "--target", "flashmhf_hopper", "-j", str(toolchain.jobs(nvcc_threads))]
+    for step, command in (("configuring", configure), ("compiling", build)):
+        if subprocess.run(command).returncode:
+            raise RuntimeError(f"{step} it with CMake failed; pip install -v shows the messages")
     return build_dir / LIBRARY
 
 
@@ -60,8 +62,8 @@ class BuildExtensions(build_ext):
                 shutil.copy2(library, package / LIBRARY)
                 (package / NO_LIBRARY).unlink(missing_ok=True)
                 return
-            except (RuntimeError, subprocess.CalledProcessError) as error:
-                reason = f"its build failed: {error}"
+            except RuntimeError as error:
+                reason = str(error)
         if toolchain.flag("FLASHMHF_FORCE_CUDA_BUILD"):
             raise RuntimeError(f"flashmhf: the CUDA library was not built: {reason}")
         (package / LIBRARY).unlink(missing_ok=True)
@@ -84,9 +86,9 @@ def plan_extension() -> Extension:
         include = []
     return Extension(
         "flashmhf._plan",
-        [name for name in ("csrc/plan_bindings.cpp", "csrc/plan.cpp") if (ROOT / name).exists()],
+        ["csrc/plan_bindings.cpp", "csrc/plan.cpp"],
         include_dirs=[*include, "csrc"],
-        extra_compile_args=["-std=c++17", "-O2", "-g0", "-fvisibility=hidden"],
+        extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],
         language="c++",
         optional=True,
     )
