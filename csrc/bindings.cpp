@@ -24,6 +24,10 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("build_info() -> str");
     m.def("forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic) -> Tensor");
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
+    m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool needs_weights)"
+          " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def("backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens,"
+          " bool needs_weights, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv) -> (Tensor, Tensor)");
 }
 
 // An op without tensor arguments has no device to dispatch on.
@@ -34,4 +38,6 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("forward", TORCH_BOX(&flashmhf::forward));
     m.impl("gated_forward", TORCH_BOX(&flashmhf::gated_forward));
+    m.impl("backward", TORCH_BOX(&flashmhf::backward));
+    m.impl("backward_accumulate_", TORCH_BOX(&flashmhf::backward_accumulate_));
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
 
 #include <torch/csrc/stable/tensor.h>
 
@@ -13,5 +14,14 @@ using torch::stable::Tensor;
 Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r, bool deterministic);
 // The same with r = sigmoid(q W) / (sum_e sigmoid(q W) + eps), computed in the kernel; w [H, d_h, E].
 Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps, bool deterministic);
+
+// (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
+// without needs_weights, dr without r. deterministic: bitwise equal from run to run (a pair of kernels instead of one with fp32 atomics).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
+                                                            const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights);
+// The same, adding the weight gradients into fp32 dk, du, dv [H, E, d_e, d_h]; (dq, dr).
+std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
+                                                const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights, Tensor dk,
+                                                Tensor du, Tensor dv);
 
 }  // namespace flashmhf

@@ -1,0 +1,117 @@
+// Definitions for host/launch_backward.h; included by the instances only.
+#pragma once
+
+#include "host/launch_backward.h"
+#include "kernels/backward_collect.cuh"
+#include "kernels/backward_inter.cuh"
+#include "kernels/backward_token.cuh"
+
+namespace flashmhf {
+namespace {
+
+template <typename Kernel, typename... Args>
+cudaError_t launch_kernel(Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
+    if (shared_memory > 0)
+        if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory))) return error;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_memory;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+template <int d_h, int outputs, typename T> cudaError_t launch_inter(const BackwardLaunch &l) {
+    const BackwardMaps maps{l.q, l.grad_out, l.k, l.u, l.v};
+    return launch_kernel(flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), InterPolicy<d_h, outputs>::threads,
+                         sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
+}
+
+template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, const CollectParams &c) {
+    return launch_kernel(flashmhf_backward_collect<d_h, T>, dim3(tiles), 128, 0, l.stream, c);
+}
+
+// dQ tiles, numbered head by head, to [T, H, d_h].
+template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l, const float *tiles, int parts) {
+    const BackwardParams &p = l.params;
+    CollectParams c{};
+    c.tiles = tiles;
+    c.parts = parts;
+    c.part_stride = backward_rows * d_h;
+    c.group_tiles = p.row_tiles;
+    c.group_rows = p.length;
+    c.inner_groups = p.batch;
+    c.outer_step = 1;
+    c.inner_step = p.dense_batch * p.heads;
+    c.row_step = p.dense_token * p.heads;
+    c.out = p.dq;
+    return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, c);
+}
+
+// Parts of the split items to the weight gradients.
+template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch &l) {
+    const BackwardParams &p = l.params;
+    const int split = l.plan.items - l.plan.whole;
+    if (split == 0) return cudaSuccess;
+    void *outputs[3] = {p.dk, p.du, p.dv};
+    for (int which = 0; which < 3; ++which) {
+        CollectParams c{};
+        c.tiles = p.weight_parts + which * backward_rows * d_h;
+        c.parts = p.parts;
+        c.part_stride = 3 * backward_rows * d_h;
+        c.first_tile = l.plan.whole;
+        c.group_tiles = p.subnet_tiles;
+        c.group_rows = p.subnet_dim;
+        c.inner_groups = 1;
+        c.outer_step = p.subnet_dim;
+        c.row_step = 1;
+        c.out = outputs[which];
+        c.accumulate = p.accumulate;
+        if (cudaError_t error = collect<d_h, T>(l, split, c)) return error;
+    }
+    return cudaSuccess;
+}
+
+template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l) {
+    const BackwardParams &p = l.params;
+    if constexpr (d_h < 256) {
+        if (l.fused) {
+            if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, sizeof(float) * p.heads * p.batch * p.row_tiles * backward_rows * d_h, l.stream)) return error;
+            if (p.dr_sums)
+                if (cudaError_t error = cudaMemsetAsync(p.dr_sums, 0, sizeof(float) * l.dr_count, l.stream)) return error;
+            if (cudaError_t error = launch_inter<d_h, all_grads, T>(l)) return error;
+            if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
+            if (p.dr_sums && p.dr_sums != p.dr) {
+                const int64_t blocks = (l.dr_count + 255) / 256;
+                if (cudaError_t error = launch_kernel(flashmhf_backward_round<T>, dim3(blocks < 1024 ? blocks : 1024), 256, 0, l.stream,
+                                                      static_cast<const float *>(p.dr_sums), static_cast<T *>(p.dr), l.dr_count))
+                    return error;
+            }
+            return collect_weights<d_h, T>(l);
+        }
+    }
+    if (l.needs_tokens) {
+        const BackwardMaps maps{l.q, l.grad_out, l.token_k, l.token_u, l.token_v};
+        if (cudaError_t error = launch_kernel(flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts), TokenPolicy<d_h>::threads,
+                                              sizeof(TokenShared<d_h, T>), l.stream, maps, p))
+            return error;
+        if (p.token_parts > 1)
+            if (cudaError_t error = collect_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
+    }
+    if (!l.needs_weights) return cudaSuccess;
+    if constexpr (d_h < 256) {
+        if (cudaError_t error = launch_inter<d_h, weight_grads, T>(l)) return error;
+    } else {
+        if (cudaError_t error = launch_inter<d_h, key_grads, T>(l)) return error;
+        if (cudaError_t error = launch_inter<d_h, value_grad, T>(l)) return error;
+    }
+    return collect_weights<d_h, T>(l);
+}
+
+}  // namespace
+
+template <int d_h> cudaError_t launch_backward(const BackwardLaunch &launch) {
+    return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch) : launch_typed<d_h, kittens::half>(launch);
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,3 @@
+#include "host/launch_backward.cuh"
+
+template cudaError_t flashmhf::launch_backward<256>(const flashmhf::BackwardLaunch &);

@@ -1,0 +1,61 @@
+// Tile sizes and the shared-memory and register budgets of the backward kernels. Pure C++: the host code reads it too. The budget tables
+// are in ../README.md; the static_asserts keep both honest.
+#pragma once
+
+namespace flashmhf {
+
+constexpr int backward_rows = 64;   // tokens of a tile, and inter rows of a tile: the M of wgmma
+constexpr int backward_shared_memory_limit = 227 * 1024;
+
+// What an inter-stationary kernel produces. One fused kernel where it fits; d_h = 256 takes dK, dU and dV apart.
+enum BackwardOutputs : int {
+    query_grad = 1,               // dQ (fp32 sums in global memory) and dR
+    key_grads = 2,                // dK, dU
+    value_grad = 4,               // dV
+    weight_grads = key_grads | value_grad,
+    all_grads = query_grad | weight_grads,
+};
+
+// Inter-stationary kernel: a CTA owns 64 inter rows of one sub-network and walks over tokens in tiles of 64.
+template <int d_h, int outputs> struct InterPolicy {
+    static_assert(d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256, "head dimensions with a policy");
+    static constexpr int panel_cols = d_h % 64 == 0 ? 64 : 32;   // 128-byte swizzle, or 64-byte at d_h = 96
+    static constexpr bool query = outputs & query_grad, keys = outputs & key_grads, values = outputs & value_grad;
+    static_assert(d_h < 256 || !query, "K, U, V and dQ of d_h = 256 do not fit one kernel");
+    static_assert(d_h < 256 || keys != values, "the accumulators of d_h = 256 do not fit one kernel");
+    static constexpr bool needs_v = keys;                       // dA = dO V^T enters dM and dN only
+
+    // Warpgroups: loader, scores and elementwise part "S", then "Q" (dQ) if any, then one or two accumulating roles "W".
+    static constexpr int accumulator_groups = d_h == 256 && keys ? 2 : 1;
+    static constexpr int warpgroups = 2 + query + accumulator_groups;
+    static constexpr int threads = 128 * warpgroups;
+    static constexpr int loader_registers = 24;
+    static constexpr int s_registers = warpgroups == 4 ? 160 : 240;
+    static constexpr int q_registers = 104;
+    static constexpr int w_registers = query ? 224 : warpgroups == 4 ? 160 : 240;
+    static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;   // of one product: an m64n256 needs more registers than at launch
+    static constexpr int launch_registers = 65536 / threads / 8 * 8;
+    static_assert(loader_registers + s_registers + (query ? q_registers : 0) + accumulator_groups * w_registers <= warpgroups * launch_registers);
+
+    static constexpr int q_stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
+    static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
+    static constexpr int row_tile_bytes = backward_rows * d_h * 2;
+    static constexpr int shared_memory = (needs_v ? 3 : 2) * row_tile_bytes + (q_stages + g_stages) * row_tile_bytes +
+                                         2 * 8192 * (2 * keys + values) + (query ? 2 * row_tile_bytes : 0) + q_stages * 256 + 256;
+    static_assert(shared_memory <= backward_shared_memory_limit, "does not fit the shared memory of an SM");
+};
+
+// Token-stationary kernel for dQ and dR: a CTA owns two tiles of 64 tokens of one head and streams K, U, V.
+template <int d_h> struct TokenPolicy {
+    static constexpr int panel_cols = d_h % 64 == 0 ? 64 : 32;
+    static constexpr int consumers = 2;
+    static constexpr int inter = d_h == 256 ? 32 : 64;           // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
+    static constexpr int stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
+    static constexpr int threads = 128 * (1 + consumers);
+    static constexpr int loader_registers = 24, consumer_registers = 240;
+    static constexpr int row_tile_bytes = backward_rows * d_h * 2;
+    static constexpr int shared_memory = 2 * consumers * row_tile_bytes + stages * 3 * inter * d_h * 2 + 256;
+    static_assert(shared_memory <= backward_shared_memory_limit, "does not fit the shared memory of an SM");
+};
+
+}  // namespace flashmhf
