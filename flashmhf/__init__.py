@@ -2,7 +2,7 @@
 
 from . import convert, reference
 from .backends import info
-from .nn import DenseMoE, FlashMHF, MHFFN, ParametricKV, SwiGLU
+from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
 from .ops import flash_mhf
 from .router import gate
 

@@ -74,7 +74,10 @@ def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None) -> Info:
         device, dtype = q.device, q.dtype
         sizes = dict(zip(("H", "E", "d_e", "d_h"), k.shape, strict=True))
     reasons = {name: module.why_not(device, dtype, **sizes) for name, module in BACKENDS.items()}
-    details: dict[str, object] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, "torch": torch.__version__}
+    details: dict[str, object] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+    }
     if hopper.library() is None:
         details["hopper library"] = hopper.build_info()
     chosen = next(name for name, reason in reasons.items() if reason is None)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .reference import accumulate_dtype
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -93,12 +95,11 @@ def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
 
 
 def accumulators(k: Tensor, **buffers: Tensor) -> None:
-    """Contiguous float32 buffers of k's shape that weight gradients are added into."""
+    """Contiguous buffers of k's shape, float32 (float64 for float64 operands), that weight gradients are added into."""
+    expected = accumulate_dtype(k.dtype)
     for name, buffer in buffers.items():
-        if buffer.dtype != torch.float32 and buffer.dtype != torch.float64:
-            raise TypeError(f"{name} has dtype {name_of(buffer.dtype)}; supported: float32 (float64 for float64 operands)")
-        if (buffer.dtype == torch.float64) != (k.dtype == torch.float64):
-            raise TypeError(f"{name} has dtype {name_of(buffer.dtype)} for {name_of(k.dtype)} operands; supported: float32 (float64 for float64 operands)")
+        if buffer.dtype != expected:
+            raise TypeError(f"{name} has dtype {name_of(buffer.dtype)}; supported: {name_of(expected)} for {name_of(k.dtype)} operands")
         if buffer.device != k.device:
             raise ValueError(f"{name} is on {buffer.device} but k is on {k.device}; all tensors must be on one device")
         _shape(name, buffer, k.shape, "k's shape [H, E, d_e, d_h]")

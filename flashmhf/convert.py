@@ -60,7 +60,9 @@ def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int)
     for theirs, ours in _STACKED.items():
         rows, columns = state[theirs].shape
         if rows % num_subnets or columns % num_heads:
-            raise ValueError(f"{theirs} has shape [{rows}, {columns}]; expected multiples of num_subnets = {num_subnets} and num_heads = {num_heads}")
+            raise ValueError(
+                f"{theirs} has shape [{rows}, {columns}]; expected multiples of num_subnets = {num_subnets} and num_heads = {num_heads}"
+            )
         stacked = state[theirs].view(num_subnets, rows // num_subnets, num_heads, columns // num_heads)
         result[ours] = stacked.permute(2, 0, 1, 3).contiguous()
     return result

@@ -89,7 +89,9 @@ def _check_layout(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) 
         raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'")
     for name, x in (("k", k), ("u", u), ("v", v)):
         if x.data_ptr() % TMA_ALIGNMENT:
-            raise ValueError(f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of {TMA_ALIGNMENT} bytes")
+            raise ValueError(
+                f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"
+            )
     if r is not None and r.shape[-1] > 1 and r.stride(-1) != 1:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 

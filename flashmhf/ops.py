@@ -20,8 +20,7 @@ _SCHEMAS = (
     'forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, *, bool? deterministic=None, str backend="auto") -> Tensor',
     "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, bool deterministic=False, "
     f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dr)",
-    "gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, *, "
-    'bool? deterministic=None, str backend="auto") -> Tensor',
+    'gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, *, bool? deterministic=None, str backend="auto") -> Tensor',
     "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic=False, "
     f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dw)",
     "backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, "

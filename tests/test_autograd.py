@@ -130,6 +130,7 @@ def test_deterministic_flag_is_read_in_forward(monkeypatch):
 @pytest.mark.parametrize("name", ["forward", "gated_forward"])
 def test_autocast_casts_operands_and_keeps_the_gate(name):
     p = problem((2, 50), 2, 64, 3, 64, torch.float32)
+    eps = [p.eps] if name == "gated_forward" else []
     seen = {}
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
@@ -140,13 +141,13 @@ def test_autocast_casts_operands_and_keeps_the_gate(name):
 
     inputs = leaves(p, router=name == "gated_forward")
     with torch.autocast("cpu", dtype=torch.bfloat16), Spy():
-        out = getattr(ops, name)(*inputs, *([p.eps] if name == "gated_forward" else []))
+        out = getattr(ops, name)(*inputs, *eps)
         out.float().sum().backward()
     assert out.dtype == torch.bfloat16
     assert seen[f"{name}.default"] == [torch.bfloat16] * 4 + [torch.float32]
     assert all(x.grad.dtype == torch.float32 for x in inputs)
     # What ran inside the autocast region was exactly the 16-bit operator: nothing in it was cast again.
-    expected = getattr(ops, name)(*(x.detach().bfloat16() for x in inputs[:4]), inputs[4].detach(), *([p.eps] if len(seen) and name == "gated_forward" else []))
+    expected = getattr(ops, name)(*(x.detach().bfloat16() for x in inputs[:4]), inputs[4].detach(), *eps)
     assert torch.equal(out, expected)
 
 
@@ -161,7 +162,10 @@ def test_autocast_leaves_float32_backward_in_float32():
         assert_accurate("gradient", x.grad, b, e, fixed_limits=False)
 
 
-@pytest.mark.parametrize("batched", [(0, None, None, None, 0), (1, None, None, None, 2), (None, 0, 0, 0, None), (0, 0, None, None, 0), (None, None, None, None, 0)])
+@pytest.mark.parametrize(
+    "batched",
+    [(0, None, None, None, 0), (1, None, None, None, 2), (None, 0, 0, 0, None), (0, 0, None, None, 0), (None, None, None, None, 0)],
+)
 def test_vmap(batched):
     p = float64_problem()
     single = [x.detach() for x in (*p.operands, p.r)]

@@ -226,7 +226,8 @@ def test_official_settings_that_change_the_function_are_refused_by_name():
     ):
         with pytest.raises(NotImplementedError, match=next(iter(flag))):
             convert.check_official_config(flag)
-    convert.check_official_config({"mhffnmoe_skip_linear": False, "mhffnmoe_num_kuv_heads": 4, "mhffnmoe_num_heads": 4, "hidden_act": "silu"})
+    supported = {"mhffnmoe_skip_linear": False, "mhffnmoe_num_kuv_heads": 4, "mhffnmoe_num_heads": 4, "hidden_act": "silu"}
+    convert.check_official_config(supported)
 
 
 def test_modules_are_one_function_of_the_operator():
