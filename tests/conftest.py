@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import datetime
+import json
+import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +12,28 @@ import torch
 
 import flashmhf
 from flashmhf import backends
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", metavar="FILE", help="write the suite's result with device, versions and date to FILE (JSON)")
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    if not config.getoption("--record"):
+        return
+    counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    skipped = sorted({report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())})
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": {"flashmhf": flashmhf.__version__, "torch": torch.__version__, "cuda": torch.version.cuda},
+        "selection": config.getoption("-m") or "all",
+        "exit_status": int(exitstatus),
+        **counts,
+        "skip_reasons": skipped,
+        "failures": [report.nodeid for name in ("failed", "error") for report in terminalreporter.stats.get(name, ())],
+    }
+    pathlib.Path(config.getoption("--record")).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def pytest_collection_modifyitems(items):
@@ -76,6 +101,3 @@ def target(request) -> Target:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-__all__ = ["Target", "flashmhf"]
