@@ -1,0 +1,104 @@
+"""Triton back end: the paper's three kernels on NVIDIA GPUs, and on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
+
+Every result is deterministic: no atomics, and sums that are split are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from ..checks import name_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+SUBNET_DIM_MULTIPLE = 16
+MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
+
+
+@functools.cache
+def _launch():
+    """The launching module: imports Triton, which need not be installed."""
+    from . import launch
+
+    return launch
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, E: int, H: int) -> str | None:  # noqa: N803
+    """None when the Triton kernels can run, else the reason, naming the argument, its value and what is supported."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted):
+        return f"device is {device.type}; supported: an NVIDIA GPU (the CPU under Triton's interpreter, TRITON_INTERPRET=1)"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "device is an AMD GPU, where these kernels are untested; supported: an NVIDIA GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; supported: Triton 3.4 or later (pip install triton)"
+    if dtype not in DTYPES:
+        return f"dtype is {name_of(dtype)}; supported: {', '.join(map(name_of, DTYPES))}"
+    if interpreted and dtype == torch.bfloat16:
+        return "dtype is bfloat16, whose product Triton's interpreter gets wrong; supported there: float16, float32"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_CAPABILITY[dtype]:
+            return (
+                f"device has compute capability {capability[0]}.{capability[1]}; supported for {name_of(dtype)}: "
+                f"{MIN_CAPABILITY[dtype][0]}.{MIN_CAPABILITY[dtype][1]} or later"
+            )
+    if d_h not in HEAD_DIMS:
+        return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    if d_e % SUBNET_DIM_MULTIPLE:
+        return f"d_e is {d_e}; supported: multiples of {SUBNET_DIM_MULTIPLE}"
+    return None
+
+
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False) -> Tensor:
+    """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
+    return _launch().forward(q, k, u, v, r)
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    *,
+    deterministic: bool = False,
+    needs: tuple[bool, bool] = (True, True),
+    dq_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
+    dq, dr = _token_grads(grad_out, q, k, u, v, r, needs[0], dq_dtype or q.dtype)
+    weight_grads = _launch().weight_grads(grad_out, q, k, u, v, r, None) if needs[1] else tuple(q.new_empty(0) for _ in range(3))
+    return dq, *weight_grads, dr
+
+
+def backward_accumulate_(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    dk: Tensor,
+    du: Tensor,
+    dv: Tensor,
+    *,
+    deterministic: bool = False,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Tensor]:
+    """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
+    if needs[1]:
+        _launch().weight_grads(grad_out, q, k, u, v, r, (dk, du, dv))
+    return _token_grads(grad_out, q, k, u, v, r, needs[0], q.dtype)
+
+
+def _token_grads(grad_out, q, k, u, v, r, needed: bool, dq_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not needed:
+        return q.new_empty(0), q.new_empty(0)
+    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype)

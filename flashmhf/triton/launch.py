@@ -1,0 +1,228 @@
+"""Launches of the Triton kernels: how tensors are addressed, how small problems are split, which block shapes run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..tokens import collapse, token_count
+from . import kernels
+from .configs import Config, lookup
+
+INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
+TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
+TMA_STRIDE_LIMIT = 1 << 40  # bytes
+WAVES = 2  # programs a multiprocessor should get before a launch is worth splitting no further
+MIN_SHARE = 1024  # tokens: a smaller share of the weight gradients' sum is not worth its workspace
+
+
+@functools.cache
+def _architecture(device: torch.device) -> tuple[str, int]:
+    """(row of the config table, multiprocessors)."""
+    if device.type != "cuda":
+        return "other", 1
+    properties = torch.cuda.get_device_properties(device)
+    return "sm90" if properties.major == 9 else "other", properties.multi_processor_count
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
+    config = lookup(_architecture(q.device)[0], 8 * q.element_size(), q.shape[-1])[kernel]
+    return Config(**{**vars(config), "inter": min(config.inter, triton.next_power_of_2(subnet_dim))})
+
+
+class _Rows:
+    """Kernel arguments that address x [..., H, columns] in place: one token stride, blocks of tokens, or a table of offsets."""
+
+    def __init__(self, x: Tensor, name: str):
+        axes = collapse(x)
+        self.x, self.name, self.table = x, name, None
+        self.outer, self.length, self.inner = 0, 1, 0
+        if len(axes) <= 1:
+            self.layout = "rows"
+            self.inner = axes[0][1] if axes else 0
+        elif len(axes) == 2:
+            self.layout = "blocks"
+            (_, self.outer), (self.length, self.inner) = axes
+        else:
+            self.layout = "table"
+            self.table = torch.zeros((), dtype=torch.int64, device=x.device)
+            for size, stride in axes:
+                self.table = self.table[..., None] + torch.arange(size, device=x.device) * stride
+            self.table = self.table.flatten()
+
+    def arguments(self) -> dict[str, object]:
+        head, column = self.x.stride()[-2:]
+        values = {"table": self.table, "length": self.length, "outer": self.outer, "inner": self.inner, "head": head, "column": column}
+        return {f"{self.name}_{key}": value for key, value in values.items()} | {f"{self.name.upper()}_LAYOUT": self.layout}
+
+    def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
+        """[tokens, columns of all heads] for the TMA unit, the head an offset among the columns; None where it cannot be one."""
+        head, column = self.x.stride()[-2:]
+        heads, width = self.x.shape[-2:]
+        if self.layout != "rows" or column != 1 or head < 0 or block[1] != width or not _tma_strides(self.x, self.inner):
+            return None
+        return TensorDescriptor(self.x, [token_count(self.x), (heads - 1) * head + width], [self.inner, 1], list(block))
+
+
+def _no_rows(name: str) -> dict[str, object]:
+    """The arguments of :class:`_Rows` for a tensor that is None."""
+    keys = ("table", "length", "outer", "inner", "head", "column")
+    return {f"{name}_{key}": None for key in keys} | {f"{name.upper()}_LAYOUT": "rows"}
+
+
+def _tma_strides(x: Tensor, *strides: int) -> bool:
+    size = x.element_size()
+    return x.data_ptr() % TMA_ALIGNMENT == 0 and all(
+        stride * size % TMA_ALIGNMENT == 0 and 0 < stride * size < TMA_STRIDE_LIMIT for stride in strides
+    )
+
+
+def has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+class _Weights:
+    """Kernel arguments for K, U and V: as tensor maps where the device and the addresses allow, else as pointers.
+
+    One map covers K and U: their distance in memory is the stride of an axis of length 2, so that one copy brings a tile of each.
+    A stride is positive, hence the pair begins with the lower address and ``swapped`` says that this is U.
+    """
+
+    def __init__(self, k: Tensor, u: Tensor, v: Tensor, inter: int):
+        heads, subnets, subnet_dim, head_dim = k.shape
+        self.swapped = u.data_ptr() < k.data_ptr()
+        self.first, self.second = (u, k) if self.swapped else (k, u)
+        self.v = v
+        distance, remainder = divmod(self.second.data_ptr() - self.first.data_ptr(), k.element_size())
+        self.descriptors = has_tma(k.device) and remainder == 0 and _tma_strides(self.first, distance) and _tma_strides(v)
+        if self.descriptors:
+            matrix, width = subnet_dim * head_dim, triton.next_power_of_2(head_dim)
+            shape, strides, block = [heads * subnets, 2, subnet_dim, head_dim], [matrix, distance, head_dim, 1], [1, 2, inter, width]
+            self.first = TensorDescriptor(self.first, shape, strides, block)
+            self.v = TensorDescriptor(v, *([x[0], *x[2:]] for x in (shape, strides, block)))
+
+    def arguments(self) -> dict[str, object]:
+        return {
+            "first": self.first,
+            "second": self.second,
+            "v": self.v,
+            "DESCRIPTORS": self.descriptors,
+            "SWAPPED": self.swapped,
+        }
+
+
+def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
+    heads, subnets, subnet_dim, head_dim = k.shape
+    return {
+        "T": token_count(q),
+        "H": heads,
+        "E": subnets,
+        "d_e": subnet_dim,
+        "D": head_dim,
+        "BD": triton.next_power_of_2(head_dim),
+        "BT": config.tokens,
+        "BI": config.inter,
+        "RECIPROCAL": not INTERPRETED,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+
+
+def _splits(programs: int, device: torch.device, most: int) -> int:
+    """Shares of a sum that has too few programs to fill the device; each share has its own fp32 result, added in fixed order."""
+    return max(1, min(most, WAVES * _architecture(device)[1] // programs))
+
+
+def _token_result(kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[str, object], name: str, dtype: torch.dtype) -> Tensor:
+    """Runs a kernel whose programs own a token block of a head; sums the shares of the sub-networks where it was split."""
+    tokens, heads = token_count(q), q.shape[-2]
+    blocks = triton.cdiv(tokens, config.tokens)
+    splits = _splits(blocks * heads, q.device, most=k.shape[1])
+    result = torch.empty((splits, *q.shape), dtype=dtype if splits == 1 else torch.float32, device=q.device)
+    kernel[blocks, heads, splits](**arguments, **_shapes(q, k, config), splits=splits, **{name: result})
+    return result[0] if splits == 1 else result.sum(0).to(dtype)
+
+
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tensor:
+    with _on(q.device):
+        config = _config(q, "forward", k.shape[2])
+        arguments = _Weights(k, u, v, config.inter).arguments() | _Rows(q, "q").arguments() | _gate_arguments(r)
+        return _token_result(kernels.forward_kernel, q, k, config, {"q": q, "BEHIND": config.behind, **arguments}, "out", q.dtype)
+
+
+def _gate_arguments(r: Tensor | None) -> dict[str, object]:
+    return {"r": r, **(_no_rows("r") if r is None else _Rows(r, "r").arguments())}
+
+
+def token_grads(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, dq_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(dq, dr); dr is empty when r is None."""
+    with _on(q.device):
+        config = _config(q, "token_grads", k.shape[2])
+        dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
+        arguments = {"grad_out": grad_out, "q": q, "dr": dr, **_gate_arguments(r)}
+        arguments |= _Rows(grad_out, "g").arguments() | _Rows(q, "q").arguments() | _Weights(k, u, v, config.inter).arguments()
+        dq = _token_result(kernels.token_grads_kernel, q, k, config, arguments, "dq", dq_dtype)
+        return dq, q.new_empty(0) if dr is None else dr
+
+
+def weight_grads(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    buffers: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
+    with _on(q.device):
+        config = _config(q, "weight_grads", k.shape[2])
+        weights = _Weights(k, u, v, config.inter)
+        heads, subnets, subnet_dim, head_dim = k.shape
+        tokens = token_count(q)
+        tiles = subnets * triton.cdiv(subnet_dim, config.inter)
+        share = triton.cdiv(tokens, _splits(tiles * heads, q.device, most=max(1, tokens // MIN_SHARE)))
+        share = triton.cdiv(share, config.tokens) * config.tokens
+        splits = triton.cdiv(tokens, share)
+        if splits > 1:
+            results = torch.empty((3, splits, *k.shape), dtype=torch.float32, device=k.device)
+        else:
+            results = buffers or [torch.empty_like(k) for _ in range(3)]
+        dk, du, dv = results
+        q_rows, g_rows = _Rows(q, "q"), _Rows(grad_out, "g")
+        block = (config.tokens, triton.next_power_of_2(head_dim))
+        maps = [rows.descriptor(block) for rows in (q_rows, g_rows)] if weights.descriptors else [None]
+        by_maps = None not in maps
+        kernels.weight_grads_kernel[tiles, heads, splits](
+            **dict(zip(("q", "grad_out"), maps if by_maps else (q, grad_out), strict=True)),
+            d_first=du if weights.swapped else dk,
+            d_second=dk if weights.swapped else du,
+            dv=dv,
+            share_tokens=share,
+            **weights.arguments(),
+            **g_rows.arguments(),
+            **q_rows.arguments(),
+            **_gate_arguments(r),
+            **_shapes(q, k, config),
+            TOKEN_DESCRIPTORS=by_maps,
+            ADD=buffers is not None and splits == 1,
+        )
+        if splits == 1:
+            return dk, du, dv
+        sums = results.sum(1)
+        if buffers is None:
+            return tuple(sums.to(k.dtype))
+        for buffer, total in zip(buffers, sums, strict=True):
+            buffer += total
+        return buffers
