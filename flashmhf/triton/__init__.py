@@ -1,6 +1,7 @@
 """Triton back end: the paper's three kernels on NVIDIA GPUs, and on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 
-Every result is deterministic: no atomics, and sums that are split are added in a fixed order.
+No atomics, and sums that are split are added in a fixed order: results are bitwise repeatable for given tensors. ``deterministic``
+makes them independent of the tensors' addresses, too.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def backward(
     dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
-    dq, dr = _token_grads(grad_out, q, k, u, v, r, needs[0], dq_dtype or q.dtype)
+    dq, dr = _token_grads(grad_out, q, k, u, v, r, needs[0], dq_dtype or q.dtype, deterministic)
     weight_grads = _launch().weight_grads(grad_out, q, k, u, v, r, None) if needs[1] else tuple(q.new_empty(0) for _ in range(3))
     return dq, *weight_grads, dr
 
@@ -95,10 +96,10 @@ def backward_accumulate_(
     """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
     if needs[1]:
         _launch().weight_grads(grad_out, q, k, u, v, r, (dk, du, dv))
-    return _token_grads(grad_out, q, k, u, v, r, needs[0], q.dtype)
+    return _token_grads(grad_out, q, k, u, v, r, needs[0], q.dtype, deterministic)
 
 
-def _token_grads(grad_out, q, k, u, v, r, needed: bool, dq_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _token_grads(grad_out, q, k, u, v, r, needed: bool, dq_dtype: torch.dtype, deterministic: bool) -> tuple[Tensor, Tensor]:
     if not needed:
         return q.new_empty(0), q.new_empty(0)
-    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype)
+    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, deterministic)

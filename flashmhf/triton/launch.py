@@ -94,20 +94,23 @@ class _Weights:
     """Kernel arguments for K, U and V: as tensor maps where the device and the addresses allow, else as pointers.
 
     One map covers K and U: their distance in memory is the stride of an axis of length 2, so that one copy brings a tile of each.
-    A stride is positive, hence the pair begins with the lower address and ``swapped`` says that this is U.
+    A stride is positive, hence the pair begins with the lower address, and ``swapped`` says that this is U. dq's sum is then formed
+    in another order; ``ordered`` rules that out, so that no bit of a result depends on where an allocator put K and U.
     """
 
-    def __init__(self, k: Tensor, u: Tensor, v: Tensor, inter: int):
+    def __init__(self, k: Tensor, u: Tensor, v: Tensor, inter: int, *, ordered: bool = False):
         heads, subnets, subnet_dim, head_dim = k.shape
-        self.swapped = u.data_ptr() < k.data_ptr()
-        self.first, self.second = (u, k) if self.swapped else (k, u)
-        self.v = v
-        distance, remainder = divmod(self.second.data_ptr() - self.first.data_ptr(), k.element_size())
-        self.descriptors = has_tma(k.device) and remainder == 0 and _tma_strides(self.first, distance) and _tma_strides(v)
+        low, high = sorted((k, u), key=Tensor.data_ptr)
+        distance, remainder = divmod(high.data_ptr() - low.data_ptr(), k.element_size())
+        tensor_cores = k.element_size() == 2  # fp32 products are plain FMAs, for which ptxas spills beside tensor maps
+        aligned = remainder == 0 and _tma_strides(low, distance) and _tma_strides(v)
+        self.descriptors = tensor_cores and aligned and has_tma(k.device) and not (ordered and low is u)
+        self.swapped = self.descriptors and low is u
+        self.first, self.second, self.v = k, u, v
         if self.descriptors:
             matrix, width = subnet_dim * head_dim, triton.next_power_of_2(head_dim)
             shape, strides, block = [heads * subnets, 2, subnet_dim, head_dim], [matrix, distance, head_dim, 1], [1, 2, inter, width]
-            self.first = TensorDescriptor(self.first, shape, strides, block)
+            self.first, self.second = TensorDescriptor(low, shape, strides, block), high
             self.v = TensorDescriptor(v, *([x[0], *x[2:]] for x in (shape, strides, block)))
 
     def arguments(self) -> dict[str, object]:
@@ -164,14 +167,15 @@ def _gate_arguments(r: Tensor | None) -> dict[str, object]:
 
 
 def token_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, dq_dtype: torch.dtype
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, dq_dtype: torch.dtype, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """(dq, dr); dr is empty when r is None."""
     with _on(q.device):
         config = _config(q, "token_grads", k.shape[2])
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
         arguments = {"grad_out": grad_out, "q": q, "dr": dr, **_gate_arguments(r)}
-        arguments |= _Rows(grad_out, "g").arguments() | _Rows(q, "q").arguments() | _Weights(k, u, v, config.inter).arguments()
+        arguments |= _Rows(grad_out, "g").arguments() | _Rows(q, "q").arguments()
+        arguments |= _Weights(k, u, v, config.inter, ordered=deterministic).arguments()
         dq = _token_result(kernels.token_grads_kernel, q, k, config, arguments, "dq", dq_dtype)
         return dq, q.new_empty(0) if dr is None else dr
 

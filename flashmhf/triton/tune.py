@@ -1,0 +1,126 @@
+"""Measures block shapes of the Triton kernels on this GPU and rewrites the table in configs.py.
+
+    python -m flashmhf.triton.tune [--head-dims 64 128] [--bits 16] [--dry-run]
+
+Candidates compile in parallel (Triton's cache on disk hands them to the timing process); those that do not fit the GPU drop out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import pathlib
+import re
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from . import HEAD_DIMS, configs, launch
+from .configs import Config
+
+KERNELS = ("forward", "token_grads", "weight_grads")
+# Where the time goes decides: the paper's efficiency shape for 16 bits, a shape of the same kind for fp32's slow products.
+SHAPES = {16: {"T": 16128, "H": 16, "E": 22, "d_e": 384}, 32: {"T": 2048, "H": 16, "E": 4, "d_e": 128}}
+# Large enough not to be split, so that it compiles what SHAPES runs.
+WARM_SHAPE = {"T": 2048, "H": 16, "E": 2, "d_e": 384}
+
+
+def candidates(kernel: str, bits: int) -> list[Config]:
+    if bits == 32:
+        return [Config(*x, 1) for x in ((16, 16, 4), (32, 16, 4), (32, 16, 8), (32, 32, 4), (32, 32, 8), (64, 16, 8), (64, 32, 8))]
+    blocks = {
+        "forward": ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 8), (128, 64, 8), (128, 128, 8)),
+        "token_grads": ((64, 32, 4), (64, 64, 4), (64, 32, 8), (128, 32, 8), (128, 64, 8)),
+        "weight_grads": ((64, 16, 4), (64, 32, 4), (64, 64, 4), (64, 32, 8), (128, 16, 8), (128, 32, 8), (128, 64, 8)),
+    }[kernel]
+    stages = (1, 2, 3) if kernel == "weight_grads" else (2, 3, 4)
+    behind = (False, True) if kernel == "forward" else (False,)
+    return [Config(*block, count, late) for block in blocks for count in stages for late in behind]
+
+
+def inputs(shape: dict[str, int], head_dim: int, bits: int) -> dict[str, torch.Tensor]:
+    T, H, E, d_e = shape.values()  # noqa: N806
+    kind = {"device": "cuda", "dtype": torch.bfloat16 if bits == 16 else torch.float32}
+    q, grad_out = (torch.randn(T, H, head_dim, **kind) for _ in range(2))
+    k, u, v = (torch.randn(H, E, d_e, head_dim, **kind) * head_dim**-0.5 for _ in range(3))
+    return {"grad_out": grad_out, "q": q, "k": k, "u": u, "v": v, "r": torch.rand(T, H, E, device="cuda")}
+
+
+def run(kernel: str, x: dict[str, torch.Tensor], config: Config) -> None:
+    """One launch under ``config`` instead of the table's."""
+    key = launch._architecture(x["q"].device)[0], 8 * x["q"].element_size(), x["q"].shape[-1]
+    configs.TABLE[key] = {**configs.TABLE[key], kernel: config}
+    if kernel == "forward":
+        launch.forward(*(x[name] for name in ("q", "k", "u", "v", "r")))
+    elif kernel == "token_grads":
+        launch.token_grads(*x.values(), x["q"].dtype, False)
+    else:
+        launch.weight_grads(*x.values(), None)
+
+
+def compile_candidate(job: tuple[str, int, int, Config]) -> bool:
+    """Whether the candidate compiles and fits, leaving it in the cache on disk."""
+    kernel, bits, head_dim, config = job
+    try:
+        run(kernel, inputs(WARM_SHAPE, head_dim, bits), config)
+        torch.cuda.synchronize()
+    except Exception as error:  # out of shared memory, or a shape the compiler refuses
+        return print(f"{kernel} {bits} {head_dim} {config}: {str(error).splitlines()[0][:120]}") is not None
+    return True
+
+
+def milliseconds(kernel: str, x: dict[str, torch.Tensor], config: Config, repeats: int = 3) -> float:
+    """Median of single launches, the first thrown away."""
+    run(kernel, x, config)
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run(kernel, x, config)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def rewrite(table: dict[tuple[str, int, int], dict[str, Config]]) -> str:
+    """configs.py with ``table``."""
+    path = pathlib.Path(configs.__file__)
+
+    def literal(c: Config) -> str:
+        return f"Config({c.tokens}, {c.inter}, {c.warps}, {c.stages}{', behind=True' if c.behind else ''})"
+
+    rows = (f'    ("{a}", {b}, {d}): {{{", ".join(f"{k!r}: {literal(c)}" for k, c in row.items())}}},\n' for (a, b, d), row in table.items())
+    text = "".join(rows).replace("'", '"')
+    return re.sub(r"(?<=\] = \{\n).*?(?=^\})", lambda _: text, path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
+    parser.add_argument("--bits", type=int, nargs="+", default=(16, 32), choices=(16, 32))
+    parser.add_argument("--dry-run", action="store_true", help="print the table, leave configs.py alone")
+    args = parser.parse_args()
+    arch = launch._architecture(torch.device("cuda", torch.cuda.current_device()))[0]
+    best = dict(configs.TABLE)
+    jobs = [(kernel, b, d, c) for b in args.bits for d in args.head_dims for kernel in KERNELS for c in candidates(kernel, b)]
+    with ProcessPoolExecutor(max(1, os.cpu_count() - 2), mp_context=multiprocessing.get_context("spawn")) as pool:
+        fits = [job for job, fine in zip(jobs, pool.map(compile_candidate, jobs, chunksize=2), strict=True) if fine]
+    for bits in args.bits:
+        for head_dim in args.head_dims:
+            x = inputs(SHAPES[bits], head_dim, bits)
+            for kernel in KERNELS:
+                timed = [(milliseconds(kernel, x, c), c) for name, b, d, c in fits if (name, b, d) == (kernel, bits, head_dim)]
+                timed.sort(key=lambda pair: pair[0])
+                best[arch, bits, head_dim] = {**best[arch, bits, head_dim], kernel: timed[0][1]}
+                print(f"{bits} {head_dim} {kernel}: " + "; ".join(f"{ms:.2f} ms {c}" for ms, c in timed[:3]), flush=True)
+    text = rewrite(best)
+    if args.dry_run:
+        print(text[text.index("TABLE") : text.index("def lookup")])
+    else:
+        pathlib.Path(configs.__file__).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
