@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import ops, reference, router  # noqa: F401  (ops registers the operators)
 
 INITIALIZER_RANGE = 0.02
+CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
 
 
 def default_subnet_dim(head_dim: int) -> int:
@@ -116,6 +117,19 @@ def _signal_accumulated(parameter: Tensor) -> Tensor | None:
     return parameter.new_zeros(()).expand(parameter.shape)
 
 
+def _is_plain(linear: nn.Module) -> bool:
+    """Exactly x W^T + b over ordinary tensors: not replaced, wrapped, patched, hooked or distributed."""
+    hooks = (linear._forward_pre_hooks, linear._forward_hooks)
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and "forward" not in vars(linear) and not any(hooks)
+
+
+def _project(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
+    """linear(x) written into ``out``."""
+    if linear.bias is None:
+        return torch.mm(x, linear.weight.t(), out=out)
+    return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+
+
 class _MultiHead(nn.Module):
     """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's."""
 
@@ -183,11 +197,34 @@ class FlashMHF(_MultiHead):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
-        return self.out_proj(self._mix(x).flatten(-2))
+        if self._in_chunks(x):
+            return self._forward_chunks(x)
+        return self.out_proj(self._mix(self.split_heads(x)).flatten(-2))
 
-    def _mix(self, x: Tensor) -> Tensor:
-        """S [..., H, d_h]. A function of its own so that Q is released before out_proj where no gradient needs it."""
-        q = self.split_heads(x)
+    def _in_chunks(self, x: Tensor) -> bool:
+        """Whether the result may be written in place chunk by chunk: enough tokens, eager, no gradient, autocast or transform."""
+        if torch.compiler.is_compiling() or x.dim() < 2 or x.numel() <= CHUNK_TOKENS * self.d_model:
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+            return False
+        transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+        if transformed or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
+            return False
+        return _is_plain(self.in_proj) and _is_plain(self.out_proj)
+
+    def _forward_chunks(self, x: Tensor) -> Tensor:
+        """Peak memory: the result and one chunk of S. Q of a chunk lies where its result will be."""
+        _check_input(x, self.d_model)
+        rows = x.flatten(0, -2)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        pieces = -(-len(rows) // CHUNK_TOKENS)
+        for x_chunk, out_chunk in zip(rows.tensor_split(pieces), out.view(rows.shape).tensor_split(pieces), strict=True):
+            q = _project(self.in_proj, x_chunk, out_chunk).unflatten(-1, (self.num_heads, self.head_dim))
+            _project(self.out_proj, self._mix(q).flatten(-2), out_chunk)
+        return out
+
+    def _mix(self, q: Tensor) -> Tensor:
+        """Q -> S, both [..., H, d_h]. The caller keeps no reference to Q, so it is released before out_proj where no gradient needs it."""
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.accumulate_main_grad and torch.is_grad_enabled():
