@@ -5,6 +5,7 @@ from .backends import info
 from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
 from .ops import flash_mhf
 from .router import gate
+from .swap import replace_ffn
 
 __version__ = "0.1.0"
-__all__ = ["DenseMoE", "FlashMHF", "MHFFN", "ParametricKV", "SwiGLU", "convert", "flash_mhf", "gate", "info", "reference"]
+__all__ = ["DenseMoE", "FlashMHF", "MHFFN", "ParametricKV", "SwiGLU", "convert", "flash_mhf", "gate", "info", "reference", "replace_ffn"]

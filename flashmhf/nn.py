@@ -64,6 +64,17 @@ def _initialise(
             nn.init.zeros_(linear.bias)
 
 
+def uses_silu(feed_forward: nn.Module) -> bool:
+    """Whether a gated network of another library, with its activation in ``act_fn``, is a SwiGLU."""
+    activation = getattr(feed_forward, "act_fn", None)
+    return (
+        activation is None
+        or isinstance(activation, nn.SiLU)
+        or activation is nn.functional.silu
+        or type(activation).__name__ == "SiLUActivation"
+    )
+
+
 class HeadRMSNorm(nn.Module):
     """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models).
 
@@ -189,6 +200,42 @@ class FlashMHF(_MultiHead):
         self.router = nn.Parameter(torch.empty(num_heads, self.head_dim, num_subnets, device=device, dtype=dtype))
         self.q_norm = HeadRMSNorm(num_heads, self.head_dim, q_norm_eps, device, dtype) if q_norm else None
         self.reset_parameters()
+
+    @classmethod
+    @torch.no_grad()
+    def from_swiglu(cls, swiglu: nn.Module, num_subnets: int = 1, **kwargs) -> FlashMHF:
+        """One head that computes the same function as ``swiglu`` (gate_proj, up_proj, down_proj linear layers), to rounding.
+
+        W_in = W_out = identity; K and U are the gate's and the up projection's weights, V the down projection's transposed. W_router =
+        0 makes every gate value sigma / (E sigma + eps) = 1/E, exactly 1 for E = 1 since eps vanishes beside sigma = 1/2 in float32;
+        for E > 1 V carries the factor E. With one sub-network the gate stays 1 under training.
+
+        Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
+        dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
+        Raises ValueError for another activation, biases in gate_proj or up_proj, and a width that num_subnets does not divide.
+        """
+        if not uses_silu(swiglu):
+            raise ValueError(f"act_fn is {type(swiglu.act_fn).__name__}; a SwiGLU has SiLU")
+        for name in ("gate_proj", "up_proj"):
+            if getattr(swiglu, name).bias is not None:
+                raise ValueError(f"{name} has a bias; FlashMHF has none there")
+        (width, d_model), bias = swiglu.gate_proj.weight.shape, swiglu.down_proj.bias
+        _positive(num_subnets=num_subnets)
+        if width % num_subnets:
+            raise ValueError(f"num_subnets is {num_subnets}; it must divide the width {width}")
+        weight = swiglu.gate_proj.weight
+        settings = {"device": weight.device, "dtype": weight.dtype, "bias": bias is not None, **kwargs}
+        module = cls(d_model, 1, num_subnets, width // num_subnets, **settings)
+        for projection in (module.in_proj, module.out_proj):
+            nn.init.eye_(projection.weight)
+        if bias is not None:
+            module.in_proj.bias.zero_()
+            module.out_proj.bias.copy_(bias)
+        module.k.copy_(swiglu.gate_proj.weight.view_as(module.k))
+        module.u.copy_(swiglu.up_proj.weight.view_as(module.u))
+        module.v.copy_(num_subnets * swiglu.down_proj.weight.T.reshape(module.v.shape))
+        module.router.zero_()
+        return module
 
     def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
         _initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (self.router,), init, initializer_range)

@@ -1,0 +1,16 @@
+"""The paper's language models (section 4) on transformers: a Llama whose feed-forward network is chosen by name.
+
+Importing this package registers ``FlashMHFConfig`` and ``FlashMHFForCausalLM`` with transformers' auto classes. Needs the extra
+``flashmhf[lm]``.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .configuration import FFN_TYPES, FlashMHFConfig
+from .modeling import FlashMHFForCausalLM, FlashMHFModel, FlashMHFPreTrainedModel
+
+AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
+AutoModel.register(FlashMHFConfig, FlashMHFModel, exist_ok=True)
+AutoModelForCausalLM.register(FlashMHFConfig, FlashMHFForCausalLM, exist_ok=True)
+
+__all__ = ["FFN_TYPES", "FlashMHFConfig", "FlashMHFForCausalLM", "FlashMHFModel", "FlashMHFPreTrainedModel"]

@@ -1,0 +1,86 @@
+"""Configuration of a Llama with one of the paper's feed-forward networks."""
+
+from __future__ import annotations
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from ..nn import default_subnet_dim
+
+FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
+_MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
+_GATED = ("dense_moe", "flashmhf")
+_ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name}
+
+
+@strict
+class FlashMHFConfig(LlamaConfig):
+    """LlamaConfig with a choice of feed-forward network.
+
+    Args:
+        ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
+        intermediate_size: width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
+        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only.
+        ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only.
+        ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
+        ffn_router_eps: eps of the gate's normalisation.
+        ffn_norm: RMSNorm before the feed-forward network (official ``mhffnmoe_disable_original_mlp_rmsnorm`` is its negation).
+        ffn_init: "normal" (initializer_range everywhere) or "official".
+        ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
+        mlp_bias: biases of the projections ("dense_moe" has none).
+
+    Raises ValueError for sizes that do not divide and for settings that the chosen network does not have.
+    """
+
+    model_type = "flashmhf"
+    # The feed-forward parameters that are not Linear layers are replicated under tensor parallelism.
+    base_model_tp_plan = _ATTENTION_PLAN
+
+    ffn_type: str = "flashmhf"
+    ffn_num_heads: int | None = None
+    ffn_num_subnets: int | None = None
+    ffn_q_norm: bool = False
+    ffn_router_eps: float = 1e-20
+    ffn_norm: bool = True
+    ffn_init: str = "normal"
+    ffn_backend: str = "auto"
+    ffn_deterministic: bool | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.ffn_type == "swiglu":
+            self.base_model_tp_plan = dict(LlamaConfig.base_model_tp_plan)
+        if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
+            self.ffn_num_heads = max(1, self.hidden_size // 128)
+        if self.ffn_num_subnets is None and self.ffn_type in _GATED:
+            width = default_subnet_dim(self.hidden_size // (self.ffn_num_heads or 1))
+            self.ffn_num_subnets = max(1, self.intermediate_size // width)
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Called by transformers after construction."""
+        super().validate_architecture()
+        if self.ffn_type not in FFN_TYPES:
+            raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
+        if self.ffn_init not in ("normal", "official"):
+            raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: 'normal', 'official'")
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; supported: 'silu'")
+        self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)
+        self._check_count("ffn_num_subnets", self.ffn_type in _GATED, "intermediate_size", self.intermediate_size)
+        if self.ffn_q_norm and self.ffn_type != "flashmhf":
+            raise ValueError(f"ffn_q_norm=True needs ffn_type='flashmhf', got {self.ffn_type!r}")
+        if self.mlp_bias and self.ffn_type == "dense_moe":
+            raise ValueError("mlp_bias=True is not supported with ffn_type='dense_moe'")
+
+    def _check_count(self, name: str, used: bool, divides: str, size: int) -> None:
+        count = getattr(self, name)
+        if not used:
+            if count is not None:
+                raise ValueError(f"{name} is {count}; ffn_type={self.ffn_type!r} has none, leave it out")
+        elif count < 1 or size % count:
+            raise ValueError(f"{name} is {count}; it must be at least 1 and divide {divides} = {size}")
+
+    @property
+    def ffn_subnet_dim(self) -> int | None:
+        """d_e; None where there are no sub-networks."""
+        return None if self.ffn_num_subnets is None else self.intermediate_size // self.ffn_num_subnets

@@ -1,0 +1,92 @@
+"""transformers' Llama with the feed-forward network taken from :mod:`flashmhf.nn`.
+
+Attention, rotary embeddings, cache, loss and generation are transformers' own; every block is x + ffn(RMSNorm(x)) after attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
+from .configuration import FlashMHFConfig
+
+_FEED_FORWARD = (DenseMoE, FlashMHF, MHFFN, ParametricKV, SwiGLU)
+
+
+def feed_forward(config: FlashMHFConfig) -> nn.Module:
+    """The feed-forward network that ``config`` names, [..., hidden_size] -> [..., hidden_size]."""
+    d_model, width, heads = config.hidden_size, config.intermediate_size, config.ffn_num_heads
+    kernels = {"backend": config.ffn_backend, "deterministic": config.ffn_deterministic}
+    match config.ffn_type:
+        case "swiglu":
+            return SwiGLU(d_model, width, bias=config.mlp_bias)
+        case "mh_ffn":
+            return MHFFN(d_model, heads, width, bias=config.mlp_bias, **kernels)
+        case "pkv":
+            return ParametricKV(d_model, heads, width, bias=config.mlp_bias)
+        case "dense_moe":
+            return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
+        case "flashmhf":
+            return FlashMHF(
+                d_model,
+                heads,
+                config.ffn_num_subnets,
+                config.ffn_subnet_dim,
+                router_eps=config.ffn_router_eps,
+                q_norm=config.ffn_q_norm,
+                q_norm_eps=config.rms_norm_eps,
+                bias=config.mlp_bias,
+                **kernels,
+            )
+
+
+class FlashMHFDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: FlashMHFConfig, layer_idx: int):
+        GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
+        self.hidden_size = config.hidden_size
+        self.self_attn = LlamaAttention(config, layer_idx)
+        self.mlp = feed_forward(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
+        self.post_attention_layernorm = norm
+
+
+class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
+    config_class = FlashMHFConfig
+    config: FlashMHFConfig
+    _no_split_modules = ["FlashMHFDecoderLayer"]
+    _can_record_outputs = {"hidden_states": FlashMHFDecoderLayer, "attentions": LlamaAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # transformers calls this with torch.nn.init guarded: tensors that a checkpoint has filled are left alone.
+        if isinstance(module, _FEED_FORWARD):
+            module.reset_parameters(self.config.ffn_init, self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+
+class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
+    def __init__(self, config: FlashMHFConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
+    def __init__(self, config: FlashMHFConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = FlashMHFModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

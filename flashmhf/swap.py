@@ -1,0 +1,80 @@
+"""FlashMHF in place of the SwiGLU networks of an existing model (Llama, Mistral, Qwen and the like)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .nn import INITIALIZER_RANGE, FlashMHF, default_subnet_dim, uses_silu
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+WIDTH_MULTIPLE = 16  # what the kernels want of d_e
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Whether ``module`` is SiLU(x gate) * (x up) down, made of three linear layers and nothing else that holds parameters."""
+    children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    return set(children) == set(_PROJECTIONS) and all(type(child) is nn.Linear for child in children.values()) and uses_silu(module)
+
+
+def equal_parameter_sizes(d_model: int, parameters: int, num_heads: int) -> tuple[int, int]:
+    """(E, d_e) of the FlashMHF whose count comes closest: E near d_ff / (8/3 d_h), d_e a multiple of 16.
+
+    Raises ValueError when W_in and W_out alone take more than ``parameters``.
+    """
+    remaining = parameters - 2 * d_model**2
+    smallest = 3 * d_model * WIDTH_MULTIPLE + d_model
+    if remaining < smallest // 2:
+        raise ValueError(
+            f"{parameters:,} parameters at d_model = {d_model} leave too few beside W_in and W_out (2 d_model^2 = {2 * d_model**2:,}) "
+            f"for K, U, V and the router ({smallest:,} at least)"
+        )
+    usual = default_subnet_dim(d_model // num_heads)
+    subnets = max(1, round(remaining / (3 * d_model * usual + d_model)))
+    width = (remaining / (subnets * d_model) - 1) / 3
+    return subnets, max(WIDTH_MULTIPLE, round(width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+
+
+def replace_ffn(
+    model: nn.Module, num_heads: int | None = None, num_subnets: int | None = None, subnet_dim: int | None = None, **kwargs
+) -> list[str]:
+    """Replaces every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; returns their names.
+
+    Args:
+        model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj, up_proj,
+            down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left alone.
+        num_heads: H; None for heads of 128 (the paper's choice), of 64 or fewer where d_model is no multiple of 128.
+        num_subnets, subnet_dim: E and d_e; None for equal parameters, up to the granularity of d_e. Both or neither.
+        kwargs: of :class:`flashmhf.FlashMHF`.
+
+    Weights are drawn from N(0, initializer_range) of ``model.config``. The model's own ``save_pretrained`` stores them, but its
+    configuration does not know of them: to load, build the model, call this again, then ``load_state_dict``.
+    Raises ValueError when there is nothing to replace, or when sizes do not fit.
+    """
+    if (num_subnets is None) != (subnet_dim is None):
+        raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
+    names = [name for name, module in model.named_modules() if is_swiglu(module) and ".experts" not in name and "shared_expert" not in name]
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no SwiGLU network of gate_proj, up_proj, down_proj linear layers to replace")
+    initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
+    for name in names:
+        parent, _, attribute = name.rpartition(".")
+        setattr(
+            model.get_submodule(parent),
+            attribute,
+            _counterpart(model.get_submodule(name), num_heads, num_subnets, subnet_dim, initializer_range, kwargs),
+        )
+    return names
+
+
+def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, kwargs) -> FlashMHF:
+    weight = swiglu.gate_proj.weight
+    d_model = weight.shape[1]
+    heads = num_heads or d_model // next(size for size in (128, 64, 32, 16, d_model) if d_model % size == 0)
+    if num_subnets is None:
+        matrices = sum(getattr(swiglu, name).weight.numel() for name in _PROJECTIONS)
+        num_subnets, subnet_dim = equal_parameter_sizes(d_model, matrices, heads)
+    bias = any(getattr(swiglu, name).bias is not None for name in _PROJECTIONS)
+    settings = {"bias": bias, "device": weight.device, "dtype": weight.dtype, **kwargs}
+    module = FlashMHF(d_model, heads, num_subnets, subnet_dim, **settings)
+    module.reset_parameters("normal", initializer_range)
+    return module.train(swiglu.training)

@@ -1,0 +1,221 @@
+"""Official whole-model checkpoints: equal logits with a forward written from the formulae, round trips, refusals by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+from flashmhf.lm import conversion
+
+OFFICIAL = {
+    "architectures": ["MHFFNMoEForCausalLM"],
+    "model_type": "mhffnmoe",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "initializer_range": 0.02,
+    "intermediate_size": 72,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 61,
+    "mhffnmoe_num_heads": 3,
+    "mhffnmoe_num_kuv_heads": 3,
+    "mhffnmoe_num_experts": 4,
+    "mhffnmoe_skip_linear": False,
+    "mhffnmoe_apply_dot_scaling": False,
+    "mhffnmoe_apply_final_scaling": False,
+    "mhffnmoe_custom_init": True,
+    "mhffnmoe_apply_rmsnorm": True,
+    "mhffnmoe_init_w_self_gain": 0.707,
+    "mhffnmoe_use_flash": True,
+}
+
+
+def official_state(config: dict, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights under the official names, float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
+
+    d, d_ff, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, experts = config["mhffnmoe_num_heads"], config["mhffnmoe_num_experts"]
+    kv = d // config["num_attention_heads"] * config["num_key_value_heads"]
+    state = {"model.embed_tokens.weight": draw(vocabulary, d) * d**0.5, "model.norm.weight": 1 + draw(d)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        state[prefix + "input_layernorm.weight"] = 1 + draw(d)
+        if not config.get("mhffnmoe_disable_original_mlp_rmsnorm"):
+            state[prefix + "post_attention_layernorm.weight"] = 1 + draw(d)
+        for name, rows in (("q", d), ("k", kv), ("v", kv), ("o", d)):
+            state[f"{prefix}self_attn.{name}_proj.weight"] = draw(rows, d)
+        state[prefix + "mlp.w_self.weight"], state[prefix + "mlp.w_self_2.weight"] = draw(d, d), draw(d, d)
+        for name in ("gate", "up", "down"):
+            state[f"{prefix}mlp.{name}_weight"] = draw(d_ff, d) * heads**0.5
+        state[prefix + "mlp.router"] = draw(heads, d // heads, experts) * 3
+        used = config["mhffnmoe_apply_rmsnorm"]
+        state[prefix + "mlp.q_norm.weight"] = 1 + draw(heads, d // heads) if used else torch.ones(heads, d // heads, dtype=torch.float64)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] if config["tie_word_embeddings"] else draw(vocabulary, d)
+    return state
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """[L, heads, d]: the pairs (i, i + d/2) turned by position * theta**(-2i/d)."""
+    length, _, d = x.shape
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def feed_forward(x: Tensor, weights: dict[str, Tensor], config: dict) -> Tensor:
+    """Head by head and expert by expert from the official layout: row e d_e + j, column h d_h + i."""
+    heads, experts = config["mhffnmoe_num_heads"], config["mhffnmoe_num_experts"]
+    d_h, d_e = x.shape[-1] // heads, config["intermediate_size"] // experts
+    projected, mixed = x @ weights["w_self.weight"].T, []
+    for h in range(heads):
+        columns = slice(h * d_h, (h + 1) * d_h)
+        q = projected[:, columns]
+        if config["mhffnmoe_apply_rmsnorm"]:
+            q = rms_norm(q, weights["q_norm.weight"][h], config["rms_norm_eps"])
+        gate = (q @ weights["router"][h]).sigmoid()
+        gate = gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
+        total = torch.zeros_like(q)
+        for e in range(experts):
+            rows = slice(e * d_e, (e + 1) * d_e)
+            k, u, v = (weights[f"{name}_weight"][rows, columns] for name in ("gate", "up", "down"))
+            m = q @ k.T
+            total += gate[:, e : e + 1] * ((m * m.sigmoid() * (q @ u.T)) @ v)
+        mixed.append(total)
+    return torch.cat(mixed, -1) @ weights["w_self_2.weight"].T
+
+
+def official_logits(ids: Tensor, state: dict[str, Tensor], config: dict) -> Tensor:
+    """ids [L] -> logits [L, vocabulary] of the official model."""
+    eps, heads, kv_heads = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
+    x = state["model.embed_tokens.weight"][ids]
+    length, d = x.shape
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for layer in range(config["num_hidden_layers"]):
+        weights = {name.removeprefix(f"model.layers.{layer}."): w for name, w in state.items() if name.startswith(f"model.layers.{layer}.")}
+        normed = rms_norm(x, weights["input_layernorm.weight"], eps)
+        q = rotate((normed @ weights["self_attn.q_proj.weight"].T).view(length, heads, -1), config["rope_theta"])
+        k = rotate((normed @ weights["self_attn.k_proj.weight"].T).view(length, kv_heads, -1), config["rope_theta"])
+        v = (normed @ weights["self_attn.v_proj.weight"].T).view(length, kv_heads, -1)
+        k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (d // heads) ** -0.5
+        attended = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), v).reshape(length, d)
+        x = x + attended @ weights["self_attn.o_proj.weight"].T
+        mlp = {name.removeprefix("mlp."): w for name, w in weights.items() if name.startswith("mlp.")}
+        disabled = config.get("mhffnmoe_disable_original_mlp_rmsnorm")
+        x = x + feed_forward(x if disabled else rms_norm(x, weights["post_attention_layernorm.weight"], eps), mlp, config)
+    return rms_norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T
+
+
+def write(directory, config: dict, state: dict[str, Tensor]) -> None:
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: w.contiguous().clone() for name, w in state.items()}, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mhffnmoe_apply_rmsnorm": False},
+        {"mhffnmoe_disable_original_mlp_rmsnorm": True},
+        {"tie_word_embeddings": True, "mhffnmoe_num_experts": 1},
+        {"num_key_value_heads": 4, "mhffnmoe_num_heads": 1, "mhffnmoe_num_kuv_heads": None},
+    ],
+    ids=["q_norm", "unused q_norm", "no norm before the network", "tied, one expert", "one head"],
+)
+def test_equal_logits_and_round_trip(settings, tmp_path):
+    """Conversion, then our forward, against the formulae; and back to the very same tensors."""
+    config = OFFICIAL | settings
+    state = official_state(config)
+    source, target = tmp_path / "official", tmp_path / "back"
+    source.mkdir()
+    write(source, config, state)
+    model = conversion.load_official(source)
+    assert model.dtype == torch.float64 and not model.training
+    ids = torch.randint(61, (19,), generator=torch.Generator().manual_seed(3))
+    # transformers' rotary embedding and norms compute in float32 whatever the model's dtype
+    torch.testing.assert_close(model(ids[None]).logits[0], official_logits(ids, state, config), atol=1e-5, rtol=1e-5)
+
+    conversion.save_official(model, target)
+    written = load_file(target / "model.safetensors")
+    expected = {name: w for name, w in state.items() if name != "lm_head.weight" or not config["tie_word_embeddings"]}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(w, written[name]) for name, w in expected.items())
+    rewritten = json.loads((target / "config.json").read_text())
+    again, ours = (conversion.config_from_official(x).to_dict() for x in (rewritten, config))
+    assert {name for name in ours if again[name] != ours[name]} <= {"dtype"}
+    for name in ("rope_theta", "rope_scaling", "hidden_size", "mhffnmoe_num_experts", "mhffnmoe_apply_rmsnorm", "tie_word_embeddings"):
+        assert rewritten[name] == config[name]
+
+
+def test_our_format_after_conversion(tmp_path):
+    """A converted model saves and loads as one of ours, and reads PyTorch files too."""
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
+    torch.save({name: w.float() for name, w in official_state(OFFICIAL).items()}, tmp_path / "pytorch_model.bin")
+    model = conversion.load_official(tmp_path)
+    model.save_pretrained(tmp_path / "ours")
+    ids = torch.arange(10)[None]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")(ids).logits, model(ids).logits)
+    assert conversion.load_official(tmp_path, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"mhffnmoe_skip_linear": True}, NotImplementedError, "mhffnmoe_skip_linear=True"),
+        ({"mhffnmoe_apply_dot_scaling": True}, NotImplementedError, "mhffnmoe_apply_dot_scaling=True"),
+        ({"mhffnmoe_apply_final_scaling": True}, NotImplementedError, "mhffnmoe_apply_final_scaling=True"),
+        ({"mhffnmoe_num_kuv_heads": 1}, NotImplementedError, "mhffnmoe_num_kuv_heads=1"),
+        ({"mhffnmoe_new_idea": 1}, NotImplementedError, "mhffnmoe_new_idea"),
+        ({"hidden_act": "relu"}, NotImplementedError, "hidden_act='relu'"),
+        ({"model_type": "llama"}, ValueError, "model_type is 'llama'"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(settings, error, message):
+    with pytest.raises(error, match=message):
+        conversion.config_from_official(OFFICIAL | settings)
+
+
+def test_incomplete_or_contradictory_checkpoints(tmp_path):
+    state = official_state(OFFICIAL)
+    write(tmp_path, OFFICIAL, {name: w for name, w in state.items() if name != "model.norm.weight"})
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
+        conversion.load_official(tmp_path)
+    write(tmp_path, OFFICIAL, {name: w for name, w in state.items() if not name.endswith("1.mlp.router")})
+    with pytest.raises(KeyError, match="router"):
+        conversion.load_official(tmp_path)
+    write(tmp_path, OFFICIAL | {"tie_word_embeddings": True}, state)
+    with pytest.raises(ValueError, match="lm_head.weight differs"):
+        conversion.load_official(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="neither"):
+        conversion.load_official(tmp_path)
+    from flashmhf.lm.presets import preset
+
+    with pytest.raises(NotImplementedError, match="got 'swiglu'"):
+        conversion.config_to_official(preset("swiglu-tiny").config())
