@@ -16,9 +16,9 @@ from torch import Tensor
 from .reference import accumulate_dtype
 from .tokens import TokenRows, token_count
 
-# One intermediate of a block [t, J]: about half of a core's second-level cache, above which the elementwise passes read memory.
-BLOCK_BYTES = 1 << 20
-TOKENS = 512
+# One intermediate of a block [t, J]: the second-level caches of two cores; larger blocks wait on memory, smaller ones on thread barriers.
+BLOCK_BYTES = 2 << 20
+TOKENS = 1024
 MIN_TOKENS = 64
 
 

@@ -132,11 +132,10 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
         hopper.library.cache_clear()
         monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
         monkeypatch.setattr(hopper, "build_info", lambda: {"cuda_version": "13.0"})
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
+        monkeypatch.setattr(hopper, "driver_version", lambda: 12040)
         assert "driver supports CUDA 12.4 but the library was built with CUDA 13.0" in hopper.library()
         hopper.library.cache_clear()
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+        monkeypatch.setattr(hopper, "driver_version", lambda: 13000)
         assert hopper.library() is None
     finally:
         hopper.library.cache_clear()

@@ -45,7 +45,8 @@ def check_all(target, p, names=("forward", "backward", "gated_forward", "gated_b
             if output == "dr" and p.r is None:
                 assert a.numel() == 0
                 continue
-            assert_accurate(f"{name}: {output}", a, b, e, fixed_limits=target.fixed_limits)
+            few_tokens = p.q[..., 0, 0].numel() < 64
+            assert_accurate(f"{name}: {output}", a, b, e, fixed_limits=target.fixed_limits, few_tokens=few_tokens)
 
 
 def dtypes_of(target):
@@ -84,7 +85,8 @@ def test_magnitudes(target, scale, mean_score):
     # A mean score of -6 leaves SiLU in its exponential tail, where a sigmoid of too few bits shows; the 1.0x rule decides there.
     for dtype in dtypes_of(target):
         p = problem(512, 2, 64, 2, 96, dtype, target.device, scale=scale, mean_score=mean_score)
-        fixed = target.fixed_limits and mean_score == 0.0
+        # Tiny scores make fp16 results subnormal, where even rounding the exact result exceeds the fixed limit.
+        fixed = target.fixed_limits and mean_score == 0.0 and not (dtype == torch.float16 and scale < 1)
         baseline, exact = p.forward()
         assert_accurate("out", target.call("forward", *p.operands, p.r), baseline, exact, fixed_limits=fixed)
         actual = target.call("backward", p.grad_out, *p.operands, p.r)
