@@ -1,6 +1,61 @@
 // flashmhf._plan: the launch planner in Python, for tests and for flashmhf.info(). The package works without it.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "kernels/policy.h"
+#include "plan.h"
+
+namespace py = pybind11;
+
+namespace {
+
+template <int d_h> py::dict policy() {
+    using P = flashmhf::ForwardPolicy<d_h>;
+    py::dict d;
+    d["head_dim"] = d_h;
+    d["q_in_registers"] = P::q_in_registers;
+    d["slots"] = P::slots;
+    d["slot_bytes"] = P::slot_bytes;
+    d["shared_memory"] = P::shared_memory;
+    d["tile_registers"] = P::tile_registers;
+    d["consumer_registers"] = P::consumer_registers;
+    d["producer_registers"] = P::producer_registers;
+    d["gate_chunk"] = P::gate_chunk;
+    return d;
+}
+
+py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, int sms, int pairs) {
+    const flashmhf::ForwardPlan plan = flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim}, {sms, pairs});
+    const flashmhf::ForwardSchedule &s = plan.schedule;
+    py::dict d;
+    d["cluster_size"] = plan.cluster_size;
+    d["row_tiles"] = plan.row_tiles;
+    d["blocks"] = plan.blocks;
+    d["subnet_tiles"] = plan.subnet_tiles;
+    d["inter_tiles"] = s.inter_tiles;
+    d["clusters"] = s.clusters;
+    d["waves"] = s.waves;
+    d["rest"] = s.rest;
+    d["splits"] = s.splits;
+    d["partials"] = plan.partials;
+    d["shared_memory"] = plan.shared_memory;
+    py::list work;
+    for (const auto &w : flashmhf::enumerate_work(s)) work.append(py::make_tuple(w.cluster, w.work.item, w.work.begin, w.work.end, w.work.part));
+    d["work"] = work;
+    py::list owners;  // of the items after the whole waves: first and last cluster
+    for (int i = 0; i < s.rest; ++i) owners.append(py::make_tuple(s.first_owner(i), s.last_owner(i)));
+    d["owners"] = owners;
+    return d;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
+    m.def("plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
+          py::arg("subnet_dim"), py::arg("sms") = 132, py::arg("pairs") = 66,
+          "The forward launch for batch x length tokens: sizes, and the work (cluster, item, begin, end, part) of every cluster.\n\n"
+          "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
+    m.def("forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },
+          "Shared memory and registers of the forward kernel for each head dimension.");
 }
