@@ -22,7 +22,7 @@ struct BackwardParams {
     // others `parts` CTAs that share the tokens.
     int whole, parts;
     float *query_sums;         // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
-    float *dr_sums;            // [T, H, E] fp32, zeroed; null without R
+    float *dr_sums;            // [H, E, batch * row_tiles * 64] fp32, zeroed; null without R
     float *weight_parts;       // [items - whole][parts][dK, dU, dV][64 * d_h] fp32 in fragment order
     void *dk, *du, *dv;        // [H, E, d_e, d_h] in the element type, or fp32 buffers to add to
     bool accumulate;

@@ -119,7 +119,6 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
     p.dk = out[0].data_ptr();
     p.du = out[1].data_ptr();
     p.dv = out[2].data_ptr();
-    launch.dr_count = sizes.tokens * sizes.heads * sizes.subnets;
 
     // workspace, freed to the caching allocator on return
     std::vector<Tensor> workspace;
@@ -130,7 +129,7 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
     const int64_t tile = backward_rows * d_h, query_tiles = sizes.heads * axes.batch * plan.row_tiles;
     if (launch.fused) {
         p.query_sums = floats(query_tiles * tile);
-        if (p.dr) p.dr_sums = p.r_is_float ? static_cast<float *>(p.dr) : floats(launch.dr_count);
+        if (p.dr) p.dr_sums = floats(query_tiles * sizes.subnets * backward_rows);
     } else if (needs_tokens && plan.token_parts > 1) {
         p.query_parts = floats(query_tiles * plan.token_parts * tile);
     }

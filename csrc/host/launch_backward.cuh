@@ -28,7 +28,7 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const Backw
 }
 
 template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, const CollectParams &c) {
-    return launch_kernel(flashmhf_backward_collect<d_h, T>, dim3(tiles), 128, 0, l.stream, c);
+    return launch_kernel(flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>), 128, 0, l.stream, c);
 }
 
 // dQ tiles, numbered head by head, to [T, H, d_h].
@@ -78,15 +78,11 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
         if (l.fused) {
             if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, sizeof(float) * p.heads * p.batch * p.row_tiles * backward_rows * d_h, l.stream)) return error;
             if (p.dr_sums)
-                if (cudaError_t error = cudaMemsetAsync(p.dr_sums, 0, sizeof(float) * l.dr_count, l.stream)) return error;
+                if (cudaError_t error = cudaMemsetAsync(p.dr_sums, 0, sizeof(float) * p.heads * p.subnets * p.batch * p.row_tiles * backward_rows, l.stream)) return error;
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l)) return error;
             if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
-            if (p.dr_sums && p.dr_sums != p.dr) {
-                const int64_t blocks = (l.dr_count + 255) / 256;
-                if (cudaError_t error = launch_kernel(flashmhf_backward_round<T>, dim3(blocks < 1024 ? blocks : 1024), 256, 0, l.stream,
-                                                      static_cast<const float *>(p.dr_sums), static_cast<T *>(p.dr), l.dr_count))
-                    return error;
-            }
+            if (p.dr_sums)
+                if (cudaError_t error = launch_kernel(flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
             return collect_weights<d_h, T>(l);
         }
     }

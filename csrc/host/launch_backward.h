@@ -18,7 +18,6 @@ struct BackwardLaunch {
     CUtensorMap k, u, v;             // boxes of 64 inter rows
     CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
     BackwardParams params;
-    int64_t dr_count;                // elements of dr; its fp32 sums are rounded when R is 16-bit
     cudaStream_t stream;
 };
 

@@ -2,67 +2,63 @@
 #pragma once
 
 #include "backward_params.h"
-#include "kernels/backward_policy.h"
-#include "kittens.cuh"
+#include "kernels/backward_rows.cuh"
 
 namespace flashmhf {
 
-// One CTA of 128 threads a tile; through shared memory, so that rows are written 16 bytes a thread.
+// One CTA of 128 threads for 64 (or 96) columns of a tile: blockIdx (tile, column block).
+template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
 template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_backward_collect(const CollectParams p) {
-    constexpr int vector = 16 / sizeof(T), padded = d_h + vector;
-    __shared__ __align__(16) T rows[backward_rows][padded];
-    const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-    const int tile = p.first_tile + blockIdx.x, group = tile / p.group_tiles;
+    constexpr int cols = collect_columns<d_h>;
+    __shared__ StagedTile<cols> staged;
+    const int thread = threadIdx.x, tile = p.first_tile + blockIdx.x, group = tile / p.group_tiles;
     const int64_t first = static_cast<int64_t>(tile - group * p.group_tiles) * backward_rows;
-    const int valid = static_cast<int>(min(static_cast<int64_t>(backward_rows), p.group_rows - first));
+    const int64_t rows = min(static_cast<int64_t>(backward_rows), p.group_rows - first);
     const int64_t start = (group / p.inner_groups) * p.outer_step + (group % p.inner_groups) * p.inner_step + first * p.row_step;
-    const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride) + thread;
 
-    auto put = [&](int col, float4 sum) {
-        if (p.accumulate) {
-            auto add = [&](int at, float2 pair) {
-                if (at >= valid) return;
-                auto *dst = reinterpret_cast<float2 *>(static_cast<float *>(p.out) + (start + at * p.row_step) * d_h + col);
-                const float2 old = *dst;
-                *dst = {old.x + pair.x, old.y + pair.y};
-            };
-            add(row, {sum.x, sum.y});
-            add(row + 8, {sum.z, sum.w});
-        } else {
-            using T2 = typename kittens::base_types::packing<T>::packed_type;
-            using to = kittens::base_types::convertor<T2, float2>;
-            *reinterpret_cast<T2 *>(&rows[row][col]) = to::convert({sum.x, sum.y});
-            *reinterpret_cast<T2 *>(&rows[row + 8][col]) = to::convert({sum.z, sum.w});
+    const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride) + blockIdx.y * (cols / 8) * 128 + thread;
+    float4 sums[cols / 8];
+#pragma unroll
+    for (int j = 0; j < cols / 8; ++j) sums[j] = __ldcs(src + 128 * j);
+#pragma unroll 1
+    for (int part = 1; part < p.parts; ++part) {
+        src += p.part_stride / 4;
+#pragma unroll
+        for (int j = 0; j < cols / 8; ++j) {
+            const float4 v = __ldcs(src + 128 * j);
+            sums[j] = {sums[j].x + v.x, sums[j].y + v.y, sums[j].z + v.z, sums[j].w + v.w};
         }
-    };
-    constexpr int batch = 4;  // loads in flight
-#pragma unroll 1
-    for (int first_j = 0; first_j < d_h / 8; first_j += batch) {
-        float4 sums[batch];
-#pragma unroll
-        for (int i = 0; i < batch; ++i) sums[i] = __ldcs(src + 128 * (first_j + i));
-#pragma unroll 1
-        for (int part = 1; part < p.parts; ++part)
-#pragma unroll
-            for (int i = 0; i < batch; ++i) {
-                const float4 v = __ldcs(src + 128 * (first_j + i) + part * (p.part_stride / 4));
-                sums[i] = {sums[i].x + v.x, sums[i].y + v.y, sums[i].z + v.z, sums[i].w + v.w};
-            }
-#pragma unroll
-        for (int i = 0; i < batch; ++i) put(8 * (first_j + i) + 2 * (lane % 4), sums[i]);
     }
-    if (p.accumulate) return;
+#pragma unroll
+    for (int j = 0; j < cols / 8; ++j) staged.fragment(j, thread) = sums[j];
     __syncthreads();
-    for (int i = thread; i < valid * (d_h / vector); i += 128) {
-        const int at = i / (d_h / vector), col = i % (d_h / vector) * vector;
-        *reinterpret_cast<uint4 *>(static_cast<T *>(p.out) + (start + at * p.row_step) * d_h + col) = *reinterpret_cast<const uint4 *>(&rows[at][col]);
-    }
+    const size_t element = p.accumulate ? sizeof(float) : sizeof(T);
+    staged.template write<T>(static_cast<char *>(p.out) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, static_cast<int>(rows),
+                             p.accumulate, thread);
 }
 
-// fp32 sums to the element type.
-template <typename T> __global__ void __launch_bounds__(256) flashmhf_backward_round(const float *in, T *out, int64_t count) {
-    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll)
-        out[i] = kittens::base_types::convertor<T, float>::convert(in[i]);
+// dr_sums [H, E, batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.
+template <typename T> __global__ void __launch_bounds__(256) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
+    constexpr int chunk = 32;
+    __shared__ float sums[chunk][backward_rows + 1];
+    const int tile = blockIdx.x, head = blockIdx.y, sequence = tile / p.row_tiles;
+    const int64_t first = static_cast<int64_t>(tile - sequence * p.row_tiles) * backward_rows, columns = static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows;
+    const int rows = static_cast<int>(min(static_cast<int64_t>(backward_rows), p.length - first));
+    for (int e = 0; e < p.subnets; e += chunk) {
+        const int count = min(chunk, p.subnets - e);
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * backward_rows; i += 256)
+            sums[i / backward_rows][i % backward_rows] =
+                p.dr_sums[(static_cast<int64_t>(head) * p.subnets + e + i / backward_rows) * columns + static_cast<int64_t>(tile) * backward_rows + i % backward_rows];
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * rows; i += 256) {
+            const int row = i / count, column = i % count;
+            const int64_t at = (p.dense_index(sequence, static_cast<int>(first) + row) * p.heads + head) * p.subnets + e + column;
+            const float x = sums[column][row];
+            if (p.r_is_float) static_cast<float *>(p.dr)[at] = x;
+            else static_cast<T *>(p.dr)[at] = kittens::base_types::convertor<T, float>::convert(x);
+        }
+    }
 }
 
 }  // namespace flashmhf

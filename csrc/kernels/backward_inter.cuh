@@ -2,19 +2,20 @@
 // of 64. Specialised warpgroups, drawn in ../README.md:
 //
 //   loader  warp 0 streams Q and dO tiles (TMA, rings of their own), warp 1 adds finished dQ tiles into global memory (bulk reduce-add),
-//           warp 2 brings the weights R of a tile to shared memory
-//   S       [M|N] = Q [K;U]^T and dA = dO V^T, elementwise part, 16-bit tiles P and [dM|dN] to shared memory, dR
+//           warp 2 brings the weights R of a tile to shared memory, warp 3 adds dR into global memory
+//   S       [M|N] = Q [K;U]^T and dA = dO V^T, elementwise part, 16-bit tiles P and [dM|dN] to shared memory
 //   Q       dQ = [dM|dN] [K;U], fp32 tile to a staging buffer (fused kernel only)
 //   W       dK += dM^T Q, dU += dN^T Q, dV += P^T dO in registers
 //
 // A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups:
-// S hands tile i over only after it has issued its own products of tile i + 1. Then the pipe's order is S(i + 1), Q(i), W(i), and the
-// latter two cover the elementwise part of tile i + 1. The proxy fence of the hand-over then waits for stores that are long done.
+// S hands tile i over only after it has issued its own products of tile i + 1. Then the pipe's order is S(i + 1), Q(i), W(i), and
+// the latter two cover the elementwise part of tile i + 1. The proxy fence of the hand-over then waits for stores that are long done.
 #pragma once
 
 #include "backward_params.h"
 #include "kernels/backward_math.cuh"
 #include "kernels/backward_policy.h"
+#include "kernels/backward_rows.cuh"
 #include "kernels/barriers.h"
 #include "kernels/tma_ext.cuh"
 
@@ -40,8 +41,9 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     Weighted weighted[P::values ? 2 : 0];
     float staged[P::query ? backward_rows * d_h : 0];  // dQ in fragment order
     float r[P::q_stages][backward_rows];
+    float4 dr[P::query ? 2 : 0][backward_rows];        // a row's sums over the columns of four threads
     kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages],
-        grads_full[2][3], grads_empty[2],  // one "full" per reading role: Q, first W, second W
+        grads_full[2][3], grads_empty[2],  // one "full" per reading role: Q, dR and W, or one or two W
         staged_full, staged_empty;
 };
 
@@ -58,38 +60,6 @@ struct TokenCursor {
         }
     }
 };
-
-// Accumulator tile <-> fragment order in memory: float4 j of thread i holds columns 8j + 2 (i % 4), + 1 of rows g and g + 8.
-template <typename Acc, typename Put> __device__ __forceinline__ void each_fragment(const Acc &acc, Put &&put) {
-#pragma unroll
-    for (int j = 0; j < Acc::cols / 8; ++j) {
-        const auto &pair = acc.tiles[0][j / 2].data;
-        const float2 low = pair[j % 2 * 2], high = pair[j % 2 * 2 + 1];
-        put(j, float4{low.x, low.y, high.x, high.y});
-    }
-}
-
-// Rows 0..rows of a warpgroup's accumulator tile to columns first_col.. of row-major memory: converted, or added to fp32.
-template <typename T, int d_h, typename Acc>
-__device__ __forceinline__ void store_weight_grad(const Acc &acc, int first_col, void *out, int64_t first_row, int rows, bool accumulate) {
-    const int lane = kittens::laneid(), row = kittens::warpgroup::warpid() * 16 + lane / 4;
-    each_fragment(acc, [&](int j, float4 v) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (row + 8 * half >= rows) continue;
-            const float2 pair = half ? float2{v.z, v.w} : float2{v.x, v.y};
-            const int64_t at = (first_row + row + 8 * half) * d_h + first_col + 8 * j + 2 * (lane % 4);
-            if (accumulate) {
-                auto *dst = reinterpret_cast<float2 *>(static_cast<float *>(out) + at);
-                const float2 old = *dst;
-                *dst = {old.x + pair.x, old.y + pair.y};
-            } else {
-                using T2 = typename kittens::base_types::packing<T>::packed_type;
-                *reinterpret_cast<T2 *>(static_cast<T *>(out) + at) = kittens::base_types::convertor<T2, float2>::convert(pair);
-            }
-        }
-    });
-}
 
 // Where a CTA works: its item, and its share of the tokens if the item is split.
 struct InterWork {
@@ -111,10 +81,15 @@ struct InterWork {
     }
 };
 
-// acc += a^T b, the columns of b spread over the accumulators.
+constexpr int w_barrier = 1;  // named barriers of the W groups: one each, then one for both
+
+// acc += a^T b, the columns of b spread over the accumulators; behind the caller's mma_fence.
 template <int halves, typename Acc, typename A, typename B> __device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b) {
 #pragma unroll
-    for (int c = 0; c < halves; ++c) kittens::warpgroup::mma_AtB(acc[c], a, b.template subtile<Acc::cols>(c));
+    for (int c = 0; c < halves; ++c) {
+        auto &columns = b.template subtile<Acc::cols>(c);
+        kittens::warpgroup::mma_AtB<Acc, A, std::remove_reference_t<decltype(columns)>, 0, 1>(acc[c], a, columns);
+    }
 }
 
 // W role: accumulates weight gradients over all tiles. Where two warpgroups share the role, `share` 0 takes dK and 1 takes dU.
@@ -142,6 +117,7 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         if constexpr (keys) wait(shared.q_full[q.slot], q.phase);
         if constexpr (values) wait(shared.g_full[g.slot], g.phase);
         wait(shared.grads_full[buffer.slot][reader], buffer.phase);
+        warpgroup::mma_fence();
         if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<backward_rows>(share), shared.q[q.slot]);
         if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<backward_rows>(1), shared.q[q.slot]);
         if constexpr (values) add_product(dv, shared.weighted[buffer.slot], shared.grad_out[g.slot]);
@@ -159,17 +135,22 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         buffer.advance();
     }
     warpgroup::mma_async_wait<0>();
-    constexpr int size = backward_rows * d_h;
+    // Every tile has been consumed: the rings become staging, once all W groups are here.
+    if constexpr (P::accumulator_groups > 1) kittens::arrive_and_wait(kittens::barrier<4 * P::accumulator_groups>(w_barrier + P::accumulator_groups));
+    constexpr int size = backward_rows * d_h, staged = backward_rows * P::w_columns;
+    static_assert(P::accumulator_groups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
+    float *staging = reinterpret_cast<float *>(&shared.q[0]) + share * staged;
     auto finish = [&](Acc(&acc)[halves], void *out, int which) {
 #pragma unroll
         for (int c = 0; c < halves; ++c) {
             pin(acc[c]);
             if (work.split) {
-                float *slot = p.weight_parts + ((static_cast<int64_t>(work.item - p.whole) * p.parts + work.part) * 3 + which) * size;
-                each_fragment(acc[c], [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * (P::w_columns / 8 * c + j) + warpgroup::laneid(), v); });
+                float *slot = p.weight_parts + ((static_cast<int64_t>(work.item - p.whole) * p.parts + work.part) * 3 + which) * size + c * staged;
+                each_fragment(acc[c], [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
             } else {
                 const int64_t first_row = static_cast<int64_t>(work.head * p.subnets + work.subnet) * p.subnet_dim + work.row;
-                store_weight_grad<T, d_h>(acc[c], P::w_columns * c, out, first_row, p.subnet_dim - work.row, p.accumulate);
+                char *at = static_cast<char *>(out) + (first_row * d_h + c * P::w_columns) * (p.accumulate ? sizeof(float) : sizeof(T));
+                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_barrier + share);
             }
         }
     };
@@ -194,8 +175,8 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
     const bool leader = lane == 0;
     const InterWork work(p);
 
-    constexpr int readers = P::query + P::accumulator_groups;  // roles that read the tiles S hands over
-    constexpr int first_w = P::query;                          // their numbers
+    constexpr int readers = 2 * P::query + P::accumulator_groups;  // roles that read what S hands over
+    constexpr int first_w = 2 * P::query;                          // their numbers: Q 0, dR 1, then W
     if (threadIdx.x == 0) {
         init_semaphore(shared.weights_full, 1);
         for (int s = 0; s < P::q_stages; ++s) {
@@ -208,7 +189,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
         }
         for (int b = 0; b < 2; ++b) {
             for (int reader = 0; reader < readers; ++reader) init_semaphore(shared.grads_full[b][reader], 4);
-            init_semaphore(shared.grads_empty[b], 4 * readers);
+            init_semaphore(shared.grads_empty[b], 4 * (P::query + P::accumulator_groups) + P::query);  // warps of Q and W, the dR warp
         }
         init_semaphore(shared.staged_full, 4);
         init_semaphore(shared.staged_empty, 1);
@@ -291,6 +272,26 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 if (tokens.tile == 0) at += size * (p.r_batch - static_cast<int64_t>(p.row_tiles) * backward_rows * p.r_token);
                 q.advance();
             }
+        } else if (P::query && warp_in_role == 3) {
+            const int64_t tiles = static_cast<int64_t>(p.batch) * p.row_tiles;
+            float *sums = p.dr_sums;
+            if (sums) sums += ((static_cast<int64_t>(work.head) * p.subnets + work.subnet) * tiles + work.begin) * backward_rows + lane;
+            Ring<2> buffer;
+#pragma unroll 1
+            for (int it = work.begin; it < work.end; ++it) {
+                wait(shared.grads_full[buffer.slot][1], buffer.phase);
+                if (sums) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const float4 v = shared.dr[P::query ? buffer.slot : 0][lane + 32 * half];
+                        atomicAdd(sums + 32 * half, (v.x + v.y) + (v.z + v.w));
+                    }
+                    sums += backward_rows;
+                }
+                __syncwarp();
+                if (leader) arrive(shared.grads_empty[buffer.slot]);
+                buffer.advance();
+            }
         }
     } else if (role == 1) {
         if constexpr (P::s_registers > P::launch_registers) warpgroup::increase_registers<P::s_registers>();
@@ -299,11 +300,9 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
         const uint32_t lane_offset = Shared::Weighted::idx(0u, int2{warp_in_role * 16 + lane % 16, lane / 16 * 8});
         using T2 = typename base_types::packing<T>::packed_type;
 
-        TokenCursor tokens(p, work.begin);
         Ring<P::q_stages> q;
         Ring<P::g_stages> g;
         Ring<2> buffer;
-        float2 dr = {0.f, 0.f};
         auto hand_over = [&](int slot) {
             tma::fence_shared_writes();
             __syncwarp();
@@ -311,44 +310,38 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
 #pragma unroll
                 for (int reader = 0; reader < readers; ++reader) arrive(shared.grads_full[slot][reader]);
         };
-        const bool wants_dr = P::query && p.dr_sums != nullptr;
-        auto add_dr = [&]() {
-            if (!wants_dr) return;
-            dr = quad_sum(dr);
-            if (lane % 4 == 0) {
-                const int token = tokens.token() + row;
-                float *at = p.dr_sums + (p.dense_index(tokens.sequence, token) * p.heads + work.head) * p.subnets + work.subnet;
-                if (token < p.length) atomicAdd(at, dr.x);
-                if (token + 8 < p.length) atomicAdd(at + 8 * p.dense_token * p.heads * p.subnets, dr.y);
-            }
-        };
 
         wait(shared.weights_full, 0);
         wait(shared.q_full[0], 0);
 #pragma unroll 1
         for (int it = work.begin; it < work.end; ++it) {
             rt_fl<16, 2 * backward_rows> mn;
-            rt_fl<16, backward_rows> da;
+            rt_fl<16, backward_rows> da, slope;
             warpgroup::mm_ABt(mn, shared.q[q.slot], shared.ku);
             if constexpr (P::keys) {
                 wait(shared.g_full[g.slot], g.phase);
                 warpgroup::mm_ABt(da, shared.grad_out[g.slot], shared.v[0]);
             }
-            if (it > work.begin) {
-                hand_over(buffer.slot ^ 1);
-                add_dr();
-                tokens.advance();
-            }
+            if (it > work.begin) hand_over(buffer.slot ^ 1);
             const float2 r = {shared.r[q.slot][row], shared.r[q.slot][row + 8]};
-            wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);
+            if constexpr (P::early_slopes) {
+                warpgroup::mma_async_wait<P::keys>();
+                pin(mn);
+#pragma unroll
+                for (int j = 0; j < backward_rows / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+                // without pins and a branch (the wait below) the compiler sinks the special functions behind dA
+                pin(mn);
+                pin(slope);
+            }
+            if (it >= work.begin + 2) wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);  // the buffers start empty
             warpgroup::mma_async_wait<0>();
             pin(mn);
             if constexpr (P::keys) pin(da);
-            if (!P::keys || !P::values) {   // S is the last reader of one of the operands
+            if (!P::keys || !P::values) {  // S is the last reader of one of the operands
                 __syncwarp();
                 if (leader) arrive(P::keys ? shared.g_empty[g.slot] : shared.q_empty[q.slot]);
             }
-            dr = {0.f, 0.f};
+            float2 dr = {0.f, 0.f};
             q.advance();
             g.advance();
             const uint32_t grads = P::keys ? tma::shared_address(shared.grads[P::keys ? buffer.slot : 0].data) : 0;
@@ -359,7 +352,8 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 if (j == 2 && it + 1 < work.end) wait(shared.q_full[q.slot], q.phase);
                 GradBlock<T> block;
                 const auto &n = mn.tiles[0][j + backward_rows / 16];
-                swiglu_grad(block, mn.tiles[0][j], n, P::keys ? da.tiles[0][j] : n, r, dr);
+                if constexpr (!P::early_slopes) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+                swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], n, P::keys ? da.tiles[0][j] : n, r, dr);
                 const uint32_t at = lane_offset ^ (32 * j);
                 if constexpr (P::values) move<T2>::stsm4(weighted + at, block.p[0], block.p[1], block.p[2], block.p[3]);
                 if constexpr (P::keys) {
@@ -367,12 +361,14 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                     move<T2>::stsm4(grads + sizeof(typename Shared::Weighted) + at, block.dn[0], block.dn[1], block.dn[2], block.dn[3]);
                 }
             }
+            if constexpr (P::query) {
+                auto *sums = reinterpret_cast<float *>(&shared.dr[buffer.slot][row]) + lane % 4;
+                sums[0] = dr.x;
+                sums[8 * 4] = dr.y;
+            }
             buffer.advance();
         }
-        if (work.begin < work.end) {
-            hand_over(buffer.slot ^ 1);
-            add_dr();
-        }
+        if (work.begin < work.end) hand_over(buffer.slot ^ 1);
     } else if (P::query && role == 2) {
         if constexpr (P::query) {
             warpgroup::decrease_registers<P::q_registers>();
@@ -398,7 +394,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
             }
         }
     } else {
-        if constexpr (P::w_registers > P::launch_registers) warpgroup::increase_registers<P::w_registers>();
+        warpgroup::increase_registers<P::w_registers>();
         const int share = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
         accumulate_weight_grads(shared, p, work, first_w + share, share);
     }

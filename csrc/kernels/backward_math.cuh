@@ -1,42 +1,52 @@
 // The elementwise part of the backward, shared by all its kernels. Per (token, inter) element, with m = q.k, n = q.u, d = grad_out.v:
-//   s = sigmoid(m)   a = m s   P = a n r   dN = d a r   dM = d n r (s + a (1 - s))   dR += d a n
+//   s = sigmoid(m)   a = m s   c = s + a (1 - s)   P = a n r   dN = d a r   dM = d n c r   dR += d a n
+// In two steps: a and c need M only, so that the special functions run while the product dA = grad_out V^T is still in the tensor cores.
 #pragma once
 
 #include "kernels/ptx_ext.cuh"
 
 namespace flashmhf {
 
-struct SwigluGrad {
-    float p, dm, dn, dr;
-};
-__device__ __forceinline__ SwigluGrad swiglu_grad(float m, float n, float d, float r) {
-    const float s = sigmoid_fast(m);
-    const float a = m * s, ar = a * r;
-    const float slope = fmaf(ar, 1.f - s, s * r);
-    const float w = d * n;
-    return {ar * n, w * slope, d * ar, w * a};
+// Base tile of M to a, in place, and c.
+template <typename Base> __device__ __forceinline__ void silu_and_slope(Base &m, Base &c) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        auto both = [](float &x, float &slope) {
+            const float s = sigmoid_fast(x);
+            x *= s;
+            slope = fmaf(x, 1.f - s, s);
+        };
+        both(m.data[k].x, c.data[k].x);
+        both(m.data[k].y, c.data[k].y);
+    }
 }
 
-// Columns 16j.. of a tile, from base tile j of M, N and dA, as 16-bit base tiles in the same fragment order. Rows g and g + 8 have weights
-// r.x, r.y; their dR sums grow by the columns of this thread.
+// 16 columns of P, dM, dN as 16-bit base tiles, in the fragment order of the accumulators.
 template <typename T> struct GradBlock {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     T2 p[4], dm[4], dn[4];
 };
+// Rows g and g + 8 have weights r.x, r.y; their dR sums grow by the columns of this thread. What the caller does not use costs nothing.
 template <typename T, typename Base>
-__device__ __forceinline__ void swiglu_grad(GradBlock<T> &out, const Base &m, const Base &n, const Base &d, float2 r, float2 &dr) {
+__device__ __forceinline__ void swiglu_grad(GradBlock<T> &out, const Base &a, const Base &c, const Base &n, const Base &d, float2 r, float2 &dr) {
     using to = kittens::base_types::convertor<typename GradBlock<T>::T2, float2>;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const float weight = k % 2 ? r.y : r.x;
-        const SwigluGrad x = swiglu_grad(m.data[k].x, n.data[k].x, d.data[k].x, weight);
-        const SwigluGrad y = swiglu_grad(m.data[k].y, n.data[k].y, d.data[k].y, weight);
-        out.p[k] = to::convert(float2{x.p, y.p});
-        out.dm[k] = to::convert(float2{x.dm, y.dm});
-        out.dn[k] = to::convert(float2{x.dn, y.dn});
         float &sum = k % 2 ? dr.y : dr.x;
-        sum += x.dr;
-        sum += y.dr;
+        float2 p, dm, dn;
+        auto element = [&](float a, float c, float n, float d, float &p, float &dm, float &dn) {
+            const float an = a * n, dr = d * weight;
+            p = an * weight;
+            dn = dr * a;
+            dm = dr * n * c;
+            sum = fmaf(d, an, sum);
+        };
+        element(a.data[k].x, c.data[k].x, n.data[k].x, d.data[k].x, p.x, dm.x, dn.x);
+        element(a.data[k].y, c.data[k].y, n.data[k].y, d.data[k].y, p.y, dm.y, dn.y);
+        out.p[k] = to::convert(p);
+        out.dm[k] = to::convert(dm);
+        out.dn[k] = to::convert(dn);
     }
 }
 

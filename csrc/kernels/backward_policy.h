@@ -25,23 +25,25 @@ template <int d_h, int outputs> struct InterPolicy {
     static_assert(d_h < 256 || keys != values, "the accumulators of d_h = 256 do not fit one kernel");
     static constexpr bool needs_v = keys;                       // dA = dO V^T enters dM and dN only
 
-    // Warpgroups: loader, scores and elementwise part "S", then "Q" (dQ) if any, then one or two accumulating roles "W".
+    // Warpgroups: loader; "S", scores and elementwise part; "Q", dQ, if any; one or two "W", weight gradients in registers.
     static constexpr int accumulator_groups = d_h == 256 && keys ? 2 : 1;
     static constexpr int warpgroups = 2 + query + accumulator_groups;
     static constexpr int threads = 128 * warpgroups;
+    static constexpr int launch_registers = 65536 / threads / 8 * 8;
     static constexpr int loader_registers = 24;
     static constexpr int s_registers = warpgroups == 4 ? 160 : 240;
     static constexpr int q_registers = 104;
     static constexpr int w_registers = query ? 224 : warpgroups == 4 ? 160 : 240;
-    static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;   // of one product: an m64n256 needs more registers than at launch
-    static constexpr int launch_registers = 65536 / threads / 8 * 8;
     static_assert(loader_registers + s_registers + (query ? q_registers : 0) + accumulator_groups * w_registers <= warpgroups * launch_registers);
+    static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;  // of one product: an m64n256 needs more registers than at launch
+    // Without Q, less covers the elementwise part: its special functions start under the product dA.
+    static constexpr bool early_slopes = !query;
 
     static constexpr int q_stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
     static constexpr int row_tile_bytes = backward_rows * d_h * 2;
     static constexpr int shared_memory = (needs_v ? 3 : 2) * row_tile_bytes + (q_stages + g_stages) * row_tile_bytes +
-                                         2 * 8192 * (2 * keys + values) + (query ? 2 * row_tile_bytes : 0) + q_stages * 256 + 256;
+                                         2 * 8192 * (2 * keys + values) + (query ? 2 * row_tile_bytes : 0) /* fp32 */ + q_stages * 256 + (query ? 2 * 1024 : 0) + 256;
     static_assert(shared_memory <= backward_shared_memory_limit, "does not fit the shared memory of an SM");
 };
 

@@ -19,7 +19,9 @@ template <int d_h, typename T> struct alignas(1024) TokenShared {
         tile<2 * P::inter> ku;
         tile<P::inter> v;
     };
-    Rows q[P::consumers], grad_out[P::consumers];
+    struct {
+        Rows q, grad_out;  // in the end the staging of dQ
+    } rows[P::consumers];
     Stage stages[P::stages];
     kittens::semaphore rows_full, stage_full[P::stages], stage_empty[P::stages];
 };
@@ -38,6 +40,8 @@ struct RowPair {
     }
     __device__ __forceinline__ bool valid(int half) const { return token + 8 * half < tokens; }
 };
+
+constexpr int turn_barrier = 1 + TokenPolicy<128>::consumers;  // named barriers: one for the output of each consumer, then one for its turns
 
 template <int d_h, typename T>
 __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
@@ -72,15 +76,15 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
     if (role == 0) {
         warpgroup::decrease_registers<P::loader_registers>();
         if (warp_in_role == 0 && leader) {
-            kittens::tma::expect_bytes(shared.rows_full, sizeof(shared.q) + sizeof(shared.grad_out));
+            kittens::tma::expect_bytes(shared.rows_full, sizeof(shared.rows));
             for (int w = 0; w < P::consumers; ++w) {
                 // behind the last tile: tokens out of bounds, zeros
                 const TokenCursor tokens(p, blockIdx.x * P::consumers + w);
 #pragma unroll
                 for (int c = 0; c < d_h; c += P::panel_cols) {
                     const int4 at = {c, head, tokens.token(), tokens.sequence};
-                    tma::load_async(&shared.q[w].data[c * backward_rows], &maps.q, at, shared.rows_full);
-                    tma::load_async(&shared.grad_out[w].data[c * backward_rows], &maps.grad_out, at, shared.rows_full);
+                    tma::load_async(&shared.rows[w].q.data[c * backward_rows], &maps.q, at, shared.rows_full);
+                    tma::load_async(&shared.rows[w].grad_out.data[c * backward_rows], &maps.grad_out, at, shared.rows_full);
                 }
             }
             Ring<P::stages> ring;
@@ -134,25 +138,45 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
 
         rt_fl<16, d_h> dq;
         rt_fl<16, 2 * P::inter> mn;
-        rt_fl<16, P::inter> da;
+        rt_fl<16, P::inter> da, slope;
         rt<T, 16, 2 * P::inter> grads;
         warp::zero(dq);
         int subnet = first_subnet, left = per_subnet;
-        float2 r = weights(subnet), dr = {0.f, 0.f};
+        float2 r = weights(subnet), next_r = r, dr = {0.f, 0.f};
+        if (subnet + 1 < last_subnet) next_r = weights(subnet + 1);
         Ring<P::stages> ring;
         wait(shared.rows_full, 0);
         wait(shared.stage_full[0], 0);
-        warpgroup::mm_ABt(mn, shared.q[w], stages[0].ku);
-        warpgroup::mm_ABt(da, shared.grad_out[w], stages[0].v);
-        warpgroup::mma_async_wait<0>();
+        // The warpgroups issue their products in turn: while one's are in the tensor cores, the other does its elementwise part.
+        auto my_turn = [&]() { kittens::arrive_and_wait(barrier<4 * P::consumers>(turn_barrier + w)); };
+        auto next_turn = [&]() { kittens::arrive(barrier<4 * P::consumers>(turn_barrier + (w ^ 1))); };
+        auto scores = [&](auto &stage) {
+            warpgroup::mm_ABt(mn, shared.rows[w].q, stage.ku);
+            warpgroup::mm_ABt(da, shared.rows[w].grad_out, stage.v);
+        };
+        if (w == 1) next_turn();
+        my_turn();
+        scores(stages[0]);
+        next_turn();
+        warpgroup::mma_async_wait<1>();
 #pragma unroll 1
         for (int it = 0;;) {
             pin(mn);
+#pragma unroll
+            for (int j = 0; j < P::inter / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+            const int slot = ring.slot;
+            ring.advance();
+            const bool last = ++it == count;
+            // without pins and a branch (this wait's) the compiler sinks the special functions behind dA
+            pin(mn);
+            pin(slope);
+            if (!last) wait(shared.stage_full[ring.slot], ring.phase);
+            warpgroup::mma_async_wait<0>();
             pin(da);
 #pragma unroll
             for (int j = 0; j < P::inter / 16; ++j) {
                 GradBlock<T> block;
-                swiglu_grad(block, mn.tiles[0][j], mn.tiles[0][j + P::inter / 16], da.tiles[0][j], r, dr);
+                swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], mn.tiles[0][j + P::inter / 16], da.tiles[0][j], r, dr);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     grads.tiles[0][j].data[k] = block.dm[k];
@@ -163,20 +187,23 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
                 store_dr(dr, subnet);
                 dr = {0.f, 0.f};
                 left = per_subnet;
-                if (++subnet < last_subnet) r = weights(subnet);
+                ++subnet;
+                r = next_r;
+                if (subnet + 1 < last_subnet) next_r = weights(subnet + 1);
             }
-            const int slot = ring.slot;
-            ring.advance();
-            const bool last = ++it == count;
-            if (!last) wait(shared.stage_full[ring.slot], ring.phase);
+            my_turn();
             warpgroup::mma_AB(dq, grads, stages[slot].ku);
-            if (last) break;
-            warpgroup::mm_ABt(mn, shared.q[w], stages[ring.slot].ku);
-            warpgroup::mm_ABt(da, shared.grad_out[w], stages[ring.slot].v);
+            if (last) {
+                next_turn();
+                break;
+            }
+            scores(stages[ring.slot]);
+            next_turn();
             warpgroup::mma_async_wait<2>();
             if (leader) arrive(shared.stage_empty[slot]);
-            warpgroup::mma_async_wait<0>();
+            warpgroup::mma_async_wait<1>();
         }
+        if (w == 0) my_turn();  // the other's last arrival
         warpgroup::mma_async_wait<0>();
         pin(dq);
         if (p.token_parts > 1) {
@@ -185,14 +212,11 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
                 each_fragment(dq, [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
             }
         } else {
-            using T2 = typename base_types::packing<T>::packed_type;
-            using to = base_types::convertor<T2, float2>;
-            const RowPair rows(p, tile);
-            T *at = static_cast<T *>(p.dq) + (p.dense_index(rows.sequence, rows.token) * p.heads + head) * d_h + 2 * (lane % 4);
-            each_fragment(dq, [&](int j, float4 v) {
-                if (rows.valid(0)) *reinterpret_cast<T2 *>(at + 8 * j) = to::convert({v.x, v.y});
-                if (rows.valid(1)) *reinterpret_cast<T2 *>(at + 8 * j + 8 * p.dense_token * p.heads * d_h) = to::convert({v.z, v.w});
-            });
+            const TokenCursor tokens(p, tile);
+            const int64_t row = p.dense_index(tokens.sequence, tokens.token()) * p.heads + head;
+            const int64_t rows = tile < tiles ? p.length - tokens.token() : 0;
+            store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense_token * p.heads * d_h,
+                          static_cast<int>(min(rows, static_cast<int64_t>(backward_rows))), false, 1 + w);
         }
     }
 }
