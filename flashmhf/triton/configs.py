@@ -19,33 +19,37 @@ class Config:
     behind: bool = False
 
 
+def _row(forward: Config, token_grads: Config, weight_grads: Config) -> dict[str, Config]:
+    return {"forward": forward, "token_grads": token_grads, "weight_grads": weight_grads}
+
+
 # (architecture, bits of the element, d_h) -> kernel -> Config. "sm90" was measured on an H200; "other" is conservative: it fits
 # 99 KB of shared memory (the smallest of the GPUs with bf16 tensor cores) and was compiled for sm_80, not timed.
 TABLE: dict[tuple[str, int, int], dict[str, Config]] = {
-    ("sm90", 16, 16): {"forward": Config(64, 64, 4, 2, behind=True), "token_grads": Config(128, 64, 8, 3), "weight_grads": Config(64, 32, 4, 2)},
-    ("sm90", 16, 32): {"forward": Config(64, 64, 4, 2, behind=True), "token_grads": Config(128, 64, 8, 3), "weight_grads": Config(64, 32, 4, 2)},
-    ("sm90", 16, 64): {"forward": Config(64, 64, 4, 2, behind=True), "token_grads": Config(128, 64, 8, 3), "weight_grads": Config(64, 32, 4, 2)},
-    ("sm90", 16, 96): {"forward": Config(64, 64, 4, 2, behind=True), "token_grads": Config(128, 64, 8, 3), "weight_grads": Config(64, 32, 4, 2)},
-    ("sm90", 16, 128): {"forward": Config(64, 64, 4, 2, behind=True), "token_grads": Config(128, 64, 8, 3), "weight_grads": Config(64, 32, 4, 2)},
-    ("sm90", 16, 256): {"forward": Config(64, 32, 4, 2), "token_grads": Config(64, 32, 8, 2), "weight_grads": Config(64, 16, 4, 1)},
-    ("sm90", 32, 16): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("sm90", 32, 32): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("sm90", 32, 64): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("sm90", 32, 96): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("sm90", 32, 128): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("sm90", 32, 256): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("other", 16, 16): {"forward": Config(64, 32, 4, 2), "token_grads": Config(64, 32, 4, 2), "weight_grads": Config(64, 32, 4, 2)},
-    ("other", 16, 32): {"forward": Config(64, 32, 4, 2), "token_grads": Config(64, 32, 4, 2), "weight_grads": Config(64, 32, 4, 2)},
-    ("other", 16, 64): {"forward": Config(64, 32, 4, 2), "token_grads": Config(64, 32, 4, 2), "weight_grads": Config(64, 32, 4, 2)},
-    ("other", 16, 96): {"forward": Config(64, 32, 4, 2), "token_grads": Config(64, 32, 4, 2), "weight_grads": Config(64, 32, 4, 1)},
-    ("other", 16, 128): {"forward": Config(64, 32, 4, 2), "token_grads": Config(64, 32, 4, 2), "weight_grads": Config(64, 32, 4, 1)},
-    ("other", 16, 256): {"forward": Config(64, 16, 4, 1), "token_grads": Config(64, 16, 8, 1), "weight_grads": Config(32, 16, 8, 1)},
-    ("other", 32, 16): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("other", 32, 32): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("other", 32, 64): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("other", 32, 96): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("other", 32, 128): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
-    ("other", 32, 256): {"forward": Config(32, 16, 4, 1), "token_grads": Config(32, 16, 4, 1), "weight_grads": Config(32, 16, 4, 1)},
+    ("sm90", 16, 16): _row(Config(64, 32, 4, 4, behind=True), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    ("sm90", 16, 32): _row(Config(64, 32, 4, 4, behind=True), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    ("sm90", 16, 64): _row(Config(64, 64, 4, 2, behind=True), Config(64, 32, 4, 4), Config(64, 32, 4, 2)),
+    ("sm90", 16, 96): _row(Config(64, 64, 4, 2, behind=True), Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
+    ("sm90", 16, 128): _row(Config(64, 64, 4, 2, behind=True), Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
+    ("sm90", 16, 256): _row(Config(64, 32, 4, 2, behind=True), Config(64, 32, 8, 2), Config(64, 16, 4, 2)),
+    ("sm90", 32, 16): _row(Config(32, 16, 4, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+    ("sm90", 32, 32): _row(Config(32, 16, 4, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+    ("sm90", 32, 64): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("sm90", 32, 96): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("sm90", 32, 128): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("sm90", 32, 256): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("other", 16, 16): _row(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
+    ("other", 16, 32): _row(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
+    ("other", 16, 64): _row(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
+    ("other", 16, 96): _row(Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
+    ("other", 16, 128): _row(Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
+    ("other", 16, 256): _row(Config(64, 16, 4, 2), Config(64, 16, 8, 2), Config(32, 16, 8, 2)),
+    ("other", 32, 16): _row(Config(32, 16, 4, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+    ("other", 32, 32): _row(Config(32, 16, 4, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+    ("other", 32, 64): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("other", 32, 96): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("other", 32, 128): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("other", 32, 256): _row(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
 }
 
 

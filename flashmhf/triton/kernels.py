@@ -10,6 +10,7 @@ accumulator belong to the same thread, so taking it apart and joining it costs n
 Inter units past d_e read as zero rows (the descriptor's bound or a mask): m = n = g = 0 there, which contributes nothing.
 """
 
+# ruff: noqa: N803, N806 (the paper's symbols; compile-time constants are upper case)
 from __future__ import annotations
 
 import triton
@@ -93,6 +94,16 @@ def join_halves(dm, dn, BT: tl.constexpr, BI: tl.constexpr, SWAPPED: tl.constexp
 
 
 @triton.jit
+def add_product(total, left, right, BY_BLOCKS: tl.constexpr):
+    """total + left right. BY_BLOCKS: the product is summed on its own first, so that fp32's rounding grows with the number of
+    blocks, not of terms (any max_num_imprecise_acc keeps the compiler from starting the product's sum at ``total``)."""
+    if BY_BLOCKS:
+        return total + tl.dot(left, right, input_precision="ieee", max_num_imprecise_acc=1)
+    else:
+        return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
 def store_rows(x, value, t, h, T, H, D: tl.constexpr, BD: tl.constexpr):
     """value [BT, BD] into contiguous x [T, H, D]."""
     d = tl.arange(0, BD)
@@ -145,6 +156,7 @@ def forward_kernel(
     DESCRIPTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
     RECIPROCAL: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
     BEHIND: tl.constexpr,
 ):
     """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the sub-networks (each its own out [T, H, D]).
@@ -172,20 +184,20 @@ def forward_kernel(
             j_behind = tl.where(j == 0, tl.where(e == e_first, 0, tiles - 1), j - 1)
             row_behind = tl.where((j == 0) & (e != e_first), row - 1, row)
             v_j = load_tile(v, row_behind, j_behind, d_e, D, BD, BI, DESCRIPTORS)
-            total = tl.dot(p.to(v_j.dtype), v_j, total, input_precision="ieee")
+            total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
         m, n = halves(mn, BT, BI, SWAPPED)
         p = m * n * sigmoid(m, RECIPROCAL)
         if r is not None:
             p *= tl.load(r_rows + e * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
         if not BEHIND:
             v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
-            total = tl.dot(p.to(v_j.dtype), v_j, total, input_precision="ieee")
+            total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
         last = j + 1 == tiles
         e = tl.where(last, e + 1, e)
         j = tl.where(last, 0, j + 1)
     if BEHIND:
         v_j = load_tile(v, h * E + e_end - 1, tiles - 1, d_e, D, BD, BI, DESCRIPTORS)
-        total = tl.dot(p.to(v_j.dtype), v_j, total, input_precision="ieee")
+        total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
     store_rows(out + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
 
 
@@ -232,6 +244,7 @@ def token_grads_kernel(
     DESCRIPTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
     RECIPROCAL: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
 ):
     """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r (s + a (1 - s)) and dn = g a r. Grid as in the forward."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -267,7 +280,7 @@ def token_grads_kernel(
                 dr_sum = tl.zeros([BT], dtype=tl.float32)
             g *= tl.load(r_rows + e * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
         dmn = join_halves((g * n_slope).to(ku.dtype), (g * a).to(ku.dtype), BT, BI, SWAPPED)
-        total = tl.dot(dmn, ku, total, input_precision="ieee")
+        total = add_product(total, dmn, ku, BY_BLOCKS)
         e = tl.where(last, e + 1, e)
         j = tl.where(last, 0, j + 1)
     store_rows(dq + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
@@ -318,6 +331,7 @@ def weight_grads_kernel(
     TOKEN_DESCRIPTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
     RECIPROCAL: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
     ADD: tl.constexpr,
 ):
     """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads, shares of the tokens (each its own
@@ -358,9 +372,9 @@ def weight_grads_kernel(
             weight = tl.load(r_t, mask=t < T, other=0.0).to(tl.float32)[:, None]
             n_slope *= weight
             a *= weight
-        dv_j = tl.dot(grad_t.T, (a * n).to(grad_t.dtype), dv_j, input_precision="ieee")
+        dv_j = add_product(dv_j, grad_t.T, (a * n).to(grad_t.dtype), BY_BLOCKS)
         dmn = join_halves((g * n_slope).to(q_t.dtype), (g * a).to(q_t.dtype), BT, BI, SWAPPED)
-        dku = tl.dot(q_t.T, dmn, dku, input_precision="ieee")
+        dku = add_product(dku, q_t.T, dmn, BY_BLOCKS)
     base = (share.to(tl.int64) * H * E + row) * d_e * D
     i = tl.arange(0, 2 * BI)
     unit = j * BI + i % BI

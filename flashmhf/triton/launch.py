@@ -135,6 +135,7 @@ def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
         "BT": config.tokens,
         "BI": config.inter,
         "RECIPROCAL": not INTERPRETED,
+        "BY_BLOCKS": q.dtype == torch.float32,
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
