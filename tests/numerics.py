@@ -34,9 +34,11 @@ def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: 
     allowed = max(relative_l2(baseline, exact), FLOOR[dtype])
     if exact.numel() < TINY:
         return max(TINY_FACTOR * allowed, TINY_LIMITS[dtype])
+    if few_tokens:
+        return TINY_FACTOR * allowed
     if fixed_limits and dtype in LIMITS:
         allowed = min(allowed, LIMITS[dtype])
-    return allowed * (SMALL_FACTOR if few_tokens or exact.numel() < SMALL else 1.0)
+    return allowed * (SMALL_FACTOR if exact.numel() < SMALL else 1.0)
 
 
 def assert_accurate(name: str, actual: Tensor, baseline: Tensor, exact: Tensor, *, fixed_limits: bool, few_tokens: bool = False) -> None:

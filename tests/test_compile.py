@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from numerics import problem
@@ -89,12 +92,32 @@ def test_export_with_a_dynamic_length(target):
         torch.testing.assert_close(program.module()(x[:, :n]), module(x[:, :n]))
 
 
+AOT_INDUCTOR = """
+import sys, torch
+import flashmhf
+what, backend, device, path = sys.argv[1:]
+dtype = torch.float32 if device == "cpu" else torch.bfloat16
+make = {"plain": lambda: torch.nn.Linear(128, 128), "flashmhf": lambda: flashmhf.FlashMHF(128, 2, 3, 32, backend=backend)}
+module = make[what]().to(device, dtype).eval()
+x = torch.randn(2, 20, 128, device=device, dtype=dtype)
+with torch.no_grad():
+    package = torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=path)
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x))
+"""
+
+
 @pytest.mark.slow
 def test_aot_inductor(target, tmp_path):
-    module = small_module(target).eval()
-    x = torch.randn(2, 20, 128, device=target.device, dtype=module.k.dtype)
-    package = torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=str(tmp_path / "module.pt2"))
-    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x))
+    # In processes of their own: where the toolchain does not suit PyTorch's, loading even a plain module's package crashes.
+    def run(what):
+        arguments = [what, target.backend, target.device, str(tmp_path / f"{what}.pt2")]
+        return subprocess.run([sys.executable, "-c", AOT_INDUCTOR, *arguments], capture_output=True, text=True, timeout=250)
+
+    plain = run("plain")
+    if plain.returncode:
+        pytest.skip(f"AOTInductor fails here on a plain Linear (exit status {plain.returncode})")
+    done = run("flashmhf")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
