@@ -1,0 +1,185 @@
+"""The command ``flashmhf`` (= ``python -m flashmhf``).
+
+Without a sub-command it does the package's job on this machine with the best back end: checks forward and gradients against
+float64, compares FlashMHF with SwiGLU and naive MH-FFN at equal parameters, trains a tiny language model with each of two, and
+leaves a table on the terminal and ``flashmhf_report.png`` in the current directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import flashmhf
+
+from . import backends, report, study, tiny_lm
+
+PICTURE = Path("flashmhf_report.png")
+TRAINED = ("SwiGLU", "FlashMHF")
+
+
+class UsageError(Exception):
+    """Something the user can put right; the message says what."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 when a check failed, 2 for what the user must put right, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (UsageError, tiny_lm.TextError) as error:
+        print(f"flashmhf: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nflashmhf: interrupted", file=sys.stderr)
+        return 130
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    # Suppressed defaults, so that a sub-command does not undo what was said before it.
+    device = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    device.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: a CUDA GPU where there is one")
+    parser = argparse.ArgumentParser(
+        prog="flashmhf",
+        description=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawTextHelpFormatter,
+        parents=[device],
+    )
+    parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
+    parser.add_argument("--text", metavar="FILE", help="text to train on (default: the Python standard library's own source)")
+    parser.add_argument("--steps", type=_positive, help="training steps of the language model (default: a fixed short budget)")
+    parser.set_defaults(run=_everything, device="auto")
+
+    commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench}")
+    info = commands.add_parser("info", help="what this machine has: each back end, and why not")
+    info.set_defaults(run=_info)
+    check = commands.add_parser("check", parents=[device], help="errors of forward and gradients against float64")
+    check.add_argument("--backend", choices=tuple(backends.BACKENDS), help="default: every usable one")
+    check.set_defaults(run=_check)
+    bench = commands.add_parser("bench", parents=[device], help="time and memory against SwiGLU and naive MH-FFN")
+    bench.add_argument("--lengths", type=_positive, nargs="+", metavar="L", help="sequence lengths")
+    for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
+        bench.add_argument(f"--{name}", type=_positive, metavar="N")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this PyTorch sees no CUDA GPU")
+    use_gpu = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+
+
+def _headline(setting: study.Setting) -> str:
+    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim, "E": setting.num_subnets, "H": setting.num_heads}
+    usable = (name for name, module in backends.BACKENDS.items() if module.why_not(setting.device, setting.dtype, **sizes) is None)
+    gpu = setting.device.type == "cuda"
+    machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
+    return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
+
+
+def _progress(total: int | None, what: str, unit: str) -> tqdm:
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets few lines
+    return tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr)
+
+
+def _run_check(device: torch.device, backend: str | None = None) -> list[study.Accuracy]:
+    accuracies = []
+    with _progress(None, "check against float64", "tensor") as bar:
+        for accuracy in study.check(device, backend=backend):
+            accuracies.append(accuracy)
+            bar.set_postfix_str(f"{accuracy.backend} {str(accuracy.dtype).removeprefix('torch.')}", refresh=False)
+            bar.update()
+    return accuracies
+
+
+def _run_compare(setting: study.Setting) -> list[study.Measurement]:
+    measurements = []
+    with _progress(3 * len(setting.lengths), "time and memory", "measurement") as bar:
+        for measurement in study.compare(setting):
+            measurements.append(measurement)
+            bar.set_postfix_str(f"{measurement.module}, length {measurement.length}", refresh=False)
+            bar.update()
+    return measurements
+
+
+def _run_training(results: report.Results, text: torch.Tensor) -> None:
+    recipe, device = results.recipe, results.setting.device
+    modules = study.equal_parameter_modules(recipe.d_model, recipe.heads, recipe.subnets, recipe.subnet_dim)
+    for name in TRAINED:
+        results.parameters[name] = sum(p.numel() for p in tiny_lm.ByteLM(recipe, modules[name]).parameters())
+        steps = results.curves.setdefault(name, [])
+        with _progress(recipe.steps, f"language model, {name}", "step") as bar:
+            for step in tiny_lm.train(text, recipe, modules[name], device):
+                steps.append(step)
+                bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
+                bar.update()
+
+
+def _everything(options: argparse.Namespace) -> int:
+    device = _device(options)
+    text = tiny_lm.read_text(options.text)
+    if not os.access(PICTURE.parent, os.W_OK) or (PICTURE.exists() and not os.access(PICTURE, os.W_OK)):
+        raise UsageError(f"{PICTURE} cannot be written in {Path.cwd()}")
+    setting = study.default_setting(device)
+    recipe = tiny_lm.GPU_RECIPE if device.type == "cuda" else tiny_lm.CPU_RECIPE
+    if options.steps:
+        recipe = dataclasses.replace(recipe, steps=options.steps)
+    name = Path(options.text).name if options.text else "Python's standard library"
+    results = report.Results(_headline(setting), setting, recipe=recipe, text=name)
+    results.accuracies = _run_check(device)
+    results.measurements = _run_compare(setting)
+    _run_training(results, text)
+    report.picture(results, PICTURE)
+    print(report.table(results))
+    print(f"\npicture: {PICTURE.resolve()}")
+    return _verdict(results.accuracies)
+
+
+def _verdict(accuracies: list[study.Accuracy]) -> int:
+    failed = [a for a in accuracies if not a.passed]
+    if failed:
+        print(f"flashmhf: {len(failed)} of {len(accuracies)} checks against float64 failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    print(f"flashmhf {flashmhf.__version__}\n{flashmhf.info()}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    device = _device(options)
+    accuracies = _run_check(device, options.backend)
+    if not accuracies:
+        reason = backends.BACKENDS[options.backend].why_not(device, torch.float32, d_h=128, d_e=384, E=3, H=2)
+        raise UsageError(f"back end {options.backend} cannot run: {reason}")
+    print(report.check_table(accuracies))
+    return _verdict(accuracies)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    setting = study.default_setting(_device(options))
+    names = ("batch", "d_model", "num_heads", "num_subnets", "subnet_dim", "repeats")
+    setting = dataclasses.replace(setting, **{name: value for name in names if (value := getattr(options, name))})
+    if options.lengths:
+        setting = dataclasses.replace(setting, lengths=tuple(options.lengths), seconds=float("inf"))
+    if setting.d_model % setting.num_heads:
+        raise UsageError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
+    results = report.Results(_headline(setting), setting, measurements=_run_compare(setting))
+    print(report.table(results))
+    return 0

@@ -1,0 +1,127 @@
+"""The main command's results as one table and one picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .study import Accuracy, Measurement, Setting
+from .tiny_lm import Recipe, Step
+
+COLUMNS = ("SwiGLU", "naive MH-FFN", "FlashMHF")
+COLORS = {"SwiGLU": "tab:orange", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
+
+
+@dataclass
+class Results:
+    """What a run has found so far; empty parts are left out of table and picture."""
+
+    headline: str
+    setting: Setting
+    accuracies: list[Accuracy] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    recipe: Recipe | None = None
+    text: str = ""
+    parameters: dict[str, int] = field(default_factory=dict)
+    curves: dict[str, list[Step]] = field(default_factory=dict)
+
+    @property
+    def accurate(self) -> bool:
+        return bool(self.accuracies) and all(accuracy.passed for accuracy in self.accuracies)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if math.isnan(value):
+        return "n/a"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> str:
+    """First column to the left, the others to the right; an empty row is a blank line."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows if row) for i in range(max(map(len, rows)))]
+    lines = ((cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def check_table(accuracies: list[Accuracy]) -> str:
+    """Every tensor's error, beside that of PyTorch code in the same precision and the limit."""
+    rows = [("back end", "dtype", "tensor", "error", "PyTorch's", "limit", "")]
+    for a in accuracies:
+        figures = (f"{value:.2e}" for value in (a.error, a.plain, a.limit))
+        rows.append((a.backend, str(a.dtype).removeprefix("torch."), a.tensor, *figures, "ok" if a.passed else "FAILED"))
+    return _aligned(rows)
+
+
+def table(results: Results) -> str:
+    """The one table of a run: a column a module, blocks for errors, time and memory, and language modelling."""
+    rows: list[tuple[str, ...]] = [("", *COLUMNS)]
+    for backend, dtype in dict.fromkeys((a.backend, a.dtype) for a in results.accuracies):
+        chosen = [a for a in results.accuracies if (a.backend, a.dtype) == (backend, dtype)]
+        worst = max(chosen, key=lambda a: a.error / a.limit)
+        label = f"{backend} {str(dtype).removeprefix('torch.')}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
+        rows.append((label, "-", "-", f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"))
+    by_place = {(m.module, m.length): m for m in results.measurements}
+    lengths = list(dict.fromkeys(m.length for m in results.measurements))
+    if lengths:
+        s = results.setting
+        title = f"one layer, d_model {s.d_model}, batch {s.batch}, {str(s.dtype).removeprefix('torch.')}: parameters"
+        rows += [(), (title, *(_number(by_place[name, lengths[0]].parameters) for name in COLUMNS))]
+        for title, attribute in (
+            ("forward, ms", "forward_ms"),
+            ("training step, ms", "step_ms"),
+            ("peak memory of a step, MiB", "peak_mib"),
+        ):
+            for length in lengths:
+                figures = (_number(getattr(by_place[name, length], attribute)) if (name, length) in by_place else "-" for name in COLUMNS)
+                rows.append((f"  {title}, length {length}", *figures))
+    if results.curves and results.recipe:
+        held_out = {name: steps[-1].held_out for name, steps in results.curves.items()}
+        rows += [
+            (),
+            (f"language model on {results.text}: parameters", *(_number(results.parameters.get(name)) for name in COLUMNS)),
+            (f"  held-out loss after {results.recipe.steps} steps, nats/byte", *(_number(held_out.get(name)) for name in COLUMNS)),
+        ]
+    return results.headline + "\n\n" + _aligned(rows)
+
+
+def picture(results: Results, path: Path) -> None:
+    """Time and memory over length, and the training curves, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (time_axis, memory_axis, loss_axis) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    for axis, attribute, title in ((time_axis, "step_ms", "training step (ms)"), (memory_axis, "peak_mib", "peak memory of a step (MiB)")):
+        for name in COLUMNS:
+            points = [(m.length, getattr(m, attribute)) for m in results.measurements if m.module == name]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=name)
+        axis.set(title=title, xlabel=f"length (batch {results.setting.batch})", xscale="log", yscale="log")
+    for name, steps in results.curves.items():
+        loss_axis.plot(_smooth([step.loss for step in steps]), color=COLORS[name], label=f"{name}, held out {_number(steps[-1].held_out)}")
+        loss_axis.plot(len(steps) - 1, steps[-1].held_out, "o", color=COLORS[name])
+    loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")
+    for axis in (time_axis, memory_axis, loss_axis):
+        axis.grid(True, which="both", alpha=0.3)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend()
+    figure.suptitle(results.headline)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _smooth(values: list[float], decay: float = 0.9) -> list[float]:
+    """Exponential moving average that starts unbiased."""
+    total, weight, smoothed = 0.0, 0.0, []
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        smoothed.append(total / weight)
+    return smoothed
