@@ -18,6 +18,7 @@ from .checks import name_of
 from .tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).with_name("libflashmhf_hopper.so")
+NO_LIBRARY = LIBRARY.with_name("_no_library.txt")  # written by setup.py: why it built none
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
@@ -31,7 +32,8 @@ def library() -> str | None:
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
     if not LIBRARY.exists():
-        return "flashmhf was installed without its CUDA library (no nvcc at build time, or FLASHMHF_SKIP_CUDA_BUILD=1)"
+        reason = NO_LIBRARY.read_text().strip() if NO_LIBRARY.exists() else "it was not built"
+        return f"flashmhf was installed without its CUDA library: {reason}"
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
