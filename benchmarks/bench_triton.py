@@ -106,7 +106,8 @@ def main() -> None:
         "errors": errors(make_inputs(ERROR_TOKENS, 22)),
         "cases": [],
     }
-    print(f"{report['device']}, torch {torch.__version__}, triton {triton.__version__}; matmul {report['matmul_tflops']['median']:.0f} TFLOP/s")
+    print(f"{report['device']}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"matmul {report['matmul_tflops']['median']:.0f} TFLOP/s")
     print("relative L2 errors: " + ", ".join(f"{name} {error:.2e}" for name, error in report["errors"].items()))
     print(f"{'T':>6} {'E':>3} {'pass':<9} {'ms':>8} {'TFLOP/s':>8} {'x matmul':>9} {'range':>13}")
     for (tokens, subnets, name, flops, _), ms, ratio in zip(cases, times, ratios, strict=True):
