@@ -29,13 +29,29 @@ struct BackwardParams {
 
     // Token-stationary kernel. `parts` CTAs share the sub-networks of a token block.
     int token_parts;
-    float *query_parts;        // [H][batch * row_tiles][token_parts][64 * d_h] when token_parts > 1
+    float *query_parts;        // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
     void *dq;                  // [T, H, d_h]
     void *dr;                  // [T, H, E] in R's type; null without R
 
 #ifdef __CUDACC__
     __device__ __forceinline__ int64_t dense_index(int sequence, int token) const { return sequence * dense_batch + token * dense_token; }
 #endif
+};
+
+// The router's part of gated_backward.
+struct GateParams {
+    const void *q;             // [batch, length, H, d_h], strides in elements
+    int64_t q_batch, q_token, q_head;
+    int batch, row_tiles, heads, subnets;
+    int64_t length, dense_batch, dense_token;
+    const void *w;             // [H, d_h, E], fp32 or the element type; null: no router
+    bool w_is_float;
+    float eps;
+    float *r, *scale;          // [T, H, E]; [T, H]: 1 / (sum_e sigmoid(P) + eps)
+    float *dr, *dp;            // [T, H, E]
+    float *dw_parts;           // [dw_part_count][H, d_h, E]
+    int dw_part_count;
+    void *dw;                  // W's type and shape; null: not needed
 };
 
 // Sums tiles of 64 x d_h fp32 values in fragment order and writes their rows. Tile x lies in group x / group_tiles; rows are d_h elements.
@@ -50,6 +66,10 @@ struct CollectParams {
     int64_t outer_step, inner_step, row_step;
     void *out;                 // element type, or fp32 to add to
     bool accumulate;
+    const float *dp;           // of the router, [rows of out, E]: dP W^T of the row is added to it; null: nothing is
+    const void *w;             // [outer, d_h, E]
+    bool w_is_float;
+    int subnets;
 };
 
 }  // namespace flashmhf

@@ -26,6 +26,8 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
     m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool needs_weights)"
           " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def("gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic, bool needs_tokens,"
+          " bool needs_weights) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def("backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens,"
           " bool needs_weights, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv) -> (Tensor, Tensor)");
 }
@@ -39,5 +41,6 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("forward", TORCH_BOX(&flashmhf::forward));
     m.impl("gated_forward", TORCH_BOX(&flashmhf::gated_forward));
     m.impl("backward", TORCH_BOX(&flashmhf::backward));
+    m.impl("gated_backward", TORCH_BOX(&flashmhf::gated_backward));
     m.impl("backward_accumulate_", TORCH_BOX(&flashmhf::backward_accumulate_));
 }

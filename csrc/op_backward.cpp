@@ -6,7 +6,9 @@
 #include "kernels/backward_policy.h"
 #include "operators.h"
 
+#include <algorithm>
 #include <array>
+#include <vector>
 
 namespace flashmhf {
 namespace {
@@ -62,11 +64,24 @@ struct Grads {
     Tensor dq, dr;
 };
 
+// W of gated_backward and where its gradient goes, if anywhere.
+struct Router {
+    const Tensor &w;
+    float eps;
+    std::optional<Tensor> dw;
+};
+
 Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, std::optional<Tensor> r, const ProblemSizes &sizes,
-          bool deterministic, bool needs_tokens, bool needs_weights, const WeightGrads &out, bool accumulate) {
+          bool deterministic, bool needs_tokens, bool needs_weights, const WeightGrads &out, bool accumulate, const Router *router = nullptr) {
     auto empty = [&](std::initializer_list<int64_t> shape, ScalarType type) {
         return torch::stable::new_empty(q, std::vector<int64_t>(shape), type);
     };
+    if (router) {  // R is computed here
+        std::vector<int64_t> shape(q.sizes().begin(), q.sizes().end());
+        shape.back() = sizes.subnets;
+        r = torch::stable::new_empty(q, shape, ScalarType::Float);
+        needs_tokens = true;  // dW needs dR
+    }
     const ScalarType type = q.scalar_type(), r_type = r ? r->scalar_type() : ScalarType::Float;
     const int d_h = static_cast<int>(sizes.head_dim);
     Grads grads{needs_tokens ? torch::stable::new_empty(q, q.sizes()) : empty({0}, type),
@@ -74,6 +89,10 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
     if (sizes.tokens == 0 || (!needs_tokens && !needs_weights)) {
         if (needs_weights && !accumulate)
             for (Tensor x : out) torch::stable::zero_(x);
+        if (router && router->dw) {
+            Tensor dw = *router->dw;
+            torch::stable::zero_(dw);
+        }
         return grads;
     }
 
@@ -130,10 +149,38 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
     if (launch.fused) {
         p.query_sums = floats(query_tiles * tile);
         if (p.dr) p.dr_sums = floats(query_tiles * sizes.subnets * backward_rows);
-    } else if (needs_tokens && plan.token_parts > 1) {
+    } else if (needs_tokens && (plan.token_parts > 1 || router)) {
         p.query_parts = floats(query_tiles * plan.token_parts * tile);
     }
     if (needs_weights && plan.items > plan.whole) p.weight_parts = floats(static_cast<int64_t>(plan.items - plan.whole) * plan.parts * 3 * tile);
+
+    if (router) {
+        GateParams &g = launch.gate;
+        g.q = q.data_ptr();
+        g.q_batch = axes.q_batch;
+        g.q_token = axes.q_token;
+        g.q_head = q.stride(q.dim() - 2);
+        g.batch = p.batch;
+        g.row_tiles = p.row_tiles;
+        g.heads = p.heads;
+        g.subnets = p.subnets;
+        g.length = p.length;
+        g.dense_batch = p.dense_batch;
+        g.dense_token = p.dense_token;
+        g.w = router->w.data_ptr();
+        g.w_is_float = router->w.scalar_type() == ScalarType::Float;
+        g.eps = router->eps;
+        g.r = static_cast<float *>(r->data_ptr());
+        g.scale = floats(sizes.tokens * sizes.heads);
+        g.dr = static_cast<float *>(p.dr);
+        g.dp = floats(sizes.tokens * sizes.heads * sizes.subnets);
+        const int64_t tiles = axes.batch * plan.row_tiles;
+        g.dw_part_count = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(tiles, 2 * sms / sizes.heads)));
+        if (router->dw) {
+            g.dw = router->dw->data_ptr();
+            g.dw_parts = floats(g.dw_part_count * sizes.heads * d_h * sizes.subnets);
+        }
+    }
 
     const int swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
     auto rows = [&](const char *name, const Tensor &x, int64_t batch_stride, int64_t token_stride) {
@@ -208,6 +255,27 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
     check_buffer(dv, "dv");
     const Grads grads = run(grad_out, q, k, u, v, r, sizes, deterministic, needs_tokens, needs_weights, {dk, du, dv}, true);
     return {grads.dq, grads.dr};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
+                                                                  const Tensor &v, const Tensor &w, double eps, bool deterministic, bool needs_tokens,
+                                                                  bool needs_weights) {
+    const ProblemSizes sizes = check_all(grad_out, q, k, u, v, std::nullopt);
+    check_w(w, q, sizes);
+    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    const NvtxRange nvtx("flashmhf gated_backward");
+    check_capability(q.get_device_index());
+    auto weight_grad = [&](const Tensor &x) {
+        return needs_weights ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(x, std::vector<int64_t>{0});
+    };
+    const WeightGrads out{weight_grad(k), weight_grad(u), weight_grad(v)};
+    Router router{w, static_cast<float>(eps), std::nullopt};
+    const Tensor dw = weight_grad(w);
+    if (needs_weights) router.dw = dw;
+    Grads grads;
+    if (needs_tokens || needs_weights) grads = run(grad_out, q, k, u, v, std::nullopt, sizes, deterministic, true, needs_weights, out, false, &router);
+    if (!needs_tokens) grads.dq = torch::stable::new_empty(q, std::vector<int64_t>{0});
+    return {grads.dq, out[0], out[1], out[2], dw};
 }
 
 }  // namespace flashmhf

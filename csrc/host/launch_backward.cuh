@@ -3,6 +3,7 @@
 
 #include "host/launch_backward.h"
 #include "kernels/backward_collect.cuh"
+#include "kernels/backward_gate.cuh"
 #include "kernels/backward_inter.cuh"
 #include "kernels/backward_token.cuh"
 
@@ -28,7 +29,9 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const Backw
 }
 
 template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, const CollectParams &c) {
-    return launch_kernel(flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>), 128, 0, l.stream, c);
+    const dim3 grid(tiles, d_h / collect_columns<d_h>);
+    return c.dp ? launch_kernel(flashmhf_backward_collect<d_h, T, true>, grid, 128, 0, l.stream, c)
+                : launch_kernel(flashmhf_backward_collect<d_h, T, false>, grid, 128, 0, l.stream, c);
 }
 
 // dQ tiles, numbered head by head, to [T, H, d_h].
@@ -45,6 +48,12 @@ template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l
     c.inner_step = p.dense_batch * p.heads;
     c.row_step = p.dense_token * p.heads;
     c.out = p.dq;
+    if (l.gate.w) {
+        c.dp = l.gate.dp;
+        c.w = l.gate.w;
+        c.w_is_float = l.gate.w_is_float;
+        c.subnets = p.subnets;
+    }
     return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, c);
 }
 
@@ -72,17 +81,31 @@ template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch 
     return cudaSuccess;
 }
 
+// dP and dW of the router, when there is one; dR is complete.
+template <int d_h, typename T> cudaError_t launch_gate_grad(const BackwardLaunch &l) {
+    const GateParams &g = l.gate;
+    if (!g.w) return cudaSuccess;
+    const dim3 grid(g.dw_part_count, g.heads, (g.subnets + gate_chunk_columns - 1) / gate_chunk_columns);
+    if (cudaError_t error = launch_kernel(flashmhf_gate_grad<d_h, T>, grid, 256, 0, l.stream, g)) return error;
+    if (!g.dw) return cudaSuccess;
+    const int64_t count = static_cast<int64_t>(g.heads) * d_h * g.subnets;
+    return launch_kernel(flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, l.stream, g, count);
+}
+
 template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l) {
     const BackwardParams &p = l.params;
+    if (l.gate.w)
+        if (cudaError_t error = launch_kernel(flashmhf_gate_rows<d_h, T>, dim3(p.batch * p.row_tiles, p.heads), 128, 0, l.stream, l.gate)) return error;
     if constexpr (d_h < 256) {
         if (l.fused) {
             if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, sizeof(float) * p.heads * p.batch * p.row_tiles * backward_rows * d_h, l.stream)) return error;
             if (p.dr_sums)
                 if (cudaError_t error = cudaMemsetAsync(p.dr_sums, 0, sizeof(float) * p.heads * p.subnets * p.batch * p.row_tiles * backward_rows, l.stream)) return error;
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l)) return error;
-            if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
             if (p.dr_sums)
                 if (cudaError_t error = launch_kernel(flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
+            if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
+            if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
             return collect_weights<d_h, T>(l);
         }
     }
@@ -91,7 +114,8 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
         if (cudaError_t error = launch_kernel(flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts), TokenPolicy<d_h>::threads,
                                               sizeof(TokenShared<d_h, T>), l.stream, maps, p))
             return error;
-        if (p.token_parts > 1)
+        if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
+        if (p.query_parts)
             if (cudaError_t error = collect_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
     }
     if (!l.needs_weights) return cudaSuccess;

@@ -18,6 +18,7 @@ struct BackwardLaunch {
     CUtensorMap k, u, v;             // boxes of 64 inter rows
     CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
     BackwardParams params;
+    GateParams gate;                 // gate.w: gated_backward
     cudaStream_t stream;
 };
 

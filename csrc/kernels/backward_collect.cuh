@@ -8,7 +8,7 @@ namespace flashmhf {
 
 // One CTA of 128 threads for 64 (or 96) columns of a tile: blockIdx (tile, column block).
 template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
-template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_backward_collect(const CollectParams p) {
+template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128) flashmhf_backward_collect(const __grid_constant__ CollectParams p) {
     constexpr int cols = collect_columns<d_h>;
     __shared__ StagedTile<cols> staged;
     const int thread = threadIdx.x, tile = p.first_tile + blockIdx.x, group = tile / p.group_tiles;
@@ -27,6 +27,32 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
         for (int j = 0; j < cols / 8; ++j) {
             const float4 v = __ldcs(src + 128 * j);
             sums[j] = {sums[j].x + v.x, sums[j].y + v.y, sums[j].z + v.z, sums[j].w + v.w};
+        }
+    }
+    if constexpr (gated) {
+        constexpr int chunk = 16;
+        __shared__ float dp[backward_rows][chunk + 1], w[cols][chunk + 1];
+        const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+        const int64_t w_row = static_cast<int64_t>(group / p.inner_groups) * d_h + blockIdx.y * cols;
+        for (int e = 0; e < p.subnets; e += chunk) {
+            const int count = min(chunk, p.subnets - e);
+            __syncthreads();
+            for (int i = thread; i < rows * count; i += 128) dp[i / count][i % count] = p.dp[(start + i / count * p.row_step) * p.subnets + e + i % count];
+            for (int i = thread; i < cols * count; i += 128) {
+                const int64_t at = (w_row + i / count) * p.subnets + e + i % count;
+                w[i / count][i % count] =
+                    p.w_is_float ? static_cast<const float *>(p.w)[at] : kittens::base_types::convertor<float, T>::convert(static_cast<const T *>(p.w)[at]);
+            }
+            __syncthreads();
+            for (int i = 0; i < count; ++i) {
+                const float low = dp[row][i], high = dp[row + 8][i];
+#pragma unroll
+                for (int j = 0; j < cols / 8; ++j) {
+                    const int col = 8 * j + 2 * (lane % 4);
+                    const float a = w[col][i], b = w[col + 1][i];
+                    sums[j] = {fmaf(low, a, sums[j].x), fmaf(low, b, sums[j].y), fmaf(high, a, sums[j].z), fmaf(high, b, sums[j].w)};
+                }
+            }
         }
     }
 #pragma unroll

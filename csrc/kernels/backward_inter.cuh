@@ -177,6 +177,8 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
 
     constexpr int readers = 2 * P::query + P::accumulator_groups;  // roles that read what S hands over
     constexpr int first_w = 2 * P::query;                          // their numbers: Q 0, dR 1, then W
+    if (threadIdx.x == 32)
+        for (const CUtensorMap *map : {&maps.k, &maps.u, &maps.q, &maps.v, &maps.grad_out}) tma::prefetch(map);
     if (threadIdx.x == 0) {
         init_semaphore(shared.weights_full, 1);
         for (int s = 0; s < P::q_stages; ++s) {

@@ -62,6 +62,8 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
     const int first_subnet = p.subnets * blockIdx.z / p.token_parts, last_subnet = p.subnets * (blockIdx.z + 1) / p.token_parts;
     const int per_subnet = (p.subnet_dim + P::inter - 1) / P::inter, count = (last_subnet - first_subnet) * per_subnet;
 
+    if (threadIdx.x == 32)
+        for (const CUtensorMap *map : {&maps.q, &maps.grad_out, &maps.k, &maps.u, &maps.v}) tma::prefetch(map);
     if (threadIdx.x == 0) {
         init_semaphore(shared.rows_full, 1);
         for (int s = 0; s < P::stages; ++s) {
@@ -206,7 +208,7 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
         if (w == 0) my_turn();  // the other's last arrival
         warpgroup::mma_async_wait<0>();
         pin(dq);
-        if (p.token_parts > 1) {
+        if (p.query_parts) {
             if (tile < tiles) {
                 float *slot = p.query_parts + ((static_cast<int64_t>(head) * tiles + tile) * p.token_parts + blockIdx.z) * backward_rows * d_h;
                 each_fragment(dq, [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
