@@ -2,7 +2,6 @@
 #include "checks.h"
 #include "host/device.h"
 #include "host/launch_forward.h"
-#include "host/tensor_map.h"
 #include "kernels/policy.h"
 #include "operators.h"
 
@@ -35,55 +34,28 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
     STD_TORCH_CHECK(aligned(q.data_ptr()) && strided(sizes.heads, q_head) && strided(axes->length, axes->q_token) && strided(axes->batch, axes->q_batch),
                     "q's strides and storage offset must be positive multiples of 16 bytes");
 
-    const int d_h = static_cast<int>(sizes.head_dim), swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
-    ForwardLaunch launch{};
-    launch.bf16 = q.scalar_type() == ScalarType::BFloat16;
-    Device device;
-    check_cuda(describe_device(d_h, &device));
-    launch.plan = plan_forward({axes->batch, axes->length, static_cast<int>(sizes.heads), d_h, static_cast<int>(sizes.subnets), sizes.subnet_dim}, device);
-    const ForwardPlan &plan = launch.plan;
-    std::optional<Tensor> partials;
-    if (plan.partials) partials = torch::stable::new_empty(q, {plan.partials}, ScalarType::Float);
-
-    const int64_t row = sizes.heads * d_h;  // of the output
-    launch.q = tensor_map("q", q.data_ptr(), launch.bf16,
-                          {{d_h, 1, panel}, {sizes.heads, q_head, 1}, {axes->length, axes->q_token, tile_rows}, {axes->batch, axes->q_batch, 1}}, swizzle);
-    launch.out = tensor_map("the output", out.data_ptr(), launch.bf16,
-                            {{d_h, 1, panel}, {sizes.heads, d_h, 1}, {axes->length, axes->dense_token * row, tile_rows}, {axes->batch, axes->dense_batch * row, 1}},
-                            swizzle);
-    auto weights = [&](const char *name, const Tensor &x) {
-        return tensor_map(name, x.data_ptr(), launch.bf16,
-                          {{d_h, 1, panel}, {sizes.subnet_dim, d_h, tile_inter / plan.cluster_size}, {sizes.heads * sizes.subnets, sizes.subnet_dim * d_h, 1}},
-                          swizzle);
-    };
-    launch.k = weights("k", k);
-    launch.u = weights("u", u);
-    launch.v = weights("v", v);
-    launch.out_data = out.data_ptr();
-    launch.stream = current_stream(q.get_device_index());
-
-    ForwardParams &p = launch.params;
-    p.schedule = plan.schedule;
-    p.cluster_size = plan.cluster_size;
-    p.batch = static_cast<int>(axes->batch);
-    p.length = axes->length;
-    p.row_tiles = plan.row_tiles;
-    p.blocks = plan.blocks;
-    p.heads = static_cast<int>(sizes.heads);
-    p.subnets = static_cast<int>(sizes.subnets);
-    p.subnet_tiles = plan.subnet_tiles;
-    p.out_batch = axes->dense_batch * row;
-    p.out_token = axes->dense_token * row;
-    p.gate = gate.kind;
-    p.gate_data = gate.tensor ? gate.tensor->data_ptr() : nullptr;
-    p.eps = gate.eps;
+    ForwardProblem problem{};
+    problem.bf16 = q.scalar_type() == ScalarType::BFloat16;
+    problem.shape = {axes->batch, axes->length, static_cast<int>(sizes.heads), static_cast<int>(sizes.head_dim), static_cast<int>(sizes.subnets), sizes.subnet_dim};
+    problem.q = q.data_ptr(), problem.k = k.data_ptr(), problem.u = u.data_ptr(), problem.v = v.data_ptr(), problem.out = out.data_ptr();
+    problem.q_batch = axes->q_batch, problem.q_token = axes->q_token, problem.q_head = q_head;
+    const int64_t row = sizes.heads * sizes.head_dim;  // of the output
+    problem.out_batch = axes->dense_batch * row, problem.out_token = axes->dense_token * row;
+    problem.gate = gate.kind;
+    problem.gate_data = gate.tensor ? gate.tensor->data_ptr() : nullptr;
+    problem.eps = gate.eps;
     if (r_given) {
-        p.r_batch = axes->other_batch;
-        p.r_token = axes->other_token;
-        p.r_head = gate.tensor->stride(gate.tensor->dim() - 2);
+        problem.r_batch = axes->other_batch, problem.r_token = axes->other_token;
+        problem.r_head = gate.tensor->stride(gate.tensor->dim() - 2);
     }
-    p.partials = partials ? static_cast<float *>(partials->data_ptr()) : nullptr;
-    check_cuda(launch_forward(d_h, launch));
+
+    Device device;
+    check_cuda(describe_device(problem.shape.head_dim, &device));
+    const ForwardPlan plan = plan_forward(problem.shape, device);
+    std::optional<Tensor> partials;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
+    if (plan.partials) partials = torch::stable::new_empty(q, {plan.partials}, ScalarType::Float);
+    const ForwardLaunch launch = prepare_forward(problem, plan, partials ? static_cast<float *>(partials->data_ptr()) : nullptr);
+    check_cuda(launch_forward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
     return out;
 }
 

@@ -1,4 +1,4 @@
-// What the kernels get besides tensor maps. Plain data; shapes: T tokens as batch x length, H heads, E sub-networks of width d_e.
+// What the forward kernels get besides tensor maps. T tokens as batch x length, H heads, E sub-networks of width d_e.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct ForwardParams {
     int64_t length;           // tokens of a sequence
     int row_tiles;            // of a sequence: ceil(length / 64)
     int blocks;               // work items of a head: ceil(batch * row_tiles / (2 * cluster_size))
-    int heads, subnets;       // H, E
+    int subnets;              // E
     int subnet_tiles;         // ceil(d_e / 64)
     int64_t out_batch, out_token;  // strides of the output in elements, for the combine kernel
     Gate gate;

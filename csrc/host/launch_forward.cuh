@@ -19,20 +19,20 @@ template <int d_h, typename T> cudaError_t configure(cudaLaunchConfig_t &config,
     return cudaFuncSetAttribute(forward<d_h, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, ForwardPolicy<d_h>::shared_memory);
 }
 
-template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l) {
+template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
     cudaLaunchConfig_t config{};
     cudaLaunchAttribute attribute{};
     if (cudaError_t error = configure<d_h, T>(config, attribute, l.plan.cluster_size)) return error;
     config.gridDim = dim3(s.clusters * l.plan.cluster_size);
-    config.stream = l.stream;
+    config.stream = stream;
     if (cudaError_t error = cudaLaunchKernelEx(&config, forward<d_h, T>, l.q, l.k, l.u, l.v, l.out, l.params)) return error;
     if (l.plan.partials == 0) return cudaSuccess;
 
     cudaLaunchConfig_t after{};
     after.gridDim = dim3(s.rest * l.plan.cluster_size * consumers, d_h / 8);
     after.blockDim = dim3(128);
-    after.stream = l.stream;
+    after.stream = stream;
     cudaLaunchAttribute dependent{};
     dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     dependent.val.programmaticStreamSerializationAllowed = 1;
@@ -43,8 +43,8 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l) 
 
 }  // namespace
 
-template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch) {
-    return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch) : launch_typed<d_h, kittens::half>(launch);
+template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream) {
+    return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch, stream) : launch_typed<d_h, kittens::half>(launch, stream);
 }
 
 template <int d_h> cudaError_t count_pairs(int *pairs) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/policy.h"
+#include "kittens.cuh"
 
 namespace flashmhf {
 
@@ -17,13 +18,13 @@ template <int N> struct Ring {
     }
 };
 
-// Named barriers: 0 is __syncthreads; one a consumer warpgroup, around the staging of its output.
-__device__ __forceinline__ int output_barrier(int warpgroup) { return 1 + warpgroup; }
+constexpr int slot_full_arrivals = 1;           // the loader's expect_bytes; the copies complete the rest
+constexpr int slot_empty_arrivals = consumers;  // one thread of each consumer warpgroup, of every CTA of the cluster
+constexpr int q_full_arrivals = 2;              // the Q loader's expect_bytes; its warp after the weights of the sub-networks
 
-constexpr int slot_full_arrivals = 1;                    // the loader's expect_bytes; the copies complete the rest
-constexpr int slot_empty_arrivals = consumers;           // one thread of each consumer warpgroup, of every CTA of the cluster
-constexpr int q_full_arrivals = 1;                       // the Q loader's expect_bytes
-constexpr int q_empty_arrivals = 4;                      // one thread of each warp that has read Q
-constexpr int q_empty_arrivals_staged = 1;               // the thread that has stored the output from Q's buffer (Q not in registers)
+// Named barriers; 0 is __syncthreads. Of a consumer warpgroup alone, around the staging of its output, and with the warp that loads its
+// Q, for handing back the buffers: a waiting warp polls a semaphore, but sleeps at a named barrier.
+__device__ __forceinline__ int output_barrier(int warpgroup) { return 1 + warpgroup; }
+__device__ __forceinline__ kittens::barrier<5> q_empty_barrier(int warpgroup) { return kittens::barrier<5>(1 + consumers + warpgroup); }
 
 }  // namespace flashmhf

@@ -12,10 +12,9 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(T 
     const auto &s = p.schedule;
     const int first = s.first_owner(index), last = s.last_owner(index);
     const RowTile tile(p, s.waves * s.clusters + index, rank, wg);
-    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const int64_t rows = tile.rows(p);
+    const int row = fragment_row(threadIdx.x);
     wait_for_prerequisites();
-    if (first == last || row >= rows) return;
+    if (first == last || !holds_token(p, tile.sequence, tile.token + row)) return;
 
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
@@ -28,7 +27,7 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(T 
     using to = kittens::base_types::convertor<T2, float2>;
     T *dst = out + tile.sequence * p.out_batch + (tile.token + row) * p.out_token + tile.head * d_h + 8 * column + threadIdx.x % 4 * 2;
     *reinterpret_cast<T2 *>(dst) = to::convert(float2{sum.x, sum.y});
-    if (row + 8 < rows) *reinterpret_cast<T2 *>(dst + 8 * p.out_token) = to::convert(float2{sum.z, sum.w});
+    if (holds_token(p, tile.sequence, tile.token + row + 8)) *reinterpret_cast<T2 *>(dst + 8 * p.out_token) = to::convert(float2{sum.z, sum.w});
 }
 
 }  // namespace flashmhf

@@ -1,6 +1,6 @@
 // The forward kernel: out[t, h] = sum_e r[t, h, e] sum_j silu(q.k_ej) (q.u_ej) v_ej, accumulated in fp32.
 //
-//   producer warpgroup     warp 0: K, U, V tiles into the ring     warp 1: Q of the next item
+//   producer warpgroup     warp 0: K, U, V tiles into the ring     warps 1, 2: Q and R of the next item
 //   consumer warpgroup     64 token rows; tile i of the item's inner range:
 //                            issue  [M|N] = Q [K;U]^T  of tile i     (16-64 wgmma in flight from here on)
 //                            issue  O += A V           of tile i - 1
@@ -26,7 +26,7 @@ template <int d_h, typename T> struct ForwardConsumer {
     Shared &shared;
     const ForwardParams &p;
     const CUtensorMap *out;
-    const int cluster, rank, wg = kittens::warpgroupid(), warp = warpgroup::warpid(), lane = kittens::laneid();
+    const int wg, warp = warpgroup::warpid(), lane = kittens::laneid();
     Ring<P::slots> ring;
     uint32_t q_phase = 0;
 
@@ -35,22 +35,22 @@ template <int d_h, typename T> struct ForwardConsumer {
     __device__ __forceinline__ void release(int slot) {
         if (lane == 0 && warp < p.cluster_size) tma::arrive_remote(shared.semaphores.slot_empty[slot], warp);
     }
-    __device__ __forceinline__ void wait_q() {
+    // The item whose Q has arrived, and where its weights of the sub-networks lie.
+    __device__ __forceinline__ const Item &next_item() {
         kittens::wait(shared.semaphores.q_full[wg], q_phase);
+        const Item &item = shared.items[q_phase][wg];
         q_phase ^= 1;
+        return item;
     }
+    __device__ __forceinline__ GateBuffer<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg][warp]; }
+    // Q has been read, and the output before it has left the buffer.
     __device__ __forceinline__ void release_q() {
-        __syncwarp();
-        if (lane == 0) kittens::arrive(shared.semaphores.q_empty[wg]);
+        if (warpgroup::laneid() == 0) kittens::tma::store_async_read_wait<0>();
+        kittens::arrive(q_empty_barrier(wg));
     }
-    // The finished output of an item, or its part of a split item.
-    __device__ __forceinline__ void finish(const Work &work, const RowTile &tile, const OutputTile<d_h> &o) {
-        if (work.end - work.begin == p.schedule.inter_tiles) {
-            store_output(shared.output(wg), o, out, tile, output_barrier(wg));
-        } else {
-            const int64_t rows = tile.rows(p);
-            store_part<d_h>(o, p.partials + part_offset(p, d_h, cluster, work.part, rank, wg), rows < tile_rows ? static_cast<int>(rows) : tile_rows);
-        }
+    __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
+        if (item.part < 0) store_output(shared.q[wg], o, out, item, output_barrier(wg));
+        else store_part<d_h>(o, p, item, kittens::clusterIdx().x, kittens::cluster_ctarank(), wg);
     }
     __device__ __forceinline__ void run() {
         if constexpr (P::q_in_registers) run_streamed();
@@ -58,12 +58,14 @@ template <int d_h, typename T> struct ForwardConsumer {
         if (warpgroup::laneid() == 0) kittens::tma::store_async_wait<0>();
     }
 
+    // O += A V behind a first product, whose fence serves both.
+    __device__ __forceinline__ static void accumulate(OutputTile<d_h> &o, const ActivationTile<T> &a, const typename Shared::V &v) {
+        warpgroup::mma_AB<OutputTile<d_h>, ActivationTile<T>, typename Shared::V, 0>(o, a, v);
+    }
+
     // Q in registers: one stream of tiles through all items.
     __device__ __forceinline__ void run_streamed() {
-        WorkCursor cursor(p.schedule, cluster);
-        Work work, next;
-        if (!cursor.next(work)) return;
-        GateRows<d_h, T> gate(p, shared.gate[wg][warp]);
+        GateRows<d_h, T> gate{p};
         kittens::rt<T, 16, d_h> q;
         ActivationTile<T> a;
         ScoreTile mn;
@@ -77,68 +79,65 @@ template <int d_h, typename T> struct ForwardConsumer {
                 }
         };
 
-        RowTile tile(p, work.item, rank, wg);
-        wait_q();
+        const Item *item = &next_item();
+        if (item->begin == item->end) return;
         warpgroup::load(q, shared.q[wg]);
         wait_slot();
         mn = 0.f;
         warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
-        gate.begin(tile, work, query);
+        gate.begin(*item, gate_buffer(), query);
         warpgroup::mma_async_wait<0>();
         pin(mn);
-        release_q();
         while (true) {
             // here: [M|N] of the item's first tile
+            release_q();
             o = 0.f;
             swiglu(mn, gate.r);
+            gate.advance();
             pack<T>(a, mn);
             release(ring.slot);
             ring.advance();
-            gate.advance(query);
-            wait_slot();
-            for (int i = work.begin + 1; i < work.end; ++i) {
+            gate.replenish(*item, query);
+            for (int left = item->end - item->begin - 1; left > 0; --left) {
+                wait_slot();
                 pin(a), pin(o);
                 warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
-                warpgroup::mma_AB(o, a, shared.v(ring.slot));
+                accumulate(o, a, shared.v(ring.slot));
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
                 swiglu(mn, gate.r);
+                gate.advance();
                 pin(mn);
                 const int slot = ring.slot;
                 ring.advance();
-                wait_slot();  // between the elementwise part and the next wait also as a block boundary: ptxas sinks the former otherwise
+                if (left > 1) wait_slot();  // here and in a branch: ptxas would sink the elementwise part below the next wait
                 warpgroup::mma_async_wait<0>();
                 pin(mn), pin(o), pin(a);
                 release(slot);
                 pack<T>(a, mn);
-                gate.advance(query);
+                gate.replenish(*item, query);
             }
-            const bool more = cursor.next(next);
-            if (more) {
-                wait_q();
-                warpgroup::load(q, shared.q[wg]);
-            }
+            const Item *next = &next_item();
+            const bool more = next->begin < next->end;
+            if (more) warpgroup::load(q, shared.q[wg]);
+            wait_slot();
             pin(a), pin(o), pin(q);
             warpgroup::mma_AB(o, a, shared.v(ring.slot));
             warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));  // the next item's first tile; after the last item a product nobody uses
             warpgroup::mma_async_wait<1>();
             pin(o);
-            finish(work, tile, o);
-            work = next;
-            tile = RowTile(p, work.item, rank, wg);
-            if (more) gate.begin(tile, work, query);
+            finish(*item, o);
+            item = next;
+            if (more) gate.begin(*item, gate_buffer(), query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
             if (!more) break;
-            release_q();
         }
     }
 
     // Q in shared memory: [K;U] comes as two halves of d_h, and an item ends before the next begins.
     __device__ __forceinline__ void run_item_by_item() {
-        WorkCursor cursor(p.schedule, cluster);
-        Work work;
-        GateRows<d_h, T> gate(p, shared.gate[wg][warp]);
+        GateRows<d_h, T> gate{p};
         ActivationTile<T> a;
         ScoreTile mn;
         OutputTile<d_h> o;
@@ -149,58 +148,62 @@ template <int d_h, typename T> struct ForwardConsumer {
             const uint32_t at = Shared::Q::idx(base, int2{16 * warp + lane % 16, 16 * k + lane / 16 * 8});
             kittens::move<T2>::ldsm4(fragment[0], fragment[1], fragment[2], fragment[3], at);
         };
-        int slots[2];  // of [K;U]
+        Ring<P::slots> done;  // slots are released in the order of their use
+        auto release_next = [&]() {
+            release(done.slot);
+            done.advance();
+        };
         auto issue_ku = [&]() {
             wait_slot();
             warpgroup::mm_ABt(mn, q[0], shared.ku(ring.slot));
-            slots[0] = ring.slot;
             ring.advance();
             wait_slot();
             warpgroup::mma_ABt(mn, q[1], shared.ku(ring.slot));
-            slots[1] = ring.slot;
+            ring.advance();
+        };
+        auto issue_v = [&]() {
+            wait_slot();
+            warpgroup::mma_AB(o, a, shared.v(ring.slot));
             ring.advance();
         };
         mn = 0.f;
-        while (cursor.next(work)) {
-            const RowTile tile(p, work.item, rank, wg);
-            wait_q();
+        while (true) {
+            const Item &item = next_item();
+            if (item.begin == item.end) return;
             issue_ku();
-            gate.begin(tile, work, query);
+            gate.begin(item, gate_buffer(), query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
-            release(slots[0]), release(slots[1]);
+            release_next(), release_next();
             o = 0.f;
             swiglu(mn, gate.r);
+            gate.advance();
             pack<T>(a, mn);
-            gate.advance(query);
-            for (int i = work.begin + 1; i < work.end; ++i) {
+            gate.replenish(item, query);
+            for (int left = item.end - item.begin - 1; left > 0; --left) {
                 pin(a), pin(o);
                 issue_ku();
-                wait_slot();
-                warpgroup::mma_AB(o, a, shared.v(ring.slot));
+                issue_v();
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
-                release(slots[0]), release(slots[1]);
+                release_next(), release_next();
                 swiglu(mn, gate.r);
+                gate.advance();
                 pin(mn);
+                if (left > 1) wait_slot();  // as above
                 warpgroup::mma_async_wait<0>();
                 pin(mn), pin(o), pin(a);
-                release(ring.slot);
-                ring.advance();
+                release_next();
                 pack<T>(a, mn);
-                gate.advance(query);
+                gate.replenish(item, query);
             }
             pin(a), pin(o);
-            wait_slot();
-            warpgroup::mma_AB(o, a, shared.v(ring.slot));
+            issue_v();
             warpgroup::mma_async_wait<0>();
             pin(o);
-            release(ring.slot);
-            ring.advance();
-            finish(work, tile, o);
-            if (warpgroup::laneid() == 0) kittens::tma::store_async_read_wait<0>();
-            warpgroup::sync(output_barrier(wg));
-            if (warpgroup::laneid() == 0) kittens::arrive(shared.semaphores.q_empty[wg]);
+            release_next();
+            finish(item, o);
+            release_q();
         }
     }
 };
@@ -210,11 +213,10 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
              const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_out, const __grid_constant__ ForwardParams p) {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
-    static_assert(sizeof(typename Shared::Semaphores) <= barrier_bytes && sizeof(Shared) <= shared_memory_limit);
+    static_assert(sizeof(Shared) <= (P::shared_memory + 1023) / 1024 * 1024 && sizeof(typename Shared::Semaphores) + sizeof(Shared::items) <= barrier_bytes);
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);
-    const int rank = kittens::cluster_ctarank(), cluster = blockIdx.x / p.cluster_size;
 
     if (kittens::warpid() == 0) {
         auto &sem = shared.semaphores;
@@ -222,10 +224,7 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
             kittens::warp::init_semaphore(sem.slot_full[i], slot_full_arrivals);
             kittens::warp::init_semaphore(sem.slot_empty[i], slot_empty_arrivals * p.cluster_size);
         }
-        for (int i = 0; i < consumers; ++i) {
-            kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
-            kittens::warp::init_semaphore(sem.q_empty[i], P::q_in_registers ? q_empty_arrivals : q_empty_arrivals_staged);
-        }
+        for (int i = 0; i < consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
         tma::fence_semaphore_init();
     }
     __syncthreads();
@@ -233,17 +232,18 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
     launch_dependents();  // the combine kernel, if any; it waits for this one to finish
 
     if (warpgroup == consumers) {
-        kittens::warpgroup::decrease_registers<producer_registers>();
+        kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
-        if (kittens::laneid() == 0) {
-            if (warp == 0) load_weights<d_h, T>(shared, WeightMaps{&map_k, &map_u, &map_v}, p, cluster, rank);
-            if (warp == 1) load_queries<d_h, T>(shared, &map_q, p, cluster, rank);
+        if (warp == 0) {
+            if (kittens::laneid() == 0) load_weights<d_h, T>(shared, WeightMaps{&map_k, &map_u, &map_v}, p);
+        } else if (warp <= consumers) {
+            load_rows_of_items<d_h, T>(shared, &map_q, p, warp - 1);
         }
         __syncwarp();
         cluster_sync();  // no CTA leaves while another can still signal it
     } else {
-        kittens::warpgroup::increase_registers<consumer_registers>();
-        ForwardConsumer<d_h, T>{shared, p, &map_out, cluster, rank}.run();
+        kittens::warpgroup::increase_registers<P::consumer_registers>();
+        ForwardConsumer<d_h, T>{shared, p, &map_out, warpgroup}.run();
         __syncwarp();
         cluster_sync();
     }

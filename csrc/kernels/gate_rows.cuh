@@ -1,8 +1,9 @@
-// The weights r[t, e] of a warp's 16 rows: brought or computed chunk by chunk of sub-networks into shared memory, and read from there when
-// the tiles of a sub-network begin. Each warp works for itself: no barrier is involved.
+// The weights r[t, e] of a warp's 16 rows, chunk by chunk of sub-networks in shared memory, read from there when the tiles of a sub-network
+// begin. Given weights of an item's first chunk come with its Q; further chunks, and everything that is computed, is up to the consumer
+// warp, which works for itself: no barrier is involved.
 //
 // From W: P = Q W by mma.sync on Q's fragments, r = sigmoid(P) / (sum_e sigmoid(P) + eps). The sums need all sub-networks and are taken at
-// the start of an item; shared memory holds the sigmoids, and the division is one multiply by `scale` when a weight is read.
+// the start of an item; shared memory holds the sigmoids, and the division is one multiply when a weight is read.
 #pragma once
 
 #include "kernels/load_tiles.cuh"
@@ -13,42 +14,39 @@ namespace flashmhf {
 template <int d_h, typename T> struct GateRows {
     using P = ForwardPolicy<d_h>;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
+    using Buffer = GateBuffer<d_h>;
     static constexpr int chunk = P::gate_chunk;
 
     const ForwardParams &p;
-    float (&shared)[P::gate_chunk][16];
-    int head, sequence, token, rows;  // of the warp's rows: first token, how many of the 16 hold tokens
-    int first;                        // sub-network at the start of the chunk
-    int index, left;                  // current sub-network within the chunk; its tiles still to come
-    float2 scale, r;                  // rows g and g + 8
-
-    __device__ __forceinline__ GateRows(const ForwardParams &params, float (&buffer)[P::gate_chunk][16]) : p(params), shared(buffer) {}
+    Buffer *shared;
+    int first;        // sub-network at the start of the chunk
+    int index, left;  // current sub-network within the chunk; its tiles still to come
+    float2 r;         // its weights of rows g and g + 8
 
     // query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows.
-    template <typename Query> __device__ __forceinline__ void begin(const RowTile &tile, const Work &work, Query &&query) {
-        const int warp = kittens::warpgroup::warpid();
-        head = tile.head;
-        sequence = tile.sequence;
-        token = tile.token + 16 * warp;
-        const int64_t valid = tile.rows(p) - 16 * warp;
-        rows = valid < 16 ? static_cast<int>(valid) : 16;
-        first = work.begin / p.subnet_tiles;
+    template <typename Query> __device__ __forceinline__ void begin(const Item &item, Buffer &buffer, Query &&query) {
+        shared = &buffer;
+        first = item.begin / p.subnet_tiles;
         index = 0;
-        left = (first + 1) * p.subnet_tiles - work.begin;
-        scale = {1.f, 1.f};
-        if (p.gate >= Gate::w_float) normalise(query);
-        else fill(query);
+        left = (first + 1) * p.subnet_tiles - item.begin;
+        if (p.gate >= Gate::w_float) normalise(item, query);
+        else if (!P::gate_early) load(item);
         read();
     }
-    // To the next tile of the item.
-    template <typename Query> __device__ __forceinline__ void advance(Query &&query) {
+    // To the next tile of the item. Called between swiglu() and the wait for the second product: the branch that overwrites r keeps ptxas
+    // from sinking the elementwise part below that wait. Bringing in a chunk needs more registers, and is left for replenish().
+    __device__ __forceinline__ void advance() {
         if (--left == 0) {
             left = p.subnet_tiles;
-            if (++index == chunk) {
-                index = 0;
-                first += chunk;
-                fill(query);
-            }
+            if (++index < chunk) read();
+        }
+    }
+    template <typename Query> __device__ __forceinline__ void replenish(const Item &item, Query &&query) {
+        if (index == chunk) {
+            index = 0;
+            first += chunk;
+            if (p.gate >= Gate::w_float) compute(item, query);
+            else load(item);
             read();
         }
     }
@@ -56,41 +54,35 @@ template <int d_h, typename T> struct GateRows {
   private:
     __device__ __forceinline__ void read() {
         const int g = kittens::laneid() / 4;
-        r = {scale.x * shared[index][g], scale.y * shared[index][g + 8]};
+        const Buffer &s = *shared;
+        r = {s[chunk][g] * s[index][g], s[chunk][g + 8] * s[index][g + 8]};
     }
 
-    template <typename Query> __device__ __forceinline__ void fill(Query &&query) {
-        const int lane = kittens::laneid(), row = lane % 16, count = min(chunk, p.subnets - first);
+    __device__ __forceinline__ void load(const Item &item) {
         __syncwarp();
-        if (p.gate >= Gate::w_float) {
-            for (int e = 0; e < count; e += 8) {
-                float s[4];
-                sigmoids(s, first + e, query);
-                put(s, e, count);
-            }
-        } else {
-            const int64_t at = sequence * p.r_batch + static_cast<int64_t>(token + row) * p.r_token + head * p.r_head + first;
-            const bool valid = row < rows;
-#pragma unroll 4
-            for (int e = lane / 16; e < count; e += 2) {
-                float value = 1.f;
-                if (p.gate == Gate::r_float) value = valid ? __ldg(static_cast<const float *>(p.gate_data) + at + e) : 0.f;
-                if (p.gate == Gate::r_half)
-                    value = valid ? kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.gate_data) + at + e)) : 0.f;
-                shared[e][row] = value;
-            }
+        const int warp = kittens::warpgroup::warpid();
+        load_gate<d_h, T>(p, item, 16 * warp, 16 * warp + 16, first, shared - warp);
+        wait_gate();
+    }
+    template <typename Query> __device__ __forceinline__ void compute(const Item &item, Query &&query) {
+        const int count = min(chunk, p.subnets - first);
+        __syncwarp();
+        for (int e = 0; e < count; e += 8) {
+            float s[4];
+            sigmoids(s, item, first + e, query);
+            put(s, e, count);
         }
         __syncwarp();
     }
 
     // The first chunk, and the sums over all sub-networks.
-    template <typename Query> __device__ __forceinline__ void normalise(Query &&query) {
+    template <typename Query> __device__ __forceinline__ void normalise(const Item &item, Query &&query) {
         const int t = kittens::laneid() % 4;
         float2 sum = {0.f, 0.f};
         __syncwarp();
         for (int e = 0; e < p.subnets; e += 8) {
             float s[4];
-            sigmoids(s, e, query);
+            sigmoids(s, item, e, query);
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 if (e + 2 * t + j < p.subnets) {
@@ -99,19 +91,21 @@ template <int d_h, typename T> struct GateRows {
                 }
             put(s, e - first, min(chunk, p.subnets - first));
         }
-        __syncwarp();
 #pragma unroll
         for (int d = 1; d < 4; d *= 2) {
             sum.x += __shfl_xor_sync(kittens::MASK_ALL, sum.x, d);
             sum.y += __shfl_xor_sync(kittens::MASK_ALL, sum.y, d);
         }
-        scale = {1.f / (sum.x + p.eps), 1.f / (sum.y + p.eps)};
+        const int g = kittens::laneid() / 4;
+        (*shared)[chunk][g] = 1.f / (sum.x + p.eps);
+        (*shared)[chunk][g + 8] = 1.f / (sum.y + p.eps);
+        __syncwarp();
     }
 
     // sigmoid(P) of sub-networks e..e + 7 in the fragment order of an accumulator: columns 2t, 2t + 1 of rows g, then of rows g + 8.
-    template <typename Query> __device__ __forceinline__ void sigmoids(float (&s)[4], int e, Query &&query) {
+    template <typename Query> __device__ __forceinline__ void sigmoids(float (&s)[4], const Item &item, int e, Query &&query) {
         const int lane = kittens::laneid();
-        const int64_t at = (static_cast<int64_t>(head) * d_h + 2 * (lane % 4)) * p.subnets + min(e + lane / 4, p.subnets - 1);
+        const int64_t at = (static_cast<int64_t>(item.head) * d_h + 2 * (lane % 4)) * p.subnets + min(e + lane / 4, p.subnets - 1);
         s[0] = s[1] = s[2] = s[3] = 0.f;
         auto product = [&](auto *w, auto &&split) {
 #pragma unroll 4
@@ -146,8 +140,8 @@ template <int d_h, typename T> struct GateRows {
         for (int j = 0; j < 2; ++j) {
             const int column = e + 2 * t + j;
             if (column >= 0 && column < count) {
-                shared[column][g] = s[j];
-                shared[column][g + 8] = s[2 + j];
+                (*shared)[column][g] = s[j];
+                (*shared)[column][g + 8] = s[2 + j];
             }
         }
     }

@@ -1,6 +1,8 @@
-// The producer: one thread streams tiles of K, U and V through the ring, another brings Q.
+// The producer: one thread streams tiles of K, U and V through the ring; one warp for each consumer warpgroup brings what belongs to the
+// rows of an item: Q, and the weights of the first sub-networks.
 #pragma once
 
+#include "kernels/ptx_ext.cuh"
 #include "kernels/smem_plan.cuh"
 #include "kernels/tma_ext.cuh"
 #include "params.h"
@@ -18,22 +20,20 @@ template <typename Tile> __device__ __forceinline__ void load_rows(Tile &dst, in
 #pragma unroll
     for (int c = 0; c < Tile::cols; c += panel_cols) {
         auto *panel = &dst.data[c * Tile::rows + at * panel_cols];
-        if (cluster_size > 1) tma::multicast_async(panel, map, int3{col + c, row, subnet}, full, (1 << cluster_size) - 1);
-        else tma::load_async(panel, map, int3{col + c, row, subnet}, full);
+        tma::multicast_async(panel, map, int3{col + c, row, subnet}, full, (1 << cluster_size) - 1);
     }
 }
 
-template <int d_h, typename T> __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p,
-                                                                             int cluster, int rank) {
+template <int d_h, typename T> __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
-    WorkCursor cursor(p.schedule, cluster);
+    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    const int share = tile_inter / p.cluster_size * rank;  // first row of a tile that this CTA fetches
+    const int share = tile_inter / p.cluster_size * kittens::cluster_ctarank();  // first row of a tile that this CTA fetches
 
     auto fill = [&](int bytes) {
-        kittens::wait(sem.slot_empty[ring.slot], ring.phase ^ 1);
+        wait_sleeping(sem.slot_empty[ring.slot], ring.phase ^ 1);
         kittens::tma::expect_bytes(sem.slot_full[ring.slot], bytes);
     };
     int row_v = 0, subnet_v = -1;  // the tile whose V is still to be sent
@@ -52,6 +52,7 @@ template <int d_h, typename T> __device__ __forceinline__ void load_weights(Forw
     while (cursor.next(work)) {
         int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
         subnet += work.item / p.blocks * p.subnets;
+#pragma unroll 1  // the producer has few registers
         for (int left = work.end - work.begin; left > 0; --left) {
             const int row = tile * tile_inter + share;
             if constexpr (P::q_in_registers) {
@@ -60,7 +61,7 @@ template <int d_h, typename T> __device__ __forceinline__ void load_weights(Forw
                 if (subnet_v >= 0) load_v();
                 ring.advance();
             } else {
-#pragma unroll
+#pragma unroll 1
                 for (int col = 0; col < d_h; col += d_h / 2) {
                     fill(P::slot_bytes);
                     load_ku(col, row, subnet);
@@ -83,8 +84,8 @@ template <int d_h, typename T> __device__ __forceinline__ void load_weights(Forw
     if (P::q_in_registers && subnet_v >= 0) send_v();
 }
 
-// First token and sequence of a warpgroup's row tile of an item. The last tiles of a launch may lie behind the last sequence: their rows
-// read as zeros and are not stored.
+// The row tile of a warpgroup: head, sequence and first token. The last tiles of a launch may lie behind the last sequence: their rows read
+// as zeros and are not stored.
 struct RowTile {
     int head, sequence, token;
     __device__ __forceinline__ RowTile(const ForwardParams &p, int item, int rank, int warpgroup) {
@@ -93,25 +94,76 @@ struct RowTile {
         sequence = tile / p.row_tiles;
         token = (tile - sequence * p.row_tiles) * tile_rows;
     }
-    // rows of the tile that hold tokens; may be negative or more than a tile
-    __device__ __forceinline__ int64_t rows(const ForwardParams &p) const { return sequence < p.batch ? p.length - token : 0; }
 };
+__device__ __forceinline__ bool holds_token(const ForwardParams &p, int sequence, int token) { return sequence < p.batch && token < p.length; }
 
-template <int d_h, typename T> __device__ __forceinline__ void load_queries(ForwardShared<d_h, T> &shared, const CUtensorMap *map, const ForwardParams &p,
-                                                                             int cluster, int rank) {
+template <int d_h> using GateBuffer = float[ForwardPolicy<d_h>::gate_chunk + 1][ForwardPolicy<d_h>::gate_pitch];
+
+// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, by one warp: lanes along the sub-networks. A load takes microseconds to
+// come back through the stream of tiles, so many are in flight: fp32 by copies that need no register, until wait_gate(); 16-bit in batches.
+template <int d_h, typename T> __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first,
+                                                                         GateBuffer<d_h> *dst) {
+    constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk;
+    const int lane = kittens::laneid(), e = lane % chunk;
+    const int64_t left = item.sequence < p.batch && first + e < p.subnets ? p.length - item.token : 0;
+    const int tokens = left < tile_rows ? static_cast<int>(left) : tile_rows;  // rows that have a weight
+    int row = from + lane / chunk;
+    const int64_t at = item.sequence * p.r_batch + (item.token + row) * p.r_token + item.head * p.r_head + first + e;
+    if (p.gate == Gate::r_float) {
+        const float *r = static_cast<const float *>(p.gate_data) + at;
+#pragma unroll 1
+        for (; row < to; row += step, r += step * p.r_token) copy_word_async(&dst[row / 16][e][row % 16], r, row < tokens);
+    } else {
+        const T *r = static_cast<const T *>(p.gate_data) + at;
+        constexpr int batch = step == 1 ? 4 : 16 / step;
+#pragma unroll 1
+        for (; row < to; row += batch * step) {
+            T values[batch];
+#pragma unroll
+            for (int j = 0; j < batch; ++j, r += step * p.r_token)
+                values[j] = p.gate == Gate::r_half && row + j * step < tokens ? __ldg(r) : T(1.f);
+#pragma unroll
+            for (int j = 0; j < batch; ++j) dst[row / 16][e][row % 16 + j * step] = values[j];
+        }
+    }
+    for (int row = from + lane; row < to; row += 32) dst[row / 16][chunk][row % 16] = 1.f;
+}
+__device__ __forceinline__ void wait_gate() {
+    wait_copied_words();
+    __syncwarp();
+}
+
+// For one consumer warpgroup, by one warp.
+template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared, const CUtensorMap *map,
+                                                                                  const ForwardParams &p, int warpgroup) {
     using P = ForwardPolicy<d_h>;
-    auto &sem = shared.semaphores;
-    WorkCursor cursor(p.schedule, cluster);
+    const bool leader = kittens::laneid() == 0;
+    auto &full = shared.semaphores.q_full[warpgroup];
+    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    for (uint32_t phase = 1; cursor.next(work); phase ^= 1) {
-        for (int w = 0; w < consumers; ++w) {
-            const RowTile rows(p, work.item, rank, w);
-            kittens::wait(sem.q_empty[w], phase);
-            kittens::tma::expect_bytes(sem.q_full[w], P::row_tile_bytes);
+    int count = 0;
+    for (; cursor.next(work); ++count) {
+        const RowTile rows(p, work.item, kittens::cluster_ctarank(), warpgroup);
+        const int part = work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
+        const Item item{work.begin, work.end, part, rows.head, rows.sequence, rows.token};
+        if (count > 0) kittens::arrive_and_wait(q_empty_barrier(warpgroup));
+        if (leader) {
+            shared.items[count % 2][warpgroup] = item;
+            kittens::tma::expect_bytes(full, P::row_tile_bytes);
 #pragma unroll
             for (int c = 0; c < d_h; c += P::panel_cols)
-                tma::load_async(&shared.q[w].data[c * tile_rows], map, int4{c, rows.head, rows.token, rows.sequence}, sem.q_full[w]);
+                tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
         }
+        if (P::gate_early && p.gate < Gate::w_float) {
+            load_gate<d_h, T>(p, item, 0, tile_rows, item.begin / p.subnet_tiles, shared.gate[count % P::gate_buffers][warpgroup]);
+            wait_gate();
+        }
+        if (leader) kittens::arrive(full);
+    }
+    if (count > 0) kittens::arrive_and_wait(q_empty_barrier(warpgroup));
+    if (leader) {
+        shared.items[count % 2][warpgroup].begin = shared.items[count % 2][warpgroup].end = 0;
+        kittens::arrive(full, q_full_arrivals);
     }
 }
 

@@ -48,6 +48,17 @@ __device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::half_2 (&
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
 }
 
+// One word from global to shared memory, or zero, without a register in between; visible to this thread after wait_copied_words().
+__device__ __forceinline__ void copy_word_async(float *dst, const float *src, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src), "r"(valid ? 4 : 0)
+                 : "memory");
+}
+__device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// For a thread with time to spare: kittens::wait polls, which takes issue slots and energy from the warps that share the scheduler.
+__device__ __forceinline__ void wait_sleeping(kittens::semaphore &sem, int parity) {
+    while (!kittens::try_wait(sem, parity)) __nanosleep(64);
+}
 // All threads of the cluster, warps converged; a launch without clusters has clusters of one CTA.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -13,10 +13,13 @@ __device__ __forceinline__ size_t part_offset(const ForwardParams &p, int d_h, i
     return ((((static_cast<size_t>(cluster) * 2 + part) * p.cluster_size + rank) * consumers + warpgroup) * tile_rows) * d_h;
 }
 
-template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, float *part, int rows) {
-    const int thread = kittens::warpgroup::laneid(), row = thread / 32 * 16 + thread % 32 / 4;
-    if (row >= rows) return;
-    auto *dst = reinterpret_cast<float4 *>(part) + thread;
+__device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+
+template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, const Item &item, int cluster, int rank,
+                                                               int warpgroup) {
+    const int thread = kittens::warpgroup::laneid();
+    if (!holds_token(p, item.sequence, item.token + fragment_row(thread))) return;
+    auto *dst = reinterpret_cast<float4 *>(p.partials + part_offset(p, d_h, cluster, item.part, rank, warpgroup)) + thread;
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) {
         const auto &pair = o.tiles[0][j / 2].data;
@@ -26,11 +29,10 @@ template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d
 }
 
 template <typename Tile, int d_h> __device__ __forceinline__ void store_output(Tile &staged, const OutputTile<d_h> &o, const CUtensorMap *map,
-                                                                                const RowTile &tile, int barrier) {
+                                                                                const Item &item, int barrier) {
     using namespace kittens;
     const bool leader = warpgroup::laneid() == 0;
     constexpr int panel_cols = Tile::swizzle_bytes / element_bytes;
-    if (leader) kittens::tma::store_async_read_wait<0>();  // the last output has left the buffer
     warpgroup::sync(barrier);
     warpgroup::store(staged, o);
     flashmhf::tma::fence_shared_writes();
@@ -38,7 +40,7 @@ template <typename Tile, int d_h> __device__ __forceinline__ void store_output(T
     if (leader) {
 #pragma unroll
         for (int c = 0; c < d_h; c += panel_cols)
-            flashmhf::tma::store_async(map, &staged.data[c * tile_rows], int4{c, tile.head, tile.token, tile.sequence});
+            flashmhf::tma::store_async(map, &staged.data[c * tile_rows], int4{c, item.head, item.token, item.sequence});
         kittens::tma::store_commit_group();
     }
 }
