@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import flashmhf
 
-from . import backends, report, study, tiny_lm
+from . import backends, lm_cli, report, study, tiny_lm
 
 PICTURE = Path("flashmhf_report.png")
 TRAINED = ("SwiGLU", "FlashMHF")
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=_positive, help="training steps of the language model (default: a fixed short budget)")
     parser.set_defaults(run=_everything, device="auto")
 
-    commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench}")
+    commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench,train,eval,generate}")
     info = commands.add_parser("info", help="what this machine has: each back end, and why not")
     info.set_defaults(run=_info)
     check = commands.add_parser("check", parents=[device], help="errors of forward and gradients against float64")
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
         bench.add_argument(f"--{name}", type=_positive, metavar="N")
     bench.set_defaults(run=_bench)
+    lm_cli.register(commands)
     return parser
 
 

@@ -1,0 +1,179 @@
+"""Held-out loss with a sliding window, the paper's six tasks through lm-eval, and loading a model for either."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from . import conversion, data, metrics, tokenizer
+
+# lm-eval's names of the paper's tasks: HellaSwag, SIQA, PIQA, OBQA, WinoGrande, RACE.
+PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "race")
+
+
+def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, object]:
+    """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
+
+    An unfinished run gives its last complete checkpoint. Raises FileNotFoundError where a directory holds no model.
+    """
+    path, location = Path(name), name
+    if path.is_dir() and not (path / "config.json").exists():
+        checkpoints = metrics.complete_checkpoints(path)
+        if not checkpoints:
+            raise FileNotFoundError(f"{path} holds no model: neither config.json nor a complete checkpoint")
+        location = str(checkpoints[-1])
+    elif not path.exists() and (path.is_absolute() or name.startswith(".")):
+        raise FileNotFoundError(f"{path} does not exist")
+    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    if _is_official(Path(location)):
+        model = conversion.load_official(location, wanted)
+    else:
+        AutoConfig.from_pretrained(location)  # its message is about the configuration, the model's about weights
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=wanted)
+    return model.to(chosen).eval(), tokenizer.load(tokenizer_name or location)
+
+
+def _is_official(path: Path) -> bool:
+    config = path / "config.json"
+    return config.exists() and json.loads(config.read_text()).get("model_type") == "mhffnmoe"
+
+
+@dataclass
+class HeldOut:
+    """Sums over all scored tokens of some text."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+    report: data.Report = field(default_factory=data.Report)
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable across tokenizers."""
+        return self.nats / (self.bytes * math.log(2))
+
+
+def held_out_loss(
+    model: PreTrainedModel,
+    text,
+    paths: Iterable[str | Path],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    batch: int = 4,
+    text_field: str = "text",
+    bar: bool = False,
+) -> HeldOut:
+    """Loss over files' documents, each after an end-of-text token, every token scored once.
+
+    Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window): a token sees at least window - stride
+    tokens before it, unless the document begins later. Raises ValueError for sizes, DataError where there is no text.
+    """
+    limit = model.config.max_position_embeddings
+    window = limit if window is None else window
+    stride = max(1, window // 2) if stride is None else stride
+    if not 2 <= window <= limit:
+        raise ValueError(f"window is {window}; it must be at least 2 and at most the model's {limit} positions")
+    if not 1 <= stride < window:
+        raise ValueError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
+    result = HeldOut()
+    pieces = data.read_documents(data.find_files(paths), result.report, text_field)
+    with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
+        for ids, size in _documents(pieces, text):
+            result.bytes += size
+            for nats, count in window_losses(model, np.concatenate(([text.eos_token_id], ids)), window, stride, batch):
+                result.nats += nats
+                result.tokens += count
+                progress.update(count)
+    if not result.tokens:
+        raise data.DataError("no text is left to evaluate on: " + "; ".join(result.report.lines()))
+    return result
+
+
+def _documents(pieces: Iterable[data.Piece], text) -> Iterator[tuple[np.ndarray, int]]:
+    """Token ids and UTF-8 size of one document after the other."""
+    parts, size = [], 0
+    for piece in pieces:
+        parts.append(np.asarray(text(piece.text, add_special_tokens=False, verbose=False)["input_ids"], np.int64))
+        size += len(piece.text.encode())
+        if piece.last:
+            yield np.concatenate(parts), size
+            parts, size = [], 0
+
+
+@torch.no_grad()
+def window_losses(model: PreTrainedModel, ids: np.ndarray, window: int, stride: int, batch: int) -> Iterator[tuple[float, int]]:
+    """(sum of nats, number of tokens) of batches of windows over one sequence; all tokens but the first are scored, once."""
+    spans = _spans(len(ids), window, stride)
+    while spans:
+        scored, length = spans[0][2], spans[0][1] - spans[0][0]
+        group = [span for span in spans[:batch] if (span[1] - span[0], span[2]) == (length, scored)]
+        spans = spans[len(group) :]
+        inputs = torch.from_numpy(np.stack([ids[start:end] for start, end, _ in group])).to(model.device)
+        logits = model(inputs, use_cache=False, logits_to_keep=scored + 1).logits[:, :-1].float()
+        nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, -scored:].flatten(), reduction="sum")
+        yield nats.item(), scored * len(group)
+
+
+def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
+    """(start, end, tokens scored at the end) of the windows over a sequence."""
+    end = min(window, tokens)
+    spans = [(0, end, end - 1)] if end > 1 else []
+    while end < tokens:
+        new = min(stride, tokens - end)
+        end += new
+        spans.append((end - window, end, new))
+    return spans
+
+
+def task_scores(
+    model: PreTrainedModel,
+    text,
+    tasks: Iterable[str] = PAPER_TASKS,
+    *,
+    include_path: str | None = None,
+    limit: int | None = None,
+    batch: int = 16,
+    shots: int | None = None,
+) -> dict[str, dict[str, float]]:
+    """Metrics of tasks by lm-eval's names, and of local ones in its format below ``include_path``.
+
+    Raises ImportError without the extra flashmhf[eval], ValueError for unknown tasks.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    tasks = list(tasks)
+    manager = TaskManager(include_path=include_path)
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"lm-eval has no tasks {unknown}; local ones are found through --include-path")
+    wrapped = HFLM(pretrained=model, tokenizer=text, batch_size=batch, max_length=model.config.max_position_embeddings, add_bos_token=False)
+    found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0)
+    return {
+        task: {
+            name.removesuffix(",none"): value
+            for name, value in scores.items()
+            if isinstance(value, int | float) and "stderr" not in name and name not in ("sample_len", "name")
+        }
+        for task, scores in found["results"].items()
+    }

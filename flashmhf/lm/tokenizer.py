@@ -1,0 +1,64 @@
+"""Byte-level BPE tokenizers: trained on the data at hand, or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from .data import DataError
+
+END_OF_TEXT = "<|endoftext|>"  # id 0, as in the GPT-NeoX tokenizer that the paper uses
+SMALLEST = 257  # all bytes and END_OF_TEXT
+TRAINING_CHARACTERS = 100_000_000  # more changes a vocabulary of 50k hardly
+
+
+def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters; the same texts give the same tokenizer.
+
+    Raises DataError for a vocabulary smaller than the bytes.
+    """
+    if vocab_size < SMALLEST:
+        raise DataError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_limited(texts), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _limited(texts: Iterable[str]) -> Iterable[str]:
+    left = TRAINING_CHARACTERS
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def load(name: str):
+    """A tokenizer by directory, tokenizer.json or name. Raises DataError when there is none, or when it has no end-of-text token."""
+    path = Path(name)
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=name) if path.is_file() else AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the library raises whatever its parsers do
+        raise DataError(f"no tokenizer could be loaded from {name!r}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        if END_OF_TEXT not in tokenizer.get_vocab():
+            raise DataError(f"the tokenizer {name!r} names no end-of-text token and has no {END_OF_TEXT!r}")
+        tokenizer.eos_token = END_OF_TEXT
+    return tokenizer

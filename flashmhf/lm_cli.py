@@ -1,0 +1,241 @@
+"""The sub-commands ``train``, ``eval`` and ``generate``. transformers is imported only when one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+EXTRAS = {
+    "transformers": "lm",
+    "accelerate": "lm",
+    "tokenizers": "lm",
+    "safetensors": "lm",
+    "huggingface_hub": "lm",
+    "datasets": "lm",
+    "pyarrow": "lm",
+    "lm_eval": "eval",
+}
+
+
+def register(subparsers) -> None:
+    """Adds the sub-commands; each parser's ``run`` default is a function of the parsed arguments that returns the exit status."""
+    _add_train(subparsers)
+    _add_eval(subparsers)
+    _add_generate(subparsers)
+
+
+def _command(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """``action`` with errors as one line on stderr and status 2; 130 after an interruption."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return action(args)
+        except ModuleNotFoundError as error:
+            extra = EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            message = f"this command needs {error.name}; install it with: pip install 'flashmhf[{extra}]'"
+        except (ValueError, OSError, NotImplementedError, KeyError) as error:
+            message = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+        except RuntimeError as error:
+            if type(error).__name__ not in ("TrainingError", "OutOfMemoryError"):
+                raise
+            message = str(error)
+        except KeyboardInterrupt:
+            resume = f"; continue with: flashmhf train --resume --output {args.output}" if getattr(args, "output", None) else ""
+            print(f"flashmhf: stopped{resume}", file=sys.stderr)
+            return 130
+        print(f"flashmhf: error: {message}", file=sys.stderr)
+        return 2
+
+    return run
+
+
+def _assignment(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _add_train(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train one of the paper's language models",
+        description="Train one of the paper's language models on local text or a data set. Values left out are the paper's.",
+    )
+    parser.set_defaults(run=_command(_train))
+    add = parser.add_argument
+    add("--output", required=True, metavar="DIR", help="the run's directory: tokens, checkpoints, metrics, model")
+    add("--resume", action="store_true", help="continue the run in DIR from its last checkpoint, with its own options")
+    model = parser.add_argument_group("model").add_argument
+    model("--preset", help="ffn-scale as in flashmhf-128m (default), or a scale: 128m, 370m, 1.3b, tiny")
+    model("--ffn", help="swiglu, mh_ffn, pkv, dense_moe or flashmhf, at the preset's scale")
+    model("--model-set", dest="model", type=_assignment, action="append", metavar="NAME=VALUE", help="a FlashMHFConfig setting")
+    text = parser.add_argument_group("data").add_argument
+    text("--data", nargs="+", metavar="PATH", help="text, .jsonl and .parquet files, or directories of them")
+    text("--dataset", metavar="NAME[:CONFIG]", help="a data set of the datasets library, streamed")
+    text("--split", help="its split (train)")
+    text("--text-field", help="field or column that holds the text (text)")
+    text("--tokenizer", metavar="PATH", help="tokenizer directory, file or name; without it one is trained on the data")
+    text("--vocab-size", type=int, help="size of the vocabulary (50,432)")
+    text("--length", type=int, help="tokens in a sequence (4096)")
+    text("--eval-fraction", type=float, help="share of the tokens held out at the end (0)")
+    optimiser = parser.add_argument_group("optimisation").add_argument
+    optimiser("--batch", type=int, help="sequences a step (64)")
+    optimiser("--micro-batch", type=int, help="of those at once on a device (8)")
+    optimiser("--steps", type=int)
+    optimiser("--learning-rate", type=float, help="the peak")
+    optimiser("--min-learning-rate", type=float, help="1e-5")
+    optimiser("--warmup", type=float, help="share of the steps (0.015), or steps from 1 on")
+    optimiser("--weight-decay", type=float, help="0.1")
+    optimiser("--max-grad-norm", type=float, help="1.0")
+    optimiser("--seed", type=int)
+    machine = parser.add_argument_group("machine").add_argument
+    machine("--precision", choices=("auto", "bf16", "fp32"), help="auto: bf16 autocast on GPUs")
+    machine("--device", choices=("auto", "cpu"))
+    machine("--compile", action="store_true", default=None, help="torch.compile the model")
+    machine("--checkpointing", action="store_true", default=None, help="recompute blocks in the backward pass")
+    machine("--save-every", type=int, metavar="STEPS", help="1000")
+    machine("--keep", type=int, metavar="N", help="checkpoints kept (2)")
+    machine("--log-every", type=int, metavar="STEPS", help="10")
+    machine("--eval-every", type=int, metavar="STEPS", help="1000")
+    machine(
+        "--set", dest="arguments", type=_assignment, action="append", metavar="NAME=VALUE", help="a transformers TrainingArguments setting"
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from .lm import training
+
+    logging.disable_progress_bar()
+    given = {entry.name: getattr(args, entry.name) for entry in fields(training.Options) if getattr(args, entry.name, None) is not None}
+    if args.resume:
+        extra = sorted(set(given) - {"output"})
+        if extra:
+            raise ValueError(
+                f"--resume takes the run's own options; leave out: {', '.join('--' + name.replace('_', '-') for name in extra)}"
+            )
+        result = training.resume(args.output)
+    else:
+        for name in ("model", "arguments"):
+            if name in given:
+                given[name] = dict(given[name])
+        result = training.start(training.Options(**given))
+    held_out = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
+    print(f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); model and loss.png in {result.output}")
+    return 0
+
+
+def _add_model(parser) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
+    parser.add_argument("--tokenizer", metavar="PATH", help="where the model's directory has none")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+
+
+def _load(args: argparse.Namespace):
+    from transformers.utils import logging
+
+    from .lm import evaluation
+
+    logging.disable_progress_bar()
+    return evaluation.load(args.model, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype)
+
+
+def _add_eval(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "eval", help="held-out loss and benchmark tasks of a model", description="Held-out loss on local text, and tasks through lm-eval."
+    )
+    parser.set_defaults(run=_command(_evaluate))
+    _add_model(parser)
+    add = parser.add_argument
+    add("--data", nargs="+", metavar="PATH", help="held-out text, .jsonl and .parquet files, or directories of them")
+    add("--text-field", default="text")
+    add("--window", type=int, help="tokens of a window (the model's positions)")
+    add("--stride", type=int, help="tokens it advances by (half a window)")
+    add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for HellaSwag, SIQA, PIQA, OBQA, WinoGrande and RACE")
+    add("--include-path", metavar="DIR", help="further tasks in lm-eval's format")
+    add("--limit", type=int, help="examples of a task")
+    add("--shots", type=int, help="examples in a prompt")
+    add("--batch", type=int, default=4, help="windows or requests at once (4)")
+    add("--json", metavar="FILE", help="write the figures there, too")
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from .lm import evaluation
+
+    if not (args.data or args.tasks):
+        raise ValueError("give --data, --tasks or both")
+    model, text = _load(args)
+    figures: dict[str, object] = {"model": args.model}
+    if args.data:
+        found = evaluation.held_out_loss(
+            model,
+            text,
+            args.data,
+            window=args.window,
+            stride=args.stride,
+            batch=args.batch,
+            text_field=args.text_field,
+            bar=sys.stderr.isatty(),
+        )
+        print("\n".join(found.report.lines()))
+        measures = f"{found.loss:.4f} nats a token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits a byte"
+        print(f"loss {measures}, {found.tokens:,} tokens")
+        figures["held_out"] = {
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": found.bits_per_byte,
+            "tokens": found.tokens,
+            "skipped": dict(found.report.skipped),
+        }
+    if args.tasks:
+        tasks = [name for task in args.tasks for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))]
+        scores = evaluation.task_scores(
+            model, text, tasks, include_path=args.include_path, limit=args.limit, batch=args.batch, shots=args.shots
+        )
+        for task, values in scores.items():
+            print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        accuracies = [values["acc"] for values in scores.values() if "acc" in values]
+        if len(accuracies) > 1:
+            print(f"average acc: {sum(accuracies) / len(accuracies):.4f}")
+        figures["tasks"] = scores
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def _add_generate(subparsers) -> None:
+    parser = subparsers.add_parser("generate", help="continue a prompt", description="Continue a prompt with a trained model.")
+    parser.set_defaults(run=_command(_generate))
+    _add_model(parser)
+    add = parser.add_argument
+    add("prompt", nargs="?", default="", help="'-' reads it from standard input")
+    add("--max-new-tokens", type=int, default=100)
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    add("--top-p", type=float, default=0.95)
+    add("--seed", type=int)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from .lm import generation
+
+    model, text = _load(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    print(prompt, end="", flush=True)
+    print(
+        generation.generate(
+            model, text, prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+        )
+    )
+    return 0

@@ -1,0 +1,324 @@
+"""Training runs: every feed-forward network learns, a killed run resumes to the same bits, refusals, metrics, command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file
+from transformers import TrainerCallback, TrainingArguments
+
+from flashmhf.lm import FFN_TYPES, data, metrics, training
+from flashmhf.lm.training import Options
+
+WORDS = "the head mixes what each sub network finds and the gate weighs it for every token".split()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Sentences with a pattern to learn."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{' '.join(WORDS[i % 5 : i % 5 + 9])} {i % 10}.\n" for i in range(3000)))
+    return path
+
+
+def options(output: Path, text: Path, **settings) -> Options:
+    small = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
+    return Options(**{**small, "output": str(output), "data": [str(text)], **settings})
+
+
+class Batches(TrainerCallback):
+    """Notes the tokens that a run's model sees."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.register_forward_pre_hook(lambda module, _, inputs: self.seen.append(inputs["input_ids"].clone()), with_kwargs=True)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text, tmp_path_factory):
+    """A run from start to end, with the batches it saw."""
+    batches = Batches()
+    output = tmp_path_factory.mktemp("run") / "run"
+    result = training.start(options(output, text, eval_fraction=0.1, eval_every=10), bar=False, callbacks=[batches])
+    return result, batches.seen
+
+
+@pytest.mark.parametrize("ffn", [ffn for ffn in FFN_TYPES if ffn != "flashmhf"])
+def test_every_network_learns(ffn, text, tmp_path):
+    result = training.start(options(tmp_path / "run", text, ffn=ffn, steps=30), bar=False)
+    rows = metrics.read_rows(result.output)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1.5
+    assert (result.output / "model.safetensors").exists()
+
+
+def test_what_a_run_leaves(uninterrupted):
+    result, seen = uninterrupted
+    rows = metrics.read_rows(result.output)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 5, 10, 15, 20]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [10, 20]
+    assert result.loss == rows[-2]["loss"] < rows[0]["loss"] - 1 and result.eval_loss == rows[-1]["eval_loss"] and result.steps == 20
+    assert rows[2]["tokens"] == 10 * 8 * 32 and rows[2]["tokens_per_second"] > 0
+    assert "mfu" not in rows[2]  # no peak is known for a CPU
+    assert (result.output / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in metrics.complete_checkpoints(result.output)] == ["checkpoint-10", "checkpoint-20"]
+    weights = load_file(result.output / "model.safetensors")
+    final = load_file(result.output / "checkpoint-20" / "model.safetensors")
+    assert all(torch.equal(tensor, final[name]) for name, tensor in weights.items())
+    if training.importlib.util.find_spec("tensorboard"):
+        assert list(result.output.rglob("events.out.tfevents.*"))
+    # micro-batches of 4 in the order that the seed fixes, held-out tokens never among them
+    tokens = data.load(result.output / "data")
+    train_tokens, held_out = training.split(tokens, Options(**json.loads((result.output / "run.json").read_text())))
+    assert len(held_out) / len(tokens) == pytest.approx(0.1, abs=0.02)
+    blocks = data.Blocks(train_tokens, 32, 160, 0)
+    trained = [x for x in seen if len(x) == 4][:40]
+    expected = [torch.stack([blocks[i]["input_ids"] for i in range(j, j + 4)]) for j in range(0, 160, 4)]
+    assert [x.tolist() for x in trained[:20]] == [x.tolist() for x in expected[:20]]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from transformers import Trainer, TrainerCallback
+from flashmhf.lm import data, training
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class DieAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            die()
+
+where, output, text = sys.argv[1:]
+if where == "tokenising":
+    encode = data.encode
+
+    def encode_some(*args):
+        yield next(encode(*args))[:100]
+        die()
+
+    data.encode = encode_some
+elif where == "writing a checkpoint":
+    Trainer._save_rng_state = die  # weights and optimiser are written by then
+callbacks = [DieAt()] if where == "before the first checkpoint" else []
+if where == "tokenising":
+    settings = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
+    training.start(training.Options(output=output, data=[text], eval_fraction=0.1, eval_every=10, **settings), bar=False)
+else:
+    training.resume(output, bar=False, callbacks=callbacks)
+"""
+
+
+def killed(where: str, output: Path, text: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, where, str(output), str(text)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_to_the_same_bits(uninterrupted, text, tmp_path):
+    """SIGKILL while tokenising, before the first checkpoint and amid writing one; then weights, losses and batches are as without."""
+    expected, seen = uninterrupted
+    output = tmp_path / "run"
+    killed("tokenising", output, text)
+    assert not (output / "data" / "manifest.json").exists()
+    killed("before the first checkpoint", output, text)
+    assert not list(output.glob("checkpoint-*"))
+    killed("writing a checkpoint", output, text)
+    assert (output / "checkpoint-10" / "model.safetensors").exists() and not metrics.complete_checkpoints(output)
+    batches = Batches()
+    result = training.resume(output, bar=False, callbacks=[batches])
+    same_run(result, expected)
+    assert [x.tolist() for x in batches.seen] == [x.tolist() for x in seen]
+
+
+def same_run(result, expected) -> None:
+    ours, theirs = (load_file(run.output / "model.safetensors") for run in (result, expected))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    timeless = [
+        [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in metrics.read_rows(run.output)] for run in (result, expected)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_resuming_between_checkpoints(uninterrupted, text, tmp_path):
+    """What was trained after the last checkpoint is trained again, on the same batches; its rows are not doubled."""
+    expected, seen = uninterrupted
+    output = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        training.start(options(output, text, eval_fraction=0.1, eval_every=10), bar=False, callbacks=[StopAt(17)])
+    assert metrics.read_rows(output)[-1]["step"] == 15
+    with (output / "metrics.jsonl").open("a") as out:
+        out.write('{"step": 16, "lo')  # torn by a kill
+    batches = Batches()
+    result = training.resume(output, bar=False, callbacks=[batches])
+    same_run(result, expected)
+    remaining = len(batches.seen)
+    assert [x.tolist() for x in batches.seen] == [x.tolist() for x in seen[-remaining:]] and remaining < len(seen)
+    again = training.resume(output, bar=False)  # a finished run: nothing left to do
+    assert again.steps == 20 and again.loss == result.loss
+
+
+def test_the_papers_settings(tmp_path):
+    """Appendix "Training Hyperparameters" at every scale, as the Trainer gets them."""
+    for scale, rate, steps in (("128m", 3e-3, 245_000), ("370m", 1.5e-3, 245_000), ("1.3b", 1e-3, 409_000)):
+        chosen, resolved = Options(output=str(tmp_path), preset=scale, data=["x"]).resolve()
+        arguments = training.training_arguments(resolved)
+        assert isinstance(arguments, TrainingArguments) and chosen.name == f"flashmhf-{scale}" and resolved.length == 4096
+        assert (arguments.learning_rate, arguments.max_steps) == (rate, steps)
+        assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 64
+        assert (arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr": 1e-5})
+        assert (arguments.adam_beta1, arguments.adam_beta2, arguments.weight_decay) == (0.9, 0.95, 0.1)
+        assert arguments.get_warmup_steps(steps) == pytest.approx(0.015 * steps, abs=1)
+
+
+def test_presets_and_networks_combine(tmp_path):
+    def name(**settings):
+        return Options(output=str(tmp_path), data=["x"], **settings).resolve()[0].name
+
+    assert name(preset="370m", ffn="pkv") == name(preset="flashmhf-370m", ffn="pkv") == "pkv-370m"
+    assert name(preset="flashmhf-1.3b-dh64") == "flashmhf-1.3b-dh64" and name(preset="tiny") == "flashmhf-tiny"
+
+
+def test_compiled_and_checkpointed_training(text, tmp_path):
+    """Both switches reach the model: the same loss from the same seed."""
+    plain = training.start(options(tmp_path / "plain", text, steps=2), bar=False)
+    checkpointed = training.start(options(tmp_path / "checkpointed", text, steps=2, checkpointing=True), bar=False)
+    assert checkpointed.loss == plain.loss
+    torch._dynamo.reset()
+    compiled = training.start(
+        options(tmp_path / "compiled", text, steps=2, compile=True, arguments={"torch_compile_backend": "aot_eager"}), bar=False
+    )
+    assert compiled.loss == pytest.approx(plain.loss, rel=1e-4)
+
+
+def test_model_and_trainer_settings_reach_them(text, tmp_path):
+    result = training.start(
+        options(
+            tmp_path / "run", text, steps=1, model={"ffn_q_norm": True, "ffn_init": "official"}, arguments={"label_smoothing_factor": 0.1}
+        ),
+        bar=False,
+    )
+    config = json.loads((result.output / "config.json").read_text())
+    assert config["ffn_q_norm"] and config["ffn_init"] == "official" and config["pad_token_id"] is None
+    assert any("q_norm" in name for name in load_file(result.output / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "flashmhf-7b", "ffn": None}, "no preset 'flashmhf-7b'"),
+        ({"ffn": "mlp"}, "supported: swiglu"),
+        ({"data": []}, "either --data or --dataset"),
+        ({"dataset": "pile"}, "either --data or --dataset"),
+        ({"batch": 6, "micro_batch": 4}, "--batch is 6; it must be a multiple of --micro-batch = 4"),
+        ({"steps": 0}, "--steps is 0; it must be at least 1"),
+        ({"keep": 1}, "--keep is 1"),
+        ({"eval_fraction": 1.0}, "--eval-fraction is 1.0"),
+        ({"learning_rate": 1e-6}, "--min-learning-rate is 1e-05; it must be above 0 and at most 1e-06"),
+        ({"precision": "fp8"}, "--precision is 'fp8'"),
+        ({"device": "tpu"}, "--device is 'tpu'"),
+    ],
+)
+def test_refused_options(settings, message, text, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        training.start(options(tmp_path / "run", text, **settings), bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_unusable_data_leaves_the_directory_free(text, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    for name, message in (
+        ("missing.txt", "does not exist"),
+        ("empty.txt", "no text is left to train on"),
+        ("short.txt", "less than one block"),
+    ):
+        with pytest.raises(data.DataError, match=message):
+            training.start(options(tmp_path / "run", tmp_path / name), bar=False)
+    assert training.start(options(tmp_path / "run", text, steps=1), bar=False).steps == 1
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        training.start(options(tmp_path / "run", text), bar=False)
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        training.resume(tmp_path / "nothing")
+
+
+def test_changed_data_is_noticed_on_resuming(text, tmp_path):
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text.read_bytes())
+    with pytest.raises(KeyboardInterrupt):
+        training.start(options(tmp_path / "run", copy), bar=False, callbacks=[StopAt(2)])
+    copy.write_text("other text")
+    with pytest.raises(data.DataError, match="holds the tokens of other data"):
+        training.resume(tmp_path / "run", bar=False)
+
+
+def test_a_diverging_run_stops_with_its_step(text, tmp_path):
+    class Spoil(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:
+                model.lm_head.weight.data.fill_(float("nan"))
+
+    with pytest.raises(training.TrainingError, match="the loss is nan at step 5; try a lower --learning-rate"):
+        training.start(options(tmp_path / "run", text), bar=False, callbacks=[Spoil()])
+
+
+def test_unfinished_checkpoints_are_not_used(tmp_path):
+    for step, complete in ((90, True), (100, True), (110, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if complete:
+            (tmp_path / f"checkpoint-{step}" / metrics.COMPLETE).touch()
+    assert [path.name for path in metrics.complete_checkpoints(tmp_path)] == ["checkpoint-90", "checkpoint-100"]
+    metrics.remove_incomplete_checkpoints(tmp_path)
+    assert not (tmp_path / "checkpoint-110").exists() and (tmp_path / "checkpoint-100").exists()
+
+
+def test_operations_a_token():
+    """6 N and the causal half of attention; an untied input embedding is no product."""
+    from transformers import AutoModelForCausalLM
+
+    from flashmhf.lm.flops import training_flops_per_token
+    from flashmhf.lm.presets import preset
+
+    def flops(name: str) -> float:
+        with torch.device("meta"):
+            return training_flops_per_token(AutoModelForCausalLM.from_config(preset(name).config()), 4096)
+
+    layer = 4 * 768**2 + 3 * 768 * 2048
+    assert flops("swiglu-128m") == 6 * (12 * layer + 50_432 * 768) + 6 * 12 * 768 * 4096
+    layer = 4 * 1024**2 + 2 * 1024**2 + 3 * 1024 * 2688 + 1024 * 7
+    assert flops("flashmhf-370m") == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
