@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "kernels/schedule.cuh"
+
 namespace flashmhf {
 
 // T = batch * length tokens (tiles never cross a sequence), H heads, E sub-networks of width d_e.
@@ -21,6 +23,18 @@ struct BackwardPlan {
     int token_parts;   // CTAs that share the sub-networks of a token block
     int inter_blocks() const { return whole + (items - whole) * parts; }
 };
+
+// The share of one CTA of an inter-stationary kernel: its item, and token tiles begin..end of it. The kernel and the planner's tests run this.
+struct TokenShare {
+    int item, part, begin, end;
+    bool split;
+};
+FLASHMHF_HOST_DEVICE TokenShare token_share(int block, int whole, int parts, int tiles) {
+    if (block < whole) return {block, 0, 0, tiles, false};
+    const int index = (block - whole) / parts, part = block - whole - index * parts;
+    return {whole + index, part, static_cast<int>(static_cast<int64_t>(tiles) * part / parts),
+            static_cast<int>(static_cast<int64_t>(tiles) * (part + 1) / parts), true};
+}
 
 // Throws std::invalid_argument for shapes beyond the index range.
 BackwardPlan plan_backward(const BackwardShape &shape, int sms);

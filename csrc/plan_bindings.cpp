@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "backward_plan.h"
+#include "kernels/backward_policy.h"
 #include "kernels/policy.h"
 #include "plan.h"
 
@@ -48,10 +50,51 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     return d;
 }
 
+py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms) {
+    const flashmhf::BackwardPlan plan = flashmhf::plan_backward({batch, length, heads, subnets, subnet_dim}, sms);
+    py::dict d;
+    d["row_tiles"] = plan.row_tiles;
+    d["subnet_tiles"] = plan.subnet_tiles;
+    d["items"] = plan.items;
+    d["whole"] = plan.whole;
+    d["parts"] = plan.parts;
+    d["token_blocks"] = plan.token_blocks;
+    d["token_parts"] = plan.token_parts;
+    py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
+    const int tiles = static_cast<int>(batch) * plan.row_tiles;
+    for (int block = 0; block < plan.inter_blocks(); ++block) {
+        const flashmhf::TokenShare share = flashmhf::token_share(block, plan.whole, plan.parts, tiles);
+        work.append(py::make_tuple(share.item, share.begin, share.end));
+    }
+    d["work"] = work;
+    return d;
+}
+
+template <int d_h, int outputs> py::dict inter_policy(const char *outputs_name) {
+    using P = flashmhf::InterPolicy<d_h, outputs>;
+    py::dict d;
+    d["head_dim"] = d_h;
+    d["outputs"] = outputs_name;
+    d["shared_memory"] = P::shared_memory;
+    d["threads"] = P::threads;
+    d["registers"] = P::loader_registers + P::s_registers + (P::query ? P::q_registers : 0) + P::accumulator_groups * P::w_registers;
+    return d;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
+    m.def("plan_backward", &plan_backward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("subnets"), py::arg("subnet_dim"),
+          py::arg("sms") = 132,
+          "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an inter-stationary kernel.\n\n"
+          "Raises ValueError for shapes beyond the kernels' index range.");
+    m.def("backward_policies", [] {
+        using namespace flashmhf;
+        return py::make_tuple(inter_policy<64, all_grads>("all"), inter_policy<96, all_grads>("all"), inter_policy<128, all_grads>("all"),
+                              inter_policy<64, weight_grads>("weights"), inter_policy<96, weight_grads>("weights"), inter_policy<128, weight_grads>("weights"),
+                              inter_policy<256, key_grads>("keys"), inter_policy<256, value_grad>("values"));
+    }, "Shared memory, threads and registers (summed over the warpgroups) of the inter-stationary backward kernels.");
     m.def("plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
           py::arg("subnet_dim"), py::arg("sms") = 132, py::arg("pairs") = 66,
           "The forward launch for batch x length tokens: sizes, and the work (cluster, item, begin, end, part) of every cluster.\n\n"

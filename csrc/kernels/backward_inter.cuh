@@ -13,6 +13,7 @@
 #pragma once
 
 #include "backward_params.h"
+#include "backward_plan.h"
 #include "kernels/backward_math.cuh"
 #include "kernels/backward_policy.h"
 #include "kernels/backward_rows.cuh"
@@ -61,19 +62,10 @@ struct TokenCursor {
     }
 };
 
-// Where a CTA works: its item, and its share of the tokens if the item is split.
-struct InterWork {
-    int item, part, head, subnet, row;  // subnet of the head; first inter row within the sub-network
-    int begin, end;                     // token tiles
-    bool split;
-    __device__ __forceinline__ InterWork(const BackwardParams &p) {
-        const int block = blockIdx.x, tiles = p.batch * p.row_tiles;
-        split = block >= p.whole;
-        const int share = split ? (block - p.whole) / p.parts : 0;
-        item = split ? p.whole + share : block;
-        part = split ? block - p.whole - share * p.parts : 0;
-        begin = split ? static_cast<int>(static_cast<int64_t>(tiles) * part / p.parts) : 0;
-        end = split ? static_cast<int>(static_cast<int64_t>(tiles) * (part + 1) / p.parts) : tiles;
+// Where a CTA works: its share of the tokens of an item, and the item's place.
+struct InterWork : TokenShare {
+    int head, subnet, row;  // subnet of the head; first inter row within the sub-network
+    __device__ __forceinline__ InterWork(const BackwardParams &p) : TokenShare(token_share(blockIdx.x, p.whole, p.parts, p.batch * p.row_tiles)) {
         const int group = item / p.subnet_tiles;
         row = (item - group * p.subnet_tiles) * backward_rows;
         head = group / p.subnets;
