@@ -1,0 +1,81 @@
+"""What a result was measured on: device, driver, versions, power limit, clocks. No host names, no paths."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import re
+import shutil
+import subprocess
+
+import torch
+
+import flashmhf
+
+PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "transformers")
+_FIELDS = {
+    "driver_version": "driver",
+    "power.limit": "power_limit_w",
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "clocks.max.sm": "sm_max_mhz",
+    "power.draw": "power_w",
+    "temperature.gpu": "temperature_c",
+}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def sensors(device: torch.device) -> dict[str, object]:
+    """Clocks, power and temperature now, from nvidia-smi; {"missing": reason} where it cannot be asked."""
+    if device.type != "cuda":
+        return {"missing": "no CUDA device"}
+    if shutil.which("nvidia-smi") is None:
+        return {"missing": "nvidia-smi is not installed"}
+    for selection in ([f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"], []):  # some drivers know no such id
+        query = ["nvidia-smi", *selection, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        if done.returncode == 0 and done.stdout.strip():
+            values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+            return {name: _number(value) for name, value in zip(_FIELDS.values(), values, strict=True)}
+    return {"missing": "nvidia-smi failed"}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """Device, versions and date of a run."""
+    record: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+        "flashmhf": flashmhf.__version__,
+        "cuda": torch.version.cuda,
+        "packages": {package: _version(package) for package in PACKAGES},
+    }
+    if device.type != "cuda":
+        return record | {"device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads", "capability": None}
+    properties = torch.cuda.get_device_properties(device)
+    return record | {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "l2_mib": round(properties.L2_cache_size / 2**20, 1),
+    }
+
+
+def brief(error: BaseException) -> str:
+    """Type and first line of an error, without the folders of any path in it."""
+    lines = str(error).strip().splitlines() or [""]
+    return re.sub(r"(?:/[\w.+-]+)+/", "", f"{type(error).__name__}: {lines[0]}")[:300]

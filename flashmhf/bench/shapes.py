@@ -1,0 +1,71 @@
+"""The shapes that are measured, their operation counts, and the paper's figures (arXiv 2512.06989).
+
+Legend: T tokens, H heads, d_h head dimension, d_model = H d_h, E sub-networks a head of width d_e, d_ff = E d_e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A FlashMHF model's feed-forward layers and the SwiGLU baseline's of the same parameter count."""
+
+    name: str
+    d_model: int
+    heads: int
+    subnets: int
+    subnet_dim: int
+    layers: int
+    swiglu_dim: int
+    swiglu_layers: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def d_ff(self) -> int:
+        return self.subnets * self.subnet_dim
+
+    def kernel_flops(self, tokens: int) -> int:
+        """Three products of T x d_h x d_ff a head; the gate's are not counted."""
+        return 6 * tokens * self.d_model * self.d_ff
+
+    def flashmhf_flops(self, tokens: int) -> int:
+        return self.kernel_flops(tokens) + 4 * tokens * self.d_model**2
+
+    def swiglu_flops(self, tokens: int) -> int:
+        return 6 * tokens * self.d_model * self.swiglu_dim
+
+    def kernel_bytes(self, tokens: int, element_size: int = 2) -> int:
+        """The least traffic: K, U, V and the router once, Q read and S written."""
+        return element_size * (self.d_model * (3 * self.d_ff + self.subnets) + 2 * tokens * self.d_model)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("paper", 2048, 16, 22, 384, layers=20, swiglu_dim=8192, swiglu_layers=24),
+        Shape("128M", 768, 6, 8, 256, layers=10, swiglu_dim=2048, swiglu_layers=12),
+        Shape("370M", 1024, 8, 7, 384, layers=21, swiglu_dim=2752, swiglu_layers=24),
+        Shape("1.3B", 2048, 16, 15, 384, layers=20, swiglu_dim=5504, swiglu_layers=24),
+        Shape("tiny", 32, 2, 3, 16, layers=2, swiglu_dim=48, swiglu_layers=2),
+    )
+}
+BATCH = 8
+LENGTHS = (192, 384, 768, 1536, 1920, 2880, 4032, 8064, 16128)
+DECODE_TOKENS = (1, 16, 64, 128, 256, 512)
+
+# The paper's appendix "Efficiency Benchmark Configuration Details on Hopper": H100, batch 8, ms and MB by length; None: out of memory.
+PAPER_MS = {
+    "FlashMHF": dict(zip(LENGTHS, (6.80, 13.20, 24.40, 48.60, 59.60, 90.40, 126.40, 254.60, 497.40), strict=True)),
+    "SwiGLU": dict(zip(LENGTHS, (6.24, 12.24, 24.72, 48.96, 63.12, 94.56, 127.44, 267.60, 535.20), strict=True)),
+    "MH-FFN": dict(zip(LENGTHS, (101.40, 146.60, 235.60, 401.60, 484.60, 688.60, 933.20, 1793.40, None), strict=True)),
+}
+PAPER_MB = {
+    "FlashMHF": dict(zip(LENGTHS, (184.10, 218.20, 286.50, 423.00, 491.20, 661.90, 866.30, 1582.20, 3016.20), strict=True)),
+    "SwiGLU": dict(zip(LENGTHS, (251.00, 370.00, 606.00, 1070.00, 1306.00, 1892.00, 2592.00, 5050.00, 9966.00), strict=True)),
+    "MH-FFN": dict(zip(LENGTHS, (2702.10, 4462.00, 7982.20, 15021.50, 18541.60, 27341.90, 37902.30, 74864.00, None), strict=True)),
+}
