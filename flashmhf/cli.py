@@ -19,6 +19,7 @@ from tqdm import tqdm
 import flashmhf
 
 from . import backends, lm_cli, report, study, tiny_lm
+from .bench import cli as bench_cli
 
 PICTURE = Path("flashmhf_report.png")
 TRAINED = ("SwiGLU", "FlashMHF")
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--lengths", type=_positive, nargs="+", metavar="L", help="sequence lengths")
     for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
         bench.add_argument(f"--{name}", type=_positive, metavar="N")
+    bench_cli.register(bench)
     bench.set_defaults(run=_bench)
     lm_cli.register(commands)
     return parser
@@ -174,6 +176,10 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.paper:
+        if _device(options).type != "cuda":
+            raise UsageError("bench --paper needs a CUDA GPU; without --paper the comparison runs on the CPU, too")
+        return bench_cli.run(options)
     setting = study.default_setting(_device(options))
     names = ("batch", "d_model", "num_heads", "num_subnets", "subnet_dim", "repeats")
     setting = dataclasses.replace(setting, **{name: value for name in names if (value := getattr(options, name))})
