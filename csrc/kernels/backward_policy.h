@@ -36,8 +36,8 @@ template <int d_h, int outputs> struct InterPolicy {
     static constexpr int w_registers = query ? 224 : warpgroups == 4 ? 160 : 240;
     static_assert(loader_registers + s_registers + (query ? q_registers : 0) + accumulator_groups * w_registers <= warpgroups * launch_registers);
     static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;  // of one product: an m64n256 needs more registers than at launch
-    // Without Q, less covers the elementwise part: its special functions start under the product dA.
-    static constexpr bool early_slopes = !query;
+    // Where less covers the elementwise part, its special functions start under the product dA.
+    static constexpr bool early_slopes = !query || d_h < 128;
 
     static constexpr int q_stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;

@@ -41,7 +41,7 @@ struct RowPair {
     __device__ __forceinline__ bool valid(int half) const { return token + 8 * half < tokens; }
 };
 
-constexpr int turn_barrier = 1 + TokenPolicy<128>::consumers;  // named barriers: one for the output of each consumer, then one for its turns
+constexpr int token_turn_barrier = 1 + TokenPolicy<128>::consumers;  // named barriers: one for the output of each consumer, then one for its turns
 
 template <int d_h, typename T>
 __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
@@ -150,8 +150,8 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
         wait(shared.rows_full, 0);
         wait(shared.stage_full[0], 0);
         // The warpgroups issue their products in turn: while one's are in the tensor cores, the other does its elementwise part.
-        auto my_turn = [&]() { kittens::arrive_and_wait(barrier<4 * P::consumers>(turn_barrier + w)); };
-        auto next_turn = [&]() { kittens::arrive(barrier<4 * P::consumers>(turn_barrier + (w ^ 1))); };
+        auto my_turn = [&]() { kittens::arrive_and_wait(barrier<4 * P::consumers>(token_turn_barrier + w)); };
+        auto next_turn = [&]() { kittens::arrive(barrier<4 * P::consumers>(token_turn_barrier + (w ^ 1))); };
         auto scores = [&](auto &stage) {
             warpgroup::mm_ABt(mn, shared.rows[w].q, stage.ku);
             warpgroup::mm_ABt(da, shared.rows[w].grad_out, stage.v);
