@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     parser.add_argument("--text", metavar="FILE", help="text to train on (default: the Python standard library's own source)")
     parser.add_argument("--steps", type=_positive, help="training steps of the language model (default: a fixed short budget)")
-    parser.set_defaults(run=_everything, device="auto")
+    parser.set_defaults(run=_everything)
 
     commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench,train,eval,generate}")
     info = commands.add_parser("info", help="what this machine has: each back end, and why not")
@@ -81,9 +81,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    if options.device == "cuda" and not torch.cuda.is_available():
+    wanted = getattr(options, "device", "auto")
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this PyTorch sees no CUDA GPU")
-    use_gpu = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    use_gpu = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
 
 

@@ -96,7 +96,7 @@ def picture(results: Results, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (time_axis, memory_axis, loss_axis) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     for axis, attribute, title in ((time_axis, "step_ms", "training step (ms)"), (memory_axis, "peak_mib", "peak memory of a step (MiB)")):
@@ -105,6 +105,11 @@ def picture(results: Results, path: Path) -> None:
             if points:
                 axis.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=name)
         axis.set(title=title, xlabel=f"length (batch {results.setting.batch})", xscale="log", yscale="log")
+        axis.set_xticks(sorted({m.length for m in results.measurements}), minor=False)
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     for name, steps in results.curves.items():
         loss_axis.plot(_smooth([step.loss for step in steps]), color=COLORS[name], label=f"{name}, held out {_number(steps[-1].held_out)}")
         loss_axis.plot(len(steps) - 1, steps[-1].held_out, "o", color=COLORS[name])

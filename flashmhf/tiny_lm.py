@@ -34,8 +34,8 @@ class Recipe:
     context: int = 128
     batch: int = 8
     steps: int = 320
-    warmup: int = 20
-    learning_rate: float = 3e-3
+    warmup: int = 60
+    learning_rate: float = 2e-3
     evaluation_batches: int = 16
 
 
