@@ -82,6 +82,7 @@ def _add_train(subparsers) -> None:
     text = parser.add_argument_group("data").add_argument
     text("--data", nargs="+", metavar="PATH", help="text, .jsonl and .parquet files, or directories of them")
     text("--dataset", metavar="NAME[:CONFIG]", help="a data set of the datasets library, streamed")
+    text("--tokens", metavar="RUN", help="the tokens and the tokenizer of another run")
     text("--split", help="its split (train)")
     text("--text-field", help="field or column that holds the text (text)")
     text("--tokenizer", metavar="PATH", help="tokenizer directory, file or name; without it one is trained on the data")

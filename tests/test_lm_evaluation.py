@@ -121,7 +121,8 @@ def test_generation(trained):
     settings = dict(max_new_tokens=12, seed=3)
     greedy = generation.generate(model, tokenizer, "the cat number", temperature=0.0, **settings)
     assert greedy == generation.generate(model, tokenizer, "the cat number", temperature=0.0, **settings) != ""
-    sampled = [generation.generate(model, tokenizer, "the cat", temperature=2.0, top_p=1.0, max_new_tokens=12, seed=seed) for seed in (1, 1, 2)]
+    hot = dict(temperature=2.0, top_p=1.0, max_new_tokens=12)
+    sampled = [generation.generate(model, tokenizer, "the cat", seed=seed, **hot) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert isinstance(generation.generate(model, tokenizer, "", **settings), str)
     with pytest.raises(ValueError, match="temperature is -1"):
@@ -195,7 +196,8 @@ def test_every_network_evaluates_and_generates(ffn, runs, text, capsys):
 def test_train_command_and_resume(text, tmp_path, capsys):
     output = tmp_path / "run"
     command = ["train", "--output", str(output), "--preset", "tiny", "--ffn", "flashmhf", "--data", str(text), "--steps", "3"]
-    settings = ["--vocab-size", "300", "--length", "32", "--batch", "4", "--device", "cpu", "--eval-fraction", "0.1", "--set", "logging_steps=2"]
+    settings = ["--vocab-size", "300", "--length", "32", "--batch", "4", "--device", "cpu", "--eval-fraction", "0.1"]
+    settings += ["--set", "logging_steps=2"]
     assert cli.main([*command, *settings, "--model-set", "ffn_q_norm=true"]) == 0
     captured = capsys.readouterr()
     assert "3 steps, loss" in captured.out and "held out" in captured.out
@@ -223,7 +225,7 @@ def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
         (["generate", "--model", "./nothing", "x"], "does not exist"),
         (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
         (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
-        (["train", "--output", "./run"], "give either --data or --dataset"),
+        (["train", "--output", "./run"], "give one of --data, --dataset and --tokens"),
         (["train", "--output", "./run", "--resume"], "holds no run"),
     ],
 )
@@ -238,9 +240,8 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
 def test_missing_extra_is_named():
     """Without transformers the commands say what to install, and the package still works."""
     program = "import sys; sys.modules['transformers'] = None; from flashmhf import cli; sys.exit(cli.main(sys.argv[1:]))"
-    found = subprocess.run(
-        [sys.executable, "-c", program, "generate", "--model", "x", "y"], capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120
-    )
+    command = [sys.executable, "-c", program, "generate", "--model", "x", "y"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
     assert found.returncode == 2 and "needs transformers; install it with: pip install 'flashmhf[lm]'" in found.stderr
 
 

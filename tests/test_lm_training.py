@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -226,6 +227,32 @@ def test_compiled_and_checkpointed_training(text, tmp_path):
     assert compiled.loss == pytest.approx(plain.loss, rel=1e-4)
 
 
+def test_compiled_training_under_autocast(text, tmp_path):
+    """bf16 autocast over float32 weights, as on a GPU: one graph, no break, near the float32 loss."""
+    plain = training.start(options(tmp_path / "plain", text, steps=2), bar=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = {"torch_compile_backend": "aot_eager"}
+    result = training.start(options(tmp_path / "bf16", text, steps=2, precision="bf16", compile=True, arguments=settings), bar=False)
+    assert result.loss == pytest.approx(plain.loss, rel=1e-2) and result.loss != plain.loss
+    assert load_file(result.output / "model.safetensors")["model.layers.0.mlp.k"].dtype == torch.float32
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_gpu_benchmark_runs(tmp_path, monkeypatch, capsys):
+    """The script for the GPU, with its tiny setting."""
+    monkeypatch.setattr(sys, "argv", ["train_h200.py", "--smoke", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit) as status:
+        runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "train_h200.py"), run_name="__main__")
+    assert status.value.code == 0, capsys.readouterr().out
+    document = json.loads((tmp_path / "lm_training_smoke.json").read_text())
+    assert [run["model"] for run in document["runs"]] == ["flashmhf-tiny", "swiglu-tiny"]
+    for run in document["runs"]:
+        assert len(run["losses"]) == 6 and run["tokens_per_second"]["median"] > 0 and not run["graph_breaks"] and run["graphs"] >= 1
+    assert (tmp_path / "lm_training_smoke.png").exists()
+
+
 def test_model_and_trainer_settings_reach_them(text, tmp_path):
     result = training.start(
         options(
@@ -243,8 +270,8 @@ def test_model_and_trainer_settings_reach_them(text, tmp_path):
     [
         ({"preset": "flashmhf-7b", "ffn": None}, "no preset 'flashmhf-7b'"),
         ({"ffn": "mlp"}, "supported: swiglu"),
-        ({"data": []}, "either --data or --dataset"),
-        ({"dataset": "pile"}, "either --data or --dataset"),
+        ({"data": []}, "give one of --data, --dataset and --tokens"),
+        ({"dataset": "pile"}, "give one of --data, --dataset and --tokens"),
         ({"batch": 6, "micro_batch": 4}, "--batch is 6; it must be a multiple of --micro-batch = 4"),
         ({"steps": 0}, "--steps is 0; it must be at least 1"),
         ({"keep": 1}, "--keep is 1"),
@@ -275,6 +302,16 @@ def test_unusable_data_leaves_the_directory_free(text, tmp_path):
         training.start(options(tmp_path / "run", text), bar=False)
     with pytest.raises(FileNotFoundError, match="holds no run"):
         training.resume(tmp_path / "nothing")
+
+
+def test_tokens_of_another_run(uninterrupted, text, tmp_path):
+    """Several networks on one set of tokens: the same batches, the text tokenised once."""
+    expected, _ = uninterrupted
+    shared = dict(data=[], tokens=str(expected.output), eval_fraction=0.1, eval_every=10)
+    same_run(training.start(options(tmp_path / "run", text, **shared), bar=False), expected)
+    assert not (tmp_path / "run" / "data").exists()
+    with pytest.raises(data.DataError, match="holds no tokens: there is no data/manifest.json"):
+        training.start(options(tmp_path / "other", text, data=[], tokens=str(tmp_path)), bar=False)
 
 
 def test_changed_data_is_noticed_on_resuming(text, tmp_path):

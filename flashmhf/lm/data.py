@@ -25,6 +25,7 @@ PIECE = 1 << 20  # bytes of text handed to the tokenizer at once: bounds memory 
 LONGEST_RECORD = 64 << 20  # bytes of a JSON line
 NAMED_SKIPS = 5
 TEXT, JSON_LINES, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+MANIFEST = "manifest.json"
 SUFFIXES = (*TEXT, *JSON_LINES, *PARQUET)
 
 
@@ -243,7 +244,7 @@ def store(directory: Path, key: str, pieces: Callable[[Report], Iterable[Piece]]
 
     Safe to interrupt: the files get their names when they are complete. Raises DataError when nothing is left to read.
     """
-    manifest_path = directory / "manifest.json"
+    manifest_path = directory / MANIFEST
     if manifest_path.exists():
         manifest = json.loads(manifest_path.read_text())
         if manifest["key"] != key:
@@ -275,7 +276,7 @@ def store(directory: Path, key: str, pieces: Callable[[Report], Iterable[Piece]]
 
 def load(directory: Path) -> np.ndarray:
     """The stored tokens, mapped from disk."""
-    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest = json.loads((directory / MANIFEST).read_text())
     return np.memmap(directory / "tokens.bin", manifest["dtype"], mode="r", shape=(manifest["tokens"],))
 
 

@@ -41,7 +41,8 @@ class Options:
     """One run. Where None stands, the preset (the paper's value) decides.
 
     preset: a name of flashmhf.lm.presets, or a scale ("128m") together with ``ffn``.
-    data, dataset: text, JSON-lines, Parquet files and directories of them; or "name", "name:config" of the datasets library.
+    data, dataset, tokens: one of text, JSON-lines, Parquet files and directories of them; "name" or "name:config" of the datasets
+        library; the directory of a run whose tokens and tokenizer are to be used again.
     tokenizer: directory, tokenizer.json or name; None trains one on the data.
     batch, micro_batch: sequences a step, and of those at once on a device (the rest is accumulated).
     eval_fraction: the end of the tokens, held out; its loss is recorded every ``eval_every`` steps and at the end.
@@ -54,6 +55,7 @@ class Options:
     ffn: str | None = None
     data: list[str] = field(default_factory=list)
     dataset: str | None = None
+    tokens: str | None = None
     split: str = "train"
     text_field: str = "text"
     tokenizer: str | None = None
@@ -111,8 +113,8 @@ class Options:
         return chosen, resolved
 
     def _check(self) -> None:
-        if bool(self.data) == bool(self.dataset):
-            raise ValueError("give either --data or --dataset")
+        if sum(map(bool, (self.data, self.dataset, self.tokens))) != 1:
+            raise ValueError("give one of --data, --dataset and --tokens")
         for name in ("length", "batch", "micro_batch", "steps", "eval_every", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
@@ -270,6 +272,11 @@ def training_arguments(options: Options) -> TrainingArguments:
 
 def prepare(options: Options, bar: bool = True):
     """(tokenizer, stored tokens) of a run: trained, loaded or reused."""
+    if options.tokens is not None:
+        source = Path(options.tokens)
+        if not (source / DATA / data.MANIFEST).exists():
+            raise data.DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
+        return tokenizer.load(str(source / TOKENIZER)), data.load(source / DATA)
     output = Path(options.output)
     files = data.find_files(options.data)
 
@@ -282,7 +289,7 @@ def prepare(options: Options, bar: bool = True):
     text = _tokenizer(options, output / TOKENIZER, pieces)
     wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
     settings = [options.dataset, options.split, options.text_field, wanted]
-    done = (output / DATA / "manifest.json").exists()
+    done = (output / DATA / data.MANIFEST).exists()
     with tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar or done) as progress:
         manifest = data.store(output / DATA, data.source_key(settings, files, text), pieces, text, wanted, progress.update)
     if bar and not done:
