@@ -25,8 +25,8 @@ def plan(parts: tuple[str, ...], ours: str, lengths: list[int] | None) -> list:
 
     lengths = tuple(lengths or shapes.LENGTHS)
     cells = {
-        "training": lambda: suite.training_cells(ours),
         "latency": lambda: suite.latency_cells(ours, lengths),
+        "training": lambda: suite.training_cells(ours),
         "decode": lambda: suite.decode_cells(ours),
         "kernel": lambda: suite.kernel_cells(ours, lengths),
         "models": lambda: suite.model_cells(ours),

@@ -38,9 +38,13 @@ def sensors(device: torch.device) -> dict[str, object]:
         return {"missing": "no CUDA device"}
     if shutil.which("nvidia-smi") is None:
         return {"missing": "nvidia-smi is not installed"}
-    for selection in ([f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"], []):  # some drivers know no such id
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    for selection in ([f"--id=GPU-{uuid}"], []):  # some drivers know no such id
         query = ["nvidia-smi", *selection, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        try:
+            done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"missing": f"nvidia-smi: {type(error).__name__}"}
         if done.returncode == 0 and done.stdout.strip():
             values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
             return {name: _number(value) for name, value in zip(_FIELDS.values(), values, strict=True)}

@@ -55,7 +55,6 @@ class Subject:
     flops: Callable[[Shape, int], int]
     why_missing: Callable[[Shape, Settings], str | None] = lambda shape, settings: None
     caller: Callable[[], Call] = field(default=lambda: lambda module, x: module(x))
-    training: bool = True
     backward_flops: Callable[[Shape, int], int] | None = None  # None: twice the forward's
 
 
