@@ -215,6 +215,8 @@ def test_configuration_refusals(settings, message):
 def test_configuration_defaults():
     config = FlashMHFConfig(hidden_size=768, intermediate_size=1536, num_attention_heads=12)
     assert (config.ffn_type, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim) == ("flashmhf", 6, 4, 384)
+    assert FlashMHFConfig().ffn_subnet_dim == 344  # transformers builds one to tell what differs from the defaults
+    assert FlashMHFConfig(ffn_type="dense_moe").ffn_num_subnets == 1
 
 
 # Presets

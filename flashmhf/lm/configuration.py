@@ -20,8 +20,8 @@ class FlashMHFConfig(LlamaConfig):
     Args:
         ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
         intermediate_size: width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
-        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only.
-        ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only.
+        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None for heads of 128.
+        ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only; None for d_e near 8/3 d_h.
         ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
         ffn_router_eps: eps of the gate's normalisation.
         ffn_norm: RMSNorm before the feed-forward network (official ``mhffnmoe_disable_original_mlp_rmsnorm`` is its negation).
@@ -52,8 +52,9 @@ class FlashMHFConfig(LlamaConfig):
         if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
             self.ffn_num_heads = max(1, self.hidden_size // 128)
         if self.ffn_num_subnets is None and self.ffn_type in _GATED:
-            width = default_subnet_dim(self.hidden_size // (self.ffn_num_heads or 1))
-            self.ffn_num_subnets = max(1, self.intermediate_size // width)
+            wanted = self.intermediate_size / default_subnet_dim(self.hidden_size // (self.ffn_num_heads or 1))
+            divisors = [count for count in range(1, self.intermediate_size + 1) if self.intermediate_size % count == 0]
+            self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted))
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
