@@ -20,6 +20,15 @@ CPU = subjects.Settings(torch.device("cpu"), torch.float32)
 ON_CPU = ("flashmhf_eager", "kernel_eager", "swiglu", "swiglu_checkpointed", "mhffn_naive", "dense_moe")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Layers this small take longest where threads wait for a shared core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def context(**changes) -> suite.Context:
     return suite.Context(
         CPU, rounds=2, window_seconds=1e-4, warm_up_seconds=1e-3, cell_warm_up_seconds=1e-3, log=lambda line: None, **changes
