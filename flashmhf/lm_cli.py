@@ -133,7 +133,8 @@ def _train(args: argparse.Namespace) -> int:
                 given[name] = dict(given[name])
         result = training.start(training.Options(**given))
     held_out = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
-    print(f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); model and loss.png in {result.output}")
+    if training.first_process():
+        print(f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); model and loss.png in {result.output}")
     return 0
 
 

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import safetensors.torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -295,6 +296,18 @@ def test_replace_ffn(kind):
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
     assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 12)
+
+
+def test_a_swapped_model_is_stored_and_rebuilt(tmp_path):
+    """As the documentation says: build, replace, load."""
+    model = foreign("Qwen3").eval()
+    flashmhf.replace_ffn(model, num_heads=2)
+    model.save_pretrained(tmp_path)
+    again = foreign("Qwen3").eval()
+    flashmhf.replace_ffn(again, num_heads=2)
+    again.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    ids = torch.arange(9)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_replace_ffn_sizes_of_the_paper():

@@ -304,6 +304,30 @@ def test_unusable_data_leaves_the_directory_free(text, tmp_path):
         training.resume(tmp_path / "nothing")
 
 
+@pytest.mark.slow
+def test_two_processes_train_as_one(uninterrupted, text, tmp_path):
+    """Data parallel over gloo: the same batches in total, so the same losses to rounding; one process writes."""
+    expected, _ = uninterrupted
+    settings = "train --preset tiny --ffn flashmhf --vocab-size 300 --length 32 --batch 8 --micro-batch 4 --steps 20 --log-every 5".split()
+    settings += ["--save-every", "10", "--eval-fraction", "0.1", "--eval-every", "10", "--device", "cpu"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "flashmhf"]
+    process = subprocess.run(
+        [*launcher, *settings, "--data", str(text), "--output", str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("20 steps, loss") == 1
+    rows, single = metrics.read_rows(tmp_path / "run"), metrics.read_rows(expected.output)
+    assert [row["step"] for row in rows] == [row["step"] for row in single]
+    # Evaluation fills its last batch up to a multiple of the processes by repeating samples.
+    for key, tolerance in (("loss", 1e-4), ("eval_loss", 2e-3)):
+        assert [row[key] for row in rows if key in row] == pytest.approx([row[key] for row in single if key in row], rel=tolerance)
+
+
 def test_tokens_of_another_run(uninterrupted, text, tmp_path):
     """Several networks on one set of tokens: the same batches, the text tokenised once."""
     expected, _ = uninterrupted

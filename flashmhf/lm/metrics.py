@@ -116,7 +116,7 @@ class Recorder(TrainerCallback):
             out.write(json.dumps(row) + "\n")
         shown = {
             name: f"{row[key]:{form}}"
-            for name, key, form in (("loss", "loss", ".3f"), ("tok/s", "tokens_per_second", ",.0f"))
+            for name, key, form in (("loss", "loss", ".3f"), ("tok/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".2f"))
             if key in row
         }
         if shown:

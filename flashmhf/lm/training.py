@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -142,20 +143,27 @@ class Result:
     eval_loss: float | None
 
 
+def first_process() -> bool:
+    """Whether this is the process that writes; launchers (torchrun, accelerate) set RANK before anything is initialised."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
     """Trains from the beginning. Raises ValueError (options, data), FileExistsError where a run is already, TrainingError."""
     output = Path(options.output)
-    if (output / RUN).exists():
-        raise FileExistsError(f"{output} holds a run already; continue it with --resume or choose another output directory")
     _, resolved = options.resolve()
-    output.mkdir(parents=True, exist_ok=True)
-    partial = output / (RUN + ".partial")
-    partial.write_text(json.dumps(asdict(resolved), indent=1) + "\n")
-    partial.replace(output / RUN)
+    if first_process():
+        if (output / RUN).exists():
+            raise FileExistsError(f"{output} holds a run already; continue it with --resume or choose another output directory")
+        output.mkdir(parents=True, exist_ok=True)
+        partial = output / (RUN + ".partial")
+        partial.write_text(json.dumps(asdict(resolved), indent=1) + "\n")
+        partial.replace(output / RUN)
     try:
         return _run(resolved, None, bar, callbacks)
     except data.DataError:
-        _discard(output)
+        if first_process():
+            _discard(output)
         raise
 
 
@@ -165,10 +173,11 @@ def resume(output: str | Path, *, bar: bool = True, callbacks: Iterable = ()) ->
     if not (output / RUN).exists():
         raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
     options = Options(**json.loads((output / RUN).read_text()) | {"output": str(output)})
-    metrics.remove_incomplete_checkpoints(output)
     checkpoints = metrics.complete_checkpoints(output)
     checkpoint = checkpoints[-1] if checkpoints else None
-    metrics.keep_rows(output, _step(checkpoint))
+    if first_process():
+        metrics.remove_incomplete_checkpoints(output)
+        metrics.keep_rows(output, _step(checkpoint))
     return _run(options, checkpoint, bar, callbacks)
 
 
@@ -259,6 +268,7 @@ def training_arguments(options: Options) -> TrainingArguments:
         report_to=report,
         disable_tqdm=True,
         dataloader_pin_memory=on_gpu,
+        ddp_find_unused_parameters=False,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
