@@ -22,8 +22,16 @@ def main() -> int:
     parser.add_argument("--official", type=pathlib.Path, metavar="PATH", help="checkout of the official code")
     parser.add_argument("--parts", nargs="+", choices=cli.PARTS, default=cli.PARTS)
     parser.add_argument("--lengths", type=int, nargs="+", metavar="L")
+    parser.add_argument("--subjects", nargs="+", metavar="NAME", help="only these")
     options = parser.parse_args()
-    record = cli.measure(options.out, parts=tuple(options.parts), lengths=options.lengths, official=options.official, budget=options.budget)
+    record = cli.measure(
+        options.out,
+        parts=tuple(options.parts),
+        lengths=options.lengths,
+        only=options.subjects,
+        official=options.official,
+        budget=options.budget,
+    )
     text = paper.report(record)
     (options.out / "tables.md").write_text(text + "\n")
     print("\n" + text)

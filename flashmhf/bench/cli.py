@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import time
 
@@ -14,14 +15,18 @@ def register(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the paper's efficiency tables (a CUDA GPU, bf16)")
     group.add_argument("--paper", action="store_true", help="measure them here, beside the paper's H100 figures, against every baseline")
     group.add_argument("--parts", nargs="+", choices=PARTS, help="default: latency and training; --paper with all parts takes minutes")
+    group.add_argument("--subjects", nargs="+", metavar="NAME", help="only these, of those that the parts have")
     group.add_argument("--official", type=pathlib.Path, metavar="PATH", help="checkout of the official code to measure as well")
     group.add_argument("--budget", type=float, metavar="SECONDS", help="start no measurement after so many seconds")
     group.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="write results.json, results.csv and the figures there")
 
 
-def plan(parts: tuple[str, ...], ours: str, lengths: list[int] | None) -> list:
-    """The cells of the parts, in the order of the full plan."""
-    from . import shapes, suite
+def plan(parts: tuple[str, ...], ours: str, lengths: list[int] | None, only: list[str] | None = None) -> list:
+    """The cells of the parts, in the order of the full plan, with ``only`` these subjects. Raises ValueError for unknown ones."""
+    from . import shapes, subjects, suite
+
+    if unknown := set(only or ()) - subjects.SUBJECTS.keys():
+        raise ValueError(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(subjects.SUBJECTS)}")
 
     lengths = tuple(lengths or shapes.LENGTHS)
     cells = {
@@ -31,7 +36,10 @@ def plan(parts: tuple[str, ...], ours: str, lengths: list[int] | None) -> list:
         "kernel": lambda: suite.kernel_cells(ours, lengths),
         "models": lambda: suite.model_cells(ours),
     }
-    return [cell for name, make in cells.items() if name in parts for cell in make()]
+    chosen = [cell for name, make in cells.items() if name in parts for cell in make()]
+    if only:
+        chosen = [dataclasses.replace(cell, subjects=tuple(name for name in cell.subjects if name in only)) for cell in chosen]
+    return [cell for cell in chosen if cell.subjects]
 
 
 def measure(
@@ -40,6 +48,7 @@ def measure(
     device="cuda",
     parts: tuple[str, ...] = PARTS,
     lengths: list[int] | None = None,
+    only: list[str] | None = None,
     official: pathlib.Path | None = None,
     budget: float | None = None,
 ) -> dict:
@@ -59,7 +68,7 @@ def measure(
 
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    record = suite.run(plan(parts, suite.ours_for(shapes.SHAPES["paper"], settings), lengths), context, save)
+    record = suite.run(plan(parts, suite.ours_for(shapes.SHAPES["paper"], settings), lengths, only), context, save)
     if out is not None:
         plots.draw(record, out)
     return record
@@ -70,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
     from . import paper
 
     parts = tuple(options.parts or ("latency", "training"))
-    record = measure(options.out, parts=parts, lengths=options.lengths, official=options.official, budget=options.budget)
+    record = measure(
+        options.out, parts=parts, lengths=options.lengths, only=options.subjects, official=options.official, budget=options.budget
+    )
     print("\n" + paper.report(record))
     broken = [r for r in record["rows"] if r["subject"].startswith(("flashmhf_", "kernel_")) and r["status"] in ("wrong", "failed")]
     return 1 if broken else 0

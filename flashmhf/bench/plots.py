@@ -57,7 +57,7 @@ def _roofline(rows: Rows, record: dict, path: pathlib.Path) -> None:
             row
             for row in rows.all
             if (row["group"], row["direction"], row["status"]) == (group, direction, "ok")
-            and row["subject"].startswith(("kernel", rows.ours))
+            and row["subject"].startswith(("kernel", rows.ours or "kernel"))
         ]
         if ours:
             what = {"kernel": "kernel", "latency": "module"}[group] + (" forward and backward" if direction == "training" else " forward")
