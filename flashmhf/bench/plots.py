@@ -8,7 +8,7 @@ from .paper import Rows
 from .shapes import PAPER_MB, PAPER_MS
 from .subjects import SUBJECTS
 
-_PAPER_STYLE = {"linestyle": ":", "linewidth": 1, "marker": ".", "alpha": 0.7}
+_PAPER_STYLE = {"linestyle": ":", "linewidth": 1, "markersize": 4, "color": "grey"}
 
 
 def _pyplot():
@@ -37,9 +37,9 @@ def _figure(path: pathlib.Path, curves, paper, ylabel: str, title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
-    for name, points in paper.items():
+    for marker, (name, points) in zip("os^", paper.items(), strict=True):
         known = [(length, value) for length, value in points.items() if value is not None]
-        axes.plot(*zip(*known, strict=True), color="grey", label=f"{name} (paper, H100)", **_PAPER_STYLE)
+        axes.plot(*zip(*known, strict=True), marker=marker, label=f"{name} (paper, H100)", **_PAPER_STYLE)
     axes.set(xscale="log", yscale="log", xlabel="sequence length (batch 8)", ylabel=ylabel, title=title)
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
