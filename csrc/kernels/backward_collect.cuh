@@ -37,11 +37,14 @@ template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128
         for (int e = 0; e < p.subnets; e += chunk) {
             const int count = min(chunk, p.subnets - e);
             __syncthreads();
-            for (int i = thread; i < rows * count; i += 128) dp[i / count][i % count] = p.dp[(start + i / count * p.row_step) * p.subnets + e + i % count];
-            for (int i = thread; i < cols * count; i += 128) {
-                const int64_t at = (w_row + i / count) * p.subnets + e + i % count;
-                w[i / count][i % count] =
-                    p.w_is_float ? static_cast<const float *>(p.w)[at] : kittens::base_types::convertor<float, T>::convert(static_cast<const T *>(p.w)[at]);
+            const int lane_e = thread % chunk;
+            if (lane_e < count) {
+                for (int i = thread / chunk; i < rows; i += 128 / chunk) dp[i][lane_e] = __ldg(p.dp + (start + i * p.row_step) * p.subnets + e + lane_e);
+                for (int i = thread / chunk; i < cols; i += 128 / chunk) {
+                    const int64_t at = (w_row + i) * p.subnets + e + lane_e;
+                    w[i][lane_e] = p.w_is_float ? __ldg(static_cast<const float *>(p.w) + at)
+                                                : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.w) + at));
+                }
             }
             __syncthreads();
             for (int i = 0; i < count; ++i) {
@@ -77,8 +80,9 @@ template <typename T> __global__ void __launch_bounds__(256) flashmhf_backward_d
             sums[i / backward_rows][i % backward_rows] =
                 p.dr_sums[(static_cast<int64_t>(head) * p.subnets + e + i / backward_rows) * columns + static_cast<int64_t>(tile) * backward_rows + i % backward_rows];
         __syncthreads();
-        for (int i = threadIdx.x; i < count * rows; i += 256) {
-            const int row = i / count, column = i % count;
+        for (int i = threadIdx.x; i < chunk * rows; i += 256) {
+            const int row = i / chunk, column = i % chunk;
+            if (column >= count) continue;
             const int64_t at = (p.dense_index(sequence, static_cast<int>(first) + row) * p.heads + head) * p.subnets + e + column;
             const float x = sums[column][row];
             if (p.r_is_float) static_cast<float *>(p.dr)[at] = x;
