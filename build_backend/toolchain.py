@@ -81,5 +81,5 @@ def jobs(nvcc_threads: int) -> int:
     """$MAX_JOBS, else as many compilers as there are cores and memory for."""
     if os.environ.get("MAX_JOBS"):
         return max(1, int(os.environ["MAX_JOBS"]))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // (BYTES_PER_JOB * nvcc_threads)))
