@@ -22,7 +22,7 @@ struct ForwardParams {
     int batch;                // sequences; a row tile never crosses them
     int64_t length;           // tokens of a sequence
     int row_tiles;            // of a sequence: ceil(length / 64)
-    int blocks;               // work items of a head: ceil(batch * row_tiles / (2 * cluster_size))
+    int blocks;               // work items of a head: ceil(batch * row_tiles / (row tiles of a cluster))
     int subnets;              // E
     int subnet_tiles;         // ceil(d_e / 64)
     int64_t out_batch, out_token;  // strides of the output in elements, for the combine kernel
@@ -30,7 +30,7 @@ struct ForwardParams {
     const void *gate_data;    // R or W
     int64_t r_batch, r_token, r_head;  // strides of R in elements
     float eps;                // of the normalisation, for W
-    float *partials;          // [splits][2][cluster_size][2][64 * d_h] fp32 in fragment order, when items are split
+    float *partials;          // [splits][2][cluster_size][row tiles of a CTA][64 * d_h] fp32 in fragment order, when items are split
 };
 
 }  // namespace flashmhf

@@ -12,12 +12,17 @@ namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int shared_memory_of(int head_dim) {
+struct Footprint {
+    int shared_memory, consumers;
+};
+template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::consumers};
+
+Footprint footprint_of(int head_dim) {
     switch (head_dim) {
-        case 64: return ForwardPolicy<64>::shared_memory;
-        case 96: return ForwardPolicy<96>::shared_memory;
-        case 128: return ForwardPolicy<128>::shared_memory;
-        case 256: return ForwardPolicy<256>::shared_memory;
+        case 64: return footprint<64>;
+        case 96: return footprint<96>;
+        case 128: return footprint<128>;
+        case 256: return footprint<256>;
         default: throw std::invalid_argument("d_h = " + std::to_string(head_dim) + " has no kernel: supported are 64, 96, 128, 256");
     }
 }
@@ -50,7 +55,9 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters) {
 
 ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
     ForwardPlan plan{};
-    plan.shared_memory = shared_memory_of(shape.head_dim);
+    const auto [shared_memory, consumers] = footprint_of(shape.head_dim);
+    plan.shared_memory = shared_memory;
+    plan.consumers = consumers;
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows), "the sequence length");
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
     const int inter_tiles = checked(static_cast<int64_t>(plan.subnet_tiles) * shape.subnets, "E * d_e");

@@ -22,6 +22,7 @@ struct Device {
 
 struct ForwardPlan {
     int cluster_size;          // 1 or 2 CTAs
+    int consumers;             // row tiles of a CTA
     int row_tiles;             // of 64 tokens, of a sequence
     int blocks;                // work items of a head
     int subnet_tiles;          // of 64 inner units, of a sub-network

@@ -16,6 +16,8 @@ template <int d_h> py::dict policy() {
     py::dict d;
     d["head_dim"] = d_h;
     d["q_in_registers"] = P::q_in_registers;
+    d["consumers"] = P::consumers;
+    d["launch_registers"] = P::launch_registers;
     d["slots"] = P::slots;
     d["slot_bytes"] = P::slot_bytes;
     d["shared_memory"] = P::shared_memory;
@@ -31,6 +33,7 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     const flashmhf::ForwardSchedule &s = plan.schedule;
     py::dict d;
     d["cluster_size"] = plan.cluster_size;
+    d["consumers"] = plan.consumers;
     d["row_tiles"] = plan.row_tiles;
     d["blocks"] = plan.blocks;
     d["subnet_tiles"] = plan.subnet_tiles;

@@ -33,7 +33,7 @@ def test_every_tile_once_and_balanced(shape, device):
     assert p["subnet_tiles"] * 64 >= subnet_dim > (p["subnet_tiles"] - 1) * 64
     assert p["inter_tiles"] == subnets * p["subnet_tiles"]
     assert p["row_tiles"] * 64 >= length > (p["row_tiles"] - 1) * 64
-    rows = 2 * p["cluster_size"]
+    rows = p["consumers"] * p["cluster_size"]
     assert p["blocks"] * rows >= batch * p["row_tiles"] > (p["blocks"] - 1) * rows
     assert p["clusters"] <= (pairs if p["cluster_size"] == 2 else sms)
 
@@ -90,5 +90,7 @@ def test_pairs_only_where_they_waste_few_rows():
 def test_budgets():
     for policy in plan.forward_policies():
         assert policy["shared_memory"] <= 227 * 1024
-        assert policy["producer_registers"] + 2 * policy["consumer_registers"] == 3 * 168
+        warpgroups = policy["consumers"] + 1
+        assert policy["producer_registers"] + policy["consumers"] * policy["consumer_registers"] == warpgroups * policy["launch_registers"]
+        assert 128 * warpgroups * policy["launch_registers"] <= 65536
         assert policy["tile_registers"] < policy["consumer_registers"]

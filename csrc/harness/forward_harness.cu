@@ -158,7 +158,7 @@ int main(int argc, char **argv) {
                                                   {"gate", "r"},   {"dtype", "bf16"}, {"launches", "20"}, {"check", "1"}};
     for (int i = 1; i < argc; ++i) {
         const char *equals = std::strchr(argv[i], '=');
-        const std::string name = equals ? std::string(argv[i], equals) : argv[i];
+        const std::string name(argv[i], equals ? equals - argv[i] : std::strlen(argv[i]));
         if (!equals || !options.count(name)) {
             std::fprintf(stderr, "unknown argument %s; arguments: T= H= d_h= E= d_e= gate=r|ones|w dtype=bf16|fp16 launches= check=\n", argv[i]);
             return 2;

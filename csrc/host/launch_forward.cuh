@@ -9,7 +9,7 @@ namespace flashmhf {
 namespace {
 
 template <int d_h, typename T> cudaError_t configure(cudaLaunchConfig_t &config, cudaLaunchAttribute &cluster, int cluster_size) {
-    config.blockDim = dim3(forward_threads);
+    config.blockDim = dim3(ForwardPolicy<d_h>::threads);
     config.dynamicSmemBytes = ForwardPolicy<d_h>::shared_memory;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = cluster_size;
@@ -30,7 +30,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
     if (l.plan.partials == 0) return cudaSuccess;
 
     cudaLaunchConfig_t after{};
-    after.gridDim = dim3(s.rest * l.plan.cluster_size * consumers, d_h / 8);
+    after.gridDim = dim3(s.rest * l.plan.cluster_size * ForwardPolicy<d_h>::consumers, d_h / 8);
     after.blockDim = dim3(128);
     after.stream = stream;
     cudaLaunchAttribute dependent{};

@@ -7,11 +7,12 @@
 namespace flashmhf {
 
 template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(T *out, const __grid_constant__ ForwardParams p) {
+    constexpr int consumers = ForwardPolicy<d_h>::consumers;
     const int tiles = p.cluster_size * consumers;  // row tiles of an item
     const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / consumers, wg = blockIdx.x % consumers, column = blockIdx.y;
     const auto &s = p.schedule;
     const int first = s.first_owner(index), last = s.last_owner(index);
-    const RowTile tile(p, s.waves * s.clusters + index, rank, wg);
+    const RowTile tile(p, s.waves * s.clusters + index, rank, consumers, wg);
     const int row = fragment_row(threadIdx.x);
     wait_for_prerequisites();
     if (first == last || !holds_token(p, tile.sequence, tile.token + row)) return;
@@ -19,7 +20,7 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(T 
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
     for (int c = first; c <= last; ++c) {
-        const float *part = p.partials + part_offset(p, d_h, c, s.part_of(c, index), rank, wg);
+        const float *part = p.partials + part_offset<d_h>(p, c, s.part_of(c, index), rank, wg);
         const float4 x = __ldcg(reinterpret_cast<const float4 *>(part) + 128 * column + threadIdx.x);
         sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }

@@ -1,13 +1,13 @@
 // The forward kernel: out[t, h] = sum_e r[t, h, e] sum_j silu(q.k_ej) (q.u_ej) v_ej, accumulated in fp32.
 //
-//   producer warpgroup     warp 0: K, U, V tiles into the ring     warps 1, 2: Q and R of the next item
+//   producer warpgroup     warp 0: K, U, V tiles into the ring     others: Q and R of the next item
 //   consumer warpgroup     64 token rows; tile i of the item's inner range:
 //                            issue  [M|N] = Q [K;U]^T  of tile i     (16-64 wgmma in flight from here on)
 //                            issue  O += A V           of tile i - 1
 //                            wait for [M|N];  A = r silu(M) N        (while O += A V still runs)
 //                            wait for O;      round A                (operand of the next round)
 //
-// The two consumer warpgroups share every tile and fill each other's gaps. CTAs of a cluster take neighbouring rows and multicast the tiles.
+// The consumer warpgroups share every tile and fill each other's gaps. CTAs of a cluster take neighbouring rows and multicast the tiles.
 #pragma once
 
 #include "kernels/gate_rows.cuh"
@@ -23,6 +23,9 @@ template <int d_h, typename T> struct ForwardConsumer {
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
 
+    // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
+    static constexpr bool halved = P::q_in_registers && std::is_same_v<T, kittens::bf16>;
+
     Shared &shared;
     const ForwardParams &p;
     const CUtensorMap *out;
@@ -35,18 +38,29 @@ template <int d_h, typename T> struct ForwardConsumer {
     __device__ __forceinline__ void release(int slot) {
         if (lane == 0 && warp < p.cluster_size) tma::arrive_remote(shared.semaphores.slot_empty[slot], warp);
     }
-    // The item whose Q has arrived, and where its weights of the sub-networks lie.
+    // Waits for the next item, its Q and what comes with it, and makes it the current one.
     __device__ __forceinline__ const Item &next_item() {
         kittens::wait(shared.semaphores.q_full[wg], q_phase);
-        const Item &item = shared.items[q_phase][wg];
         q_phase ^= 1;
-        return item;
+        return this_item();
     }
+    __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
+    __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
     __device__ __forceinline__ GateBuffer<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg][warp]; }
     // Q has been read, and the output before it has left the buffer.
     __device__ __forceinline__ void release_q() {
         if (warpgroup::laneid() == 0) kittens::tma::store_async_read_wait<0>();
         kittens::arrive(q_empty_barrier(wg));
+    }
+    // Once an item the warpgroups issue their products one after the other: side by side they would reach their elementwise parts, and leave
+    // the tensor cores idle, together. From there they run freely: taking turns in every tile passes each delay on to the others. Items no
+    // longer than the ring are left out: a warpgroup could arrive for the next turn before the other has taken this one.
+    __device__ __forceinline__ bool takes_turns(const Item &item) { return item.end - item.begin > P::slots; }
+    __device__ __forceinline__ void await_turn(const Item &item) {
+        if (wg > 0 && takes_turns(item)) kittens::arrive_and_wait(turn_barrier(wg));
+    }
+    __device__ __forceinline__ void pass_turn(const Item &item) {
+        if (wg + 1 < P::consumers && takes_turns(item)) kittens::arrive(turn_barrier(wg + 1));
     }
     __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
         if (item.part < 0) store_output(shared.q[wg], o, out, item, output_barrier(wg));
@@ -65,7 +79,7 @@ template <int d_h, typename T> struct ForwardConsumer {
 
     // Q in registers: one stream of tiles through all items.
     __device__ __forceinline__ void run_streamed() {
-        GateRows<d_h, T> gate{p};
+        GateRows<d_h, T, halved> gate{p};
         kittens::rt<T, 16, d_h> q;
         ActivationTile<T> a;
         ScoreTile mn;
@@ -79,65 +93,66 @@ template <int d_h, typename T> struct ForwardConsumer {
                 }
         };
 
-        const Item *item = &next_item();
-        if (item->begin == item->end) return;
-        warpgroup::load(q, shared.q[wg]);
+        auto load_q = [&]() {
+            warpgroup::load(q, shared.q[wg]);
+            if constexpr (halved) kittens::warp::mul(q, q, __float2bfloat16(0.5f));
+        };
+        if (next_item().end == 0) return;
+        load_q();
         wait_slot();
         mn = 0.f;
         warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
-        gate.begin(*item, gate_buffer(), query);
-        warpgroup::mma_async_wait<0>();
-        pin(mn);
         while (true) {
+            gate.begin(this_item(), gate_buffer(), query);
+            warpgroup::mma_async_wait<0>();
+            pin(mn);
             // here: [M|N] of the item's first tile
             release_q();
             o = 0.f;
-            swiglu(mn, gate.r);
-            gate.advance();
+            swiglu<halved>(mn, gate.r);
+            gate.advance(gate_buffer());
             pack<T>(a, mn);
             release(ring.slot);
             ring.advance();
-            gate.replenish(*item, query);
-            for (int left = item->end - item->begin - 1; left > 0; --left) {
-                wait_slot();
+            gate.replenish(this_item(), gate_buffer(), query);
+            wait_slot();
+            for (int left = this_item().end - this_item().begin - 1; left > 0; --left) {
                 pin(a), pin(o);
                 warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
                 accumulate(o, a, shared.v(ring.slot));
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
-                swiglu(mn, gate.r);
-                gate.advance();
+                swiglu<halved>(mn, gate.r);
+                gate.advance(gate_buffer());
                 pin(mn);
                 const int slot = ring.slot;
                 ring.advance();
-                if (left > 1) wait_slot();  // here and in a branch: ptxas would sink the elementwise part below the next wait
+                wait_slot();
                 warpgroup::mma_async_wait<0>();
                 pin(mn), pin(o), pin(a);
                 release(slot);
                 pack<T>(a, mn);
-                gate.replenish(*item, query);
+                gate.replenish(this_item(), gate_buffer(), query);
             }
-            const Item *next = &next_item();
-            const bool more = next->begin < next->end;
-            if (more) warpgroup::load(q, shared.q[wg]);
-            wait_slot();
+            const bool more = next_item().end > 0;
+            if (more) load_q();
+            await_turn(this_item());
             pin(a), pin(o), pin(q);
             warpgroup::mma_AB(o, a, shared.v(ring.slot));
             warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));  // the next item's first tile; after the last item a product nobody uses
+            pass_turn(this_item());
             warpgroup::mma_async_wait<1>();
             pin(o);
-            finish(*item, o);
-            item = next;
-            if (more) gate.begin(*item, gate_buffer(), query);
-            warpgroup::mma_async_wait<0>();
-            pin(mn);
+            finish(last_item(), o);
             if (!more) break;
         }
+        warpgroup::mma_async_wait<0>();
+        pin(mn);
     }
 
     // Q in shared memory: [K;U] comes as two halves of d_h, and an item ends before the next begins.
     __device__ __forceinline__ void run_item_by_item() {
-        GateRows<d_h, T> gate{p};
+        GateRows<d_h, T, halved> gate{p};
         ActivationTile<T> a;
         ScoreTile mn;
         OutputTile<d_h> o;
@@ -168,47 +183,48 @@ template <int d_h, typename T> struct ForwardConsumer {
         };
         mn = 0.f;
         while (true) {
-            const Item &item = next_item();
-            if (item.begin == item.end) return;
+            if (next_item().end == 0) return;
+            await_turn(this_item());
             issue_ku();
-            gate.begin(item, gate_buffer(), query);
+            pass_turn(this_item());
+            gate.begin(this_item(), gate_buffer(), query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
             release_next(), release_next();
             o = 0.f;
-            swiglu(mn, gate.r);
-            gate.advance();
+            swiglu<halved>(mn, gate.r);
+            gate.advance(gate_buffer());
             pack<T>(a, mn);
-            gate.replenish(item, query);
-            for (int left = item.end - item.begin - 1; left > 0; --left) {
+            gate.replenish(this_item(), gate_buffer(), query);
+            for (int left = this_item().end - this_item().begin - 1; left > 0; --left) {
                 pin(a), pin(o);
                 issue_ku();
                 issue_v();
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
                 release_next(), release_next();
-                swiglu(mn, gate.r);
-                gate.advance();
+                swiglu<halved>(mn, gate.r);
+                gate.advance(gate_buffer());
                 pin(mn);
                 if (left > 1) wait_slot();  // as above
                 warpgroup::mma_async_wait<0>();
                 pin(mn), pin(o), pin(a);
                 release_next();
                 pack<T>(a, mn);
-                gate.replenish(item, query);
+                gate.replenish(this_item(), gate_buffer(), query);
             }
             pin(a), pin(o);
             issue_v();
             warpgroup::mma_async_wait<0>();
             pin(o);
             release_next();
-            finish(item, o);
+            finish(this_item(), o);
             release_q();
         }
     }
 };
 
-template <int d_h, typename T> __global__ __launch_bounds__(forward_threads, 1)
+template <int d_h, typename T> __global__ __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
 void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_u,
              const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_out, const __grid_constant__ ForwardParams p) {
     using P = ForwardPolicy<d_h>;
@@ -222,21 +238,21 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
         auto &sem = shared.semaphores;
         for (int i = 0; i < P::slots; ++i) {
             kittens::warp::init_semaphore(sem.slot_full[i], slot_full_arrivals);
-            kittens::warp::init_semaphore(sem.slot_empty[i], slot_empty_arrivals * p.cluster_size);
+            kittens::warp::init_semaphore(sem.slot_empty[i], P::consumers * p.cluster_size);
         }
-        for (int i = 0; i < consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
+        for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
         tma::fence_semaphore_init();
     }
     __syncthreads();
     cluster_sync();
     launch_dependents();  // the combine kernel, if any; it waits for this one to finish
 
-    if (warpgroup == consumers) {
+    if (warpgroup == P::consumers) {
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
             if (kittens::laneid() == 0) load_weights<d_h, T>(shared, WeightMaps{&map_k, &map_u, &map_v}, p);
-        } else if (warp <= consumers) {
+        } else if (warp <= P::consumers) {
             load_rows_of_items<d_h, T>(shared, &map_q, p, warp - 1);
         }
         __syncwarp();

@@ -88,7 +88,7 @@ template <int d_h, typename T> __device__ __forceinline__ void load_weights(Forw
 // as zeros and are not stored.
 struct RowTile {
     int head, sequence, token;
-    __device__ __forceinline__ RowTile(const ForwardParams &p, int item, int rank, int warpgroup) {
+    __device__ __forceinline__ RowTile(const ForwardParams &p, int item, int rank, int consumers, int warpgroup) {
         head = item / p.blocks;
         const int tile = ((item - head * p.blocks) * p.cluster_size + rank) * consumers + warpgroup;
         sequence = tile / p.row_tiles;
@@ -99,32 +99,36 @@ __device__ __forceinline__ bool holds_token(const ForwardParams &p, int sequence
 
 template <int d_h> using GateBuffer = float[ForwardPolicy<d_h>::gate_chunk + 1][ForwardPolicy<d_h>::gate_pitch];
 
-// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, by one warp: lanes along the sub-networks. A load takes microseconds to
-// come back through the stream of tiles, so many are in flight: fp32 by copies that need no register, until wait_gate(); 16-bit in batches.
+// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, by one warp: lanes along the sub-networks. A burst of loads clogs the
+// path that all warps share (6 % of a run at T = 32,256), so a few at a time, through registers; but in a hurry (fp32 only) all at once, by
+// copies that need no register, complete after wait_gate().
 template <int d_h, typename T> __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first,
-                                                                         GateBuffer<d_h> *dst) {
-    constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk;
+                                                                         bool hurry, GateBuffer<d_h> *dst) {
+    constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk, batch = step == 1 ? 4 : 16 / step;
     const int lane = kittens::laneid(), e = lane % chunk;
     const int64_t left = item.sequence < p.batch && first + e < p.subnets ? p.length - item.token : 0;
     const int tokens = left < tile_rows ? static_cast<int>(left) : tile_rows;  // rows that have a weight
-    int row = from + lane / chunk;
-    const int64_t at = item.sequence * p.r_batch + (item.token + row) * p.r_token + item.head * p.r_head + first + e;
-    if (p.gate == Gate::r_float) {
-        const float *r = static_cast<const float *>(p.gate_data) + at;
+    const int64_t at = item.sequence * p.r_batch + (item.token + from + lane / chunk) * p.r_token + item.head * p.r_head + first + e;
+    auto load = [&](auto *r) {
 #pragma unroll 1
-        for (; row < to; row += step, r += step * p.r_token) copy_word_async(&dst[row / 16][e][row % 16], r, row < tokens);
-    } else {
-        const T *r = static_cast<const T *>(p.gate_data) + at;
-        constexpr int batch = step == 1 ? 4 : 16 / step;
-#pragma unroll 1
-        for (; row < to; row += batch * step) {
-            T values[batch];
+        for (int row = from + lane / chunk; row < to; row += batch * step) {
+            float values[batch];
 #pragma unroll
-            for (int j = 0; j < batch; ++j, r += step * p.r_token)
-                values[j] = p.gate == Gate::r_half && row + j * step < tokens ? __ldg(r) : T(1.f);
+            for (int j = 0; j < batch; ++j, r += step * p.r_token) values[j] = row + j * step < tokens ? static_cast<float>(__ldg(r)) : 0.f;
 #pragma unroll
             for (int j = 0; j < batch; ++j) dst[row / 16][e][row % 16 + j * step] = values[j];
         }
+    };
+    if (p.gate == Gate::r_float && hurry) {
+        const float *r = static_cast<const float *>(p.gate_data) + at;
+#pragma unroll 1
+        for (int row = from + lane / chunk; row < to; row += step, r += step * p.r_token) copy_word_async(&dst[row / 16][e][row % 16], r, row < tokens);
+    } else if (p.gate == Gate::r_float) {
+        load(static_cast<const float *>(p.gate_data) + at);
+    } else if (p.gate == Gate::r_half) {
+        load(static_cast<const T *>(p.gate_data) + at);
+    } else {
+        for (int row = from + lane / chunk; row < to; row += step) dst[row / 16][e][row % 16] = 1.f;
     }
     for (int row = from + lane; row < to; row += 32) dst[row / 16][chunk][row % 16] = 1.f;
 }
@@ -141,9 +145,10 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
     auto &full = shared.semaphores.q_full[warpgroup];
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    int count = 0;
+    constexpr int patience = 32;  // tiles of an item under which the next one's weights can come at leisure
+    int count = 0, ahead = 0;
     for (; cursor.next(work); ++count) {
-        const RowTile rows(p, work.item, kittens::cluster_ctarank(), warpgroup);
+        const RowTile rows(p, work.item, kittens::cluster_ctarank(), P::consumers, warpgroup);
         const int part = work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
         const Item item{work.begin, work.end, part, rows.head, rows.sequence, rows.token};
         if (count > 0) kittens::arrive_and_wait(q_empty_barrier(warpgroup));
@@ -155,10 +160,11 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
                 tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
         }
         if (P::gate_early && p.gate < Gate::w_float) {
-            load_gate<d_h, T>(p, item, 0, tile_rows, item.begin / p.subnet_tiles, shared.gate[count % P::gate_buffers][warpgroup]);
+            load_gate<d_h, T>(p, item, 0, tile_rows, item.begin / p.subnet_tiles, ahead < patience, shared.gate[count % P::gate_buffers][warpgroup]);
             wait_gate();
         }
         if (leader) kittens::arrive(full);
+        ahead = item.end - item.begin;
     }
     if (count > 0) kittens::arrive_and_wait(q_empty_barrier(warpgroup));
     if (leader) {

@@ -6,15 +6,10 @@ namespace flashmhf {
 
 constexpr int tile_rows = 64;       // token rows of a consumer warpgroup (the M of wgmma)
 constexpr int tile_inter = 64;      // inner units of a tile; K and U stacked make the N = 128 of the first product
-constexpr int consumers = 2;        // consumer warpgroups of a CTA
 constexpr int element_bytes = 2;    // bf16 or fp16
-constexpr int forward_threads = 128 * (consumers + 1);
 
 constexpr int shared_memory_limit = 227 * 1024;
-constexpr int barrier_bytes = 256;  // all semaphores and item records of a CTA, rounded up
-
-// Registers of a thread at launch: 65,536 / 384 rounded down to a multiple of 8. Then setmaxnreg moves them from producer to consumers.
-constexpr int launch_registers = 168;
+constexpr int barrier_bytes = 320;  // all semaphores and item records of a CTA, rounded up
 
 template <int d_h> struct ForwardPolicy {
     static_assert(d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256, "head dimensions with a policy");
@@ -22,6 +17,10 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int swizzle_bytes = d_h % 64 == 0 ? 128 : 64;
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
     static constexpr int panels = d_h / panel_cols;
+
+    // Consumer warpgroups of a CTA. At d_h = 64 a tile has so little tensor work that two cannot cover each other's elementwise parts.
+    static constexpr int consumers = 2;
+    static constexpr int threads = 128 * (consumers + 1);
 
     // Up to d_h = 128, Q lives in registers, a slot of the ring holds [K;U] of one tile and V of the tile before it, and the first
     // product of the next work item runs under the epilogue of this one. At d_h = 256 the accumulators leave no room: Q stays in
@@ -41,7 +40,10 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int shared_memory = slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + barrier_bytes;
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 
-    static constexpr int producer_registers = q_in_registers ? 40 : 24, consumer_registers = q_in_registers ? 232 : 240;
+    // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
+    static constexpr int launch_registers = 65536 / threads / 8 * 8;
+    static constexpr int producer_registers = consumers == 3 ? 32 : q_in_registers ? 40 : 24;
+    static constexpr int consumer_registers = consumers == 3 ? 160 : q_in_registers ? 232 : 240;
     static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
     // O, [M|N], A, and Q where it is in registers; the rest are addresses, weights and loop state.
     static constexpr int tile_registers = d_h / 2 + tile_inter + tile_inter / 4 + (q_in_registers ? d_h / 4 : 0);

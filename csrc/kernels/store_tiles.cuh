@@ -9,8 +9,8 @@ namespace flashmhf {
 template <int d_h> using OutputTile = kittens::rt_fl<16, d_h>;
 
 // Float4 j of thread i of the warpgroup holds the fragment's accumulators 4j..4j + 3: columns 8j + 2 (i % 4), + 1 of row g and of row g + 8.
-__device__ __forceinline__ size_t part_offset(const ForwardParams &p, int d_h, int cluster, int part, int rank, int warpgroup) {
-    return ((((static_cast<size_t>(cluster) * 2 + part) * p.cluster_size + rank) * consumers + warpgroup) * tile_rows) * d_h;
+template <int d_h> __device__ __forceinline__ size_t part_offset(const ForwardParams &p, int cluster, int part, int rank, int warpgroup) {
+    return ((((static_cast<size_t>(cluster) * 2 + part) * p.cluster_size + rank) * ForwardPolicy<d_h>::consumers + warpgroup) * tile_rows) * d_h;
 }
 
 __device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
@@ -19,7 +19,7 @@ template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d
                                                                int warpgroup) {
     const int thread = kittens::warpgroup::laneid();
     if (!holds_token(p, item.sequence, item.token + fragment_row(thread))) return;
-    auto *dst = reinterpret_cast<float4 *>(p.partials + part_offset(p, d_h, cluster, item.part, rank, warpgroup)) + thread;
+    auto *dst = reinterpret_cast<float4 *>(p.partials + part_offset<d_h>(p, cluster, item.part, rank, warpgroup)) + thread;
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) {
         const auto &pair = o.tiles[0][j / 2].data;
