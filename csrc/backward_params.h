@@ -64,7 +64,8 @@ struct CollectParams {
     int64_t group_rows;        // rows of a group; the last tile may be partial
     int inner_groups;          // group = outer * inner_groups + inner starts at row outer * outer_step + inner * inner_step
     int64_t outer_step, inner_step, row_step;
-    void *out;                 // element type, or fp32 to add to
+    void *out[3];              // element type, or fp32 to add to; one for each blockIdx.z
+    int64_t out_step;          // floats between the tiles of one and of the next
     bool accumulate;
     const float *dp;           // of the router, [rows of out, E]: dP W^T of the row is added to it; null: nothing is
     const void *w;             // [outer, d_h, E]

@@ -147,8 +147,10 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
     };
     const int64_t tile = backward_rows * d_h, query_tiles = sizes.heads * axes.batch * plan.row_tiles;
     if (launch.fused) {
-        p.query_sums = floats(query_tiles * tile);
-        if (p.dr) p.dr_sums = floats(query_tiles * sizes.subnets * backward_rows);
+        const int64_t count = query_tiles * tile, dr_count = p.dr ? query_tiles * sizes.subnets * backward_rows : 0;
+        p.query_sums = floats(count + dr_count);
+        if (p.dr) p.dr_sums = p.query_sums + count;
+        launch.sums_bytes = (count + dr_count) * sizeof(float);
     } else if (needs_tokens && (plan.token_parts > 1 || router)) {
         p.query_parts = floats(query_tiles * plan.token_parts * tile);
     }

@@ -10,8 +10,9 @@
 namespace flashmhf {
 namespace {
 
+// early: the kernel may start while the one before it in the stream still runs; it waits for it (griddepcontrol.wait) where it must.
 template <typename Kernel, typename... Args>
-cudaError_t launch_kernel(Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
+cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
     if (shared_memory > 0)
         if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory))) return error;
     cudaLaunchConfig_t config{};
@@ -19,19 +20,24 @@ cudaError_t launch_kernel(Kernel kernel, dim3 grid, int threads, size_t shared_m
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_memory;
     config.stream = stream;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = early;
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-template <int d_h, int outputs, typename T> cudaError_t launch_inter(const BackwardLaunch &l) {
+template <int d_h, int outputs, typename T> cudaError_t launch_inter(const BackwardLaunch &l, bool early) {
     const BackwardMaps maps{l.q, l.grad_out, l.k, l.u, l.v};
-    return launch_kernel(flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), InterPolicy<d_h, outputs>::threads,
+    return launch_kernel(early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), InterPolicy<d_h, outputs>::threads,
                          sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
 }
 
-template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, const CollectParams &c) {
-    const dim3 grid(tiles, d_h / collect_columns<d_h>);
-    return c.dp ? launch_kernel(flashmhf_backward_collect<d_h, T, true>, grid, 128, 0, l.stream, c)
-                : launch_kernel(flashmhf_backward_collect<d_h, T, false>, grid, 128, 0, l.stream, c);
+template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, int outputs, const CollectParams &c) {
+    const dim3 grid(tiles, d_h / collect_columns<d_h>, outputs);
+    return c.dp ? launch_kernel(true, flashmhf_backward_collect<d_h, T, true>, grid, 128, 0, l.stream, c)
+                : launch_kernel(true, flashmhf_backward_collect<d_h, T, false>, grid, 128, 0, l.stream, c);
 }
 
 // dQ tiles, numbered head by head, to [T, H, d_h].
@@ -47,14 +53,14 @@ template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l
     c.outer_step = 1;
     c.inner_step = p.dense_batch * p.heads;
     c.row_step = p.dense_token * p.heads;
-    c.out = p.dq;
+    c.out[0] = p.dq;
     if (l.gate.w) {
         c.dp = l.gate.dp;
         c.w = l.gate.w;
         c.w_is_float = l.gate.w_is_float;
         c.subnets = p.subnets;
     }
-    return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, c);
+    return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, 1, c);
 }
 
 // Parts of the split items to the weight gradients.
@@ -62,23 +68,22 @@ template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch 
     const BackwardParams &p = l.params;
     const int split = l.plan.items - l.plan.whole;
     if (split == 0) return cudaSuccess;
-    void *outputs[3] = {p.dk, p.du, p.dv};
-    for (int which = 0; which < 3; ++which) {
-        CollectParams c{};
-        c.tiles = p.weight_parts + which * backward_rows * d_h;
-        c.parts = p.parts;
-        c.part_stride = 3 * backward_rows * d_h;
-        c.first_tile = l.plan.whole;
-        c.group_tiles = p.subnet_tiles;
-        c.group_rows = p.subnet_dim;
-        c.inner_groups = 1;
-        c.outer_step = p.subnet_dim;
-        c.row_step = 1;
-        c.out = outputs[which];
-        c.accumulate = p.accumulate;
-        if (cudaError_t error = collect<d_h, T>(l, split, c)) return error;
-    }
-    return cudaSuccess;
+    CollectParams c{};
+    c.tiles = p.weight_parts;
+    c.parts = p.parts;
+    c.part_stride = 3 * backward_rows * d_h;
+    c.first_tile = l.plan.whole;
+    c.group_tiles = p.subnet_tiles;
+    c.group_rows = p.subnet_dim;
+    c.inner_groups = 1;
+    c.outer_step = p.subnet_dim;
+    c.row_step = 1;
+    c.out[0] = p.dk;
+    c.out[1] = p.du;
+    c.out[2] = p.dv;
+    c.out_step = backward_rows * d_h;
+    c.accumulate = p.accumulate;
+    return collect<d_h, T>(l, split, 3, c);
 }
 
 // dP and dW of the router, when there is one; dR is complete.
@@ -86,24 +91,23 @@ template <int d_h, typename T> cudaError_t launch_gate_grad(const BackwardLaunch
     const GateParams &g = l.gate;
     if (!g.w) return cudaSuccess;
     const dim3 grid(g.dw_part_count, g.heads, (g.subnets + gate_chunk_columns - 1) / gate_chunk_columns);
-    if (cudaError_t error = launch_kernel(flashmhf_gate_grad<d_h, T>, grid, 256, 0, l.stream, g)) return error;
+    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, grid, 256, 0, l.stream, g)) return error;
     if (!g.dw) return cudaSuccess;
     const int64_t count = static_cast<int64_t>(g.heads) * d_h * g.subnets;
-    return launch_kernel(flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, l.stream, g, count);
+    return launch_kernel(true, flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, l.stream, g, count);
 }
 
 template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l) {
     const BackwardParams &p = l.params;
     if (l.gate.w)
-        if (cudaError_t error = launch_kernel(flashmhf_gate_rows<d_h, T>, dim3(p.batch * p.row_tiles, p.heads), 128, 0, l.stream, l.gate)) return error;
+        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, dim3(p.batch * p.row_tiles, p.heads), 128, 0, l.stream, l.gate)) return error;
     if constexpr (d_h < 256) {
         if (l.fused) {
-            if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, sizeof(float) * p.heads * p.batch * p.row_tiles * backward_rows * d_h, l.stream)) return error;
+            // dr_sums, if any, lie behind query_sums
+            if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
+            if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;
             if (p.dr_sums)
-                if (cudaError_t error = cudaMemsetAsync(p.dr_sums, 0, sizeof(float) * p.heads * p.subnets * p.batch * p.row_tiles * backward_rows, l.stream)) return error;
-            if (cudaError_t error = launch_inter<d_h, all_grads, T>(l)) return error;
-            if (p.dr_sums)
-                if (cudaError_t error = launch_kernel(flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
+                if (cudaError_t error = launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
             if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
             if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
             return collect_weights<d_h, T>(l);
@@ -111,7 +115,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
     }
     if (l.needs_tokens) {
         const BackwardMaps maps{l.q, l.grad_out, l.token_k, l.token_u, l.token_v};
-        if (cudaError_t error = launch_kernel(flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts), TokenPolicy<d_h>::threads,
+        if (cudaError_t error = launch_kernel(false, flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts), TokenPolicy<d_h>::threads,
                                               sizeof(TokenShared<d_h, T>), l.stream, maps, p))
             return error;
         if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
@@ -120,10 +124,10 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
     }
     if (!l.needs_weights) return cudaSuccess;
     if constexpr (d_h < 256) {
-        if (cudaError_t error = launch_inter<d_h, weight_grads, T>(l)) return error;
+        if (cudaError_t error = launch_inter<d_h, weight_grads, T>(l, l.needs_tokens)) return error;
     } else {
-        if (cudaError_t error = launch_inter<d_h, key_grads, T>(l)) return error;
-        if (cudaError_t error = launch_inter<d_h, value_grad, T>(l)) return error;
+        if (cudaError_t error = launch_inter<d_h, key_grads, T>(l, l.needs_tokens)) return error;
+        if (cudaError_t error = launch_inter<d_h, value_grad, T>(l, true)) return error;
     }
     return collect_weights<d_h, T>(l);
 }

@@ -19,6 +19,7 @@ struct BackwardLaunch {
     CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
     BackwardParams params;
     GateParams gate;                 // gate.w: gated_backward
+    size_t sums_bytes;               // of params.query_sums and dr_sums together
     cudaStream_t stream;
 };
 

@@ -6,17 +6,18 @@
 
 namespace flashmhf {
 
-// One CTA of 128 threads for 64 (or 96) columns of a tile: blockIdx (tile, column block).
+// One CTA of 128 threads for 64 (or 96) columns of a tile: blockIdx (tile, column block, output).
 template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
 template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128) flashmhf_backward_collect(const __grid_constant__ CollectParams p) {
     constexpr int cols = collect_columns<d_h>;
     __shared__ StagedTile<cols> staged;
+    kittens::pdl::wait();
     const int thread = threadIdx.x, tile = p.first_tile + blockIdx.x, group = tile / p.group_tiles;
     const int64_t first = static_cast<int64_t>(tile - group * p.group_tiles) * backward_rows;
     const int64_t rows = min(static_cast<int64_t>(backward_rows), p.group_rows - first);
     const int64_t start = (group / p.inner_groups) * p.outer_step + (group % p.inner_groups) * p.inner_step + first * p.row_step;
 
-    const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride) + blockIdx.y * (cols / 8) * 128 + thread;
+    const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride + blockIdx.z * p.out_step) + blockIdx.y * (cols / 8) * 128 + thread;
     float4 sums[cols / 8];
 #pragma unroll
     for (int j = 0; j < cols / 8; ++j) sums[j] = __ldcs(src + 128 * j);
@@ -62,7 +63,7 @@ template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128
     for (int j = 0; j < cols / 8; ++j) staged.fragment(j, thread) = sums[j];
     __syncthreads();
     const size_t element = p.accumulate ? sizeof(float) : sizeof(T);
-    staged.template write<T>(static_cast<char *>(p.out) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, static_cast<int>(rows),
+    staged.template write<T>(static_cast<char *>(p.out[blockIdx.z]) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, static_cast<int>(rows),
                              p.accumulate, thread);
 }
 
@@ -70,16 +71,19 @@ template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128
 template <typename T> __global__ void __launch_bounds__(256) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
     constexpr int chunk = 32;
     __shared__ float sums[chunk][backward_rows + 1];
+    kittens::pdl::wait();
     const int tile = blockIdx.x, head = blockIdx.y, sequence = tile / p.row_tiles;
     const int64_t first = static_cast<int64_t>(tile - sequence * p.row_tiles) * backward_rows, columns = static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows;
     const int rows = static_cast<int>(min(static_cast<int64_t>(backward_rows), p.length - first));
     for (int e = 0; e < p.subnets; e += chunk) {
         const int count = min(chunk, p.subnets - e);
         __syncthreads();
+#pragma unroll 8
         for (int i = threadIdx.x; i < count * backward_rows; i += 256)
             sums[i / backward_rows][i % backward_rows] =
                 p.dr_sums[(static_cast<int64_t>(head) * p.subnets + e + i / backward_rows) * columns + static_cast<int64_t>(tile) * backward_rows + i % backward_rows];
         __syncthreads();
+#pragma unroll 4
         for (int i = threadIdx.x; i < chunk * rows; i += 256) {
             const int row = i / chunk, column = i % chunk;
             if (column >= count) continue;

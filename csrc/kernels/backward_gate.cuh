@@ -89,6 +89,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(256) flashmhf_g
     constexpr int chunk = gate_chunk_columns, lanes = d_h <= 64 ? 4 : d_h <= 128 ? 2 : 1, width = chunk / lanes;  // threads of a d_h column, their sub-networks
     __shared__ T q[backward_rows][d_h];
     __shared__ __align__(16) float dp[backward_rows][chunk];
+    kittens::pdl::wait();
     const int head = blockIdx.y, first = blockIdx.z * chunk, count = min(chunk, p.subnets - first), thread = threadIdx.x;
     const int column = thread % d_h, part = thread / d_h;
     float sums[width] = {};
@@ -144,6 +145,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(256) flashmhf_g
 
 // The parts of dW in order, to W's type.
 template <typename T> __global__ void __launch_bounds__(256) flashmhf_gate_sum(const __grid_constant__ GateParams p, int64_t count) {
+    kittens::pdl::wait();
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll) {
         float sum = 0.f;
         for (int part = 0; part < p.dw_part_count; ++part) sum += p.dw_parts[part * count + i];

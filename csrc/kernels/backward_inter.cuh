@@ -169,6 +169,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
 
     constexpr int readers = 2 * P::query + P::accumulator_groups;  // roles that read what S hands over
     constexpr int first_w = 2 * P::query;                          // their numbers: Q 0, dR 1, then W
+    kittens::pdl::arrive();
     if (threadIdx.x == 32)
         for (const CUtensorMap *map : {&maps.k, &maps.u, &maps.q, &maps.v, &maps.grad_out}) tma::prefetch(map);
     if (threadIdx.x == 0) {
@@ -391,6 +392,8 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
         warpgroup::increase_registers<P::w_registers>();
         const int share = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
         accumulate_weight_grads(shared, p, work, first_w + share, share);
+        // Behind the token-stationary kernel this one starts early, since it needs nothing of it; but it must not end before it.
+        kittens::pdl::wait();
     }
 }
 

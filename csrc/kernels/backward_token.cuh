@@ -62,6 +62,7 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
     const int first_subnet = p.subnets * blockIdx.z / p.token_parts, last_subnet = p.subnets * (blockIdx.z + 1) / p.token_parts;
     const int per_subnet = (p.subnet_dim + P::inter - 1) / P::inter, count = (last_subnet - first_subnet) * per_subnet;
 
+    kittens::pdl::arrive();
     if (threadIdx.x == 32)
         for (const CUtensorMap *map : {&maps.q, &maps.grad_out, &maps.k, &maps.u, &maps.v}) tma::prefetch(map);
     if (threadIdx.x == 0) {
