@@ -121,17 +121,17 @@ def _run_compare(setting: study.Setting) -> list[study.Measurement]:
     return measurements
 
 
-def _run_training(results: report.Results, text: torch.Tensor) -> None:
-    recipe, device = results.recipe, results.setting.device
-    modules = study.equal_parameter_modules(recipe.d_model, recipe.heads, recipe.subnets, recipe.subnet_dim)
-    for name in TRAINED:
-        results.parameters[name] = sum(p.numel() for p in tiny_lm.ByteLM(recipe, modules[name]).parameters())
-        steps = results.curves.setdefault(name, [])
-        with _progress(recipe.steps, f"language model, {name}", "step") as bar:
-            for step in tiny_lm.train(text, recipe, modules[name], device):
-                steps.append(step)
-                bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
-                bar.update()
+def _run_training(results: report.Results, text: bytes) -> None:
+    results.not_trained = tiny_lm.why_not()
+    if results.not_trained:
+        return
+    with _progress(results.recipe.steps * len(TRAINED), "language model", "step") as bar:
+
+        def show(name: str, step: int, loss: float) -> None:
+            bar.set_postfix_str(f"{name}, loss {loss:.3f}", refresh=False)
+            bar.update()
+
+        results.trained = tiny_lm.train(text, results.recipe, TRAINED, results.setting.device, show)
 
 
 def _everything(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .study import Accuracy, Measurement, Setting
-from .tiny_lm import Recipe, Step
+from .tiny_lm import Recipe, Trained
 
 COLUMNS = ("SwiGLU", "naive MH-FFN", "FlashMHF")
 COLORS = {"SwiGLU": "tab:orange", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
@@ -24,8 +24,8 @@ class Results:
     measurements: list[Measurement] = field(default_factory=list)
     recipe: Recipe | None = None
     text: str = ""
-    parameters: dict[str, int] = field(default_factory=dict)
-    curves: dict[str, list[Step]] = field(default_factory=dict)
+    trained: dict[str, Trained] = field(default_factory=dict)
+    not_trained: str | None = None
 
     @property
     def accurate(self) -> bool:
@@ -81,11 +81,14 @@ def table(results: Results) -> str:
             for length in lengths:
                 figures = (_number(getattr(by_place[name, length], attribute)) if (name, length) in by_place else "-" for name in COLUMNS)
                 rows.append((f"  {title}, length {length}", *figures))
-    if results.curves and results.recipe:
-        held_out = {name: steps[-1].held_out for name, steps in results.curves.items()}
+    if results.not_trained:
+        rows += [(), (f"language model: {results.not_trained}", *("-" for _ in COLUMNS))]
+    if results.trained and results.recipe:
+        parameters = {name: trained.parameters for name, trained in results.trained.items()}
+        held_out = {name: trained.held_out for name, trained in results.trained.items()}
         rows += [
             (),
-            (f"language model on {results.text}: parameters", *(_number(results.parameters.get(name)) for name in COLUMNS)),
+            (f"language model on {results.text}: parameters", *(_number(parameters.get(name)) for name in COLUMNS)),
             (f"  held-out loss after {results.recipe.steps} steps, nats/byte", *(_number(held_out.get(name)) for name in COLUMNS)),
         ]
     return results.headline + "\n\n" + _aligned(rows)
@@ -110,9 +113,9 @@ def picture(results: Results, path: Path) -> None:
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
         axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
         axis.yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    for name, steps in results.curves.items():
-        loss_axis.plot(_smooth([step.loss for step in steps]), color=COLORS[name], label=f"{name}, held out {_number(steps[-1].held_out)}")
-        loss_axis.plot(len(steps) - 1, steps[-1].held_out, "o", color=COLORS[name])
+    for name, trained in results.trained.items():
+        loss_axis.plot(_smooth(trained.losses), color=COLORS[name], label=f"{name}, held out {_number(trained.held_out)}")
+        loss_axis.plot(len(trained.losses) - 1, trained.held_out, "o", color=COLORS[name])
     loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")
     for axis in (time_axis, memory_axis, loss_axis):
         axis.grid(True, which="both", alpha=0.3)

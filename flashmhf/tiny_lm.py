@@ -1,25 +1,26 @@
-"""A byte-level language model small enough to train in half a minute on two CPU cores, with any feed-forward module.
+"""The main command's language models: bytes of real text, SwiGLU and FlashMHF at equal parameters, trained by flashmhf.lm.
 
-Legend: B sequences, L bytes each, D = d_model.
+Small enough for half a minute each on two CPU cores. Needs the extra ``flashmhf[lm]``; :func:`why_not` says so where it is missing.
 """
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import random
 import sysconfig
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
-VOCABULARY = 256
+from . import study
+
 HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES = 50_000
 MAXIMUM_BYTES = 32 << 20
+FFN_TYPES = {"SwiGLU": "swiglu", "FlashMHF": "flashmhf"}
 
 
 @dataclass(frozen=True)
@@ -36,26 +37,40 @@ class Recipe:
     steps: int = 320
     warmup: int = 60
     learning_rate: float = 2e-3
-    evaluation_batches: int = 16
 
 
 CPU_RECIPE = Recipe()
 GPU_RECIPE = Recipe(d_model=512, layers=6, heads=4, subnets=4, subnet_dim=384, context=512, batch=32, steps=400, learning_rate=1e-3)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model's parameters, the loss of every step and the held-out loss (nats a byte)."""
+
+    parameters: int
+    losses: list[float]
+    held_out: float
+
+
 class TextError(ValueError):
     """The text cannot be trained on; the message says why."""
 
 
-def read_text(path: str | None) -> Tensor:
-    """The bytes of a text file, or of the Python standard library's own source, as uint8.
+def why_not() -> str | None:
+    """None where language models can be trained here, else what is missing."""
+    missing = [name for name in ("transformers", "accelerate", "tokenizers") if importlib.util.find_spec(name) is None]
+    return f"needs {', '.join(missing)}: pip install 'flashmhf[lm]'" if missing else None
+
+
+def read_text(path: str | None) -> bytes:
+    """The bytes of a text file, or of the Python standard library's own source.
 
     Raises TextError for what is missing, empty, binary or too short.
     """
     data = _standard_library() if path is None else _file(Path(path))
     if len(data) < MINIMUM_BYTES:
         raise TextError(f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
-    return torch.frombuffer(bytearray(data[:MAXIMUM_BYTES]), dtype=torch.uint8)
+    return data[:MAXIMUM_BYTES]
 
 
 def _file(path: Path) -> bytes:
@@ -85,98 +100,86 @@ def _standard_library() -> bytes:
     return b"\n".join(path.read_bytes() for path in files)
 
 
-def _rotate(x: Tensor) -> Tensor:
-    """Rotary positions of x [B, heads, L, D/heads]."""
-    half = x.shape[-1] // 2
-    frequency = 1e4 ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+def train(
+    text: bytes, recipe: Recipe, names: tuple[str, ...], device: torch.device, on_step: Callable[[str, int, float], None]
+) -> dict[str, Trained]:
+    """Trains a model with each of the named networks on the same batches; ``on_step`` gets name, step and loss."""
+    from transformers import TrainerCallback
+    from transformers.utils import logging
+
+    from .lm import metrics, training
+
+    class Report(TrainerCallback):
+        def __init__(self, name: str):
+            self.name = name
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if logs and "loss" in logs:
+                on_step(self.name, state.global_step, logs["loss"])
+
+    logging.disable_progress_bar()
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = Path(scratch) / "tokens"
+        _store(text, recipe, tokens)
+        for name in names:
+            options = training.Options(
+                output=str(Path(scratch) / name),
+                preset="tiny",
+                ffn=FFN_TYPES[name],
+                tokens=str(tokens),
+                vocab_size=1,  # as many as the tokenizer has
+                length=recipe.context,
+                batch=recipe.batch,
+                micro_batch=recipe.batch,
+                steps=recipe.steps,
+                learning_rate=recipe.learning_rate,
+                min_learning_rate=recipe.learning_rate / 10,
+                warmup=min(recipe.warmup, max(1, recipe.steps // 4)),
+                eval_fraction=HELD_OUT,
+                eval_every=recipe.steps,
+                log_every=1,
+                device="cpu" if device.type == "cpu" else "auto",
+                model=_sizes(recipe, name),
+                arguments={"report_to": [], "save_strategy": "no"},
+            )
+            result = training.start(options, bar=False, callbacks=[Report(name)])
+            losses = [row["loss"] for row in metrics.read_rows(result.output) if "loss" in row]
+            found[name] = Trained(result.parameters, losses, result.eval_loss)
+    return found
 
 
-class Block(nn.Module):
-    """Pre-norm causal attention and a feed-forward module."""
+def _store(text: bytes, recipe: Recipe, directory: Path) -> None:
+    """As many of the text's bytes as a run needs, one token each, where flashmhf.lm.training looks for the tokens of another run."""
+    from .lm import data, tokenizer, training
 
-    def __init__(self, recipe: Recipe, feed_forward: Callable[[], nn.Module]):
-        super().__init__()
-        self.heads = recipe.heads
-        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(recipe.d_model), nn.RMSNorm(recipe.d_model)
-        self.qkv = nn.Linear(recipe.d_model, 3 * recipe.d_model, bias=False)
-        self.attention_out = nn.Linear(recipe.d_model, recipe.d_model, bias=False)
-        self.feed_forward = feed_forward()
+    bytewise = tokenizer.train([], tokenizer.SMALLEST)  # no merges
+    bytewise.save_pretrained(directory / training.TOKENIZER)
+    wanted = int(recipe.steps * recipe.batch * recipe.context / (1 - HELD_OUT)) + recipe.context
 
-    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
-        q, k, v = self.qkv(self.attention_norm(x_BLD)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = _rotate(q), _rotate(k)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BLD = x_BLD + self.attention_out(attended.transpose(1, 2).flatten(2))  # noqa: N806
-        return x_BLD + self.feed_forward(self.feed_forward_norm(x_BLD))
+    def pieces(report: data.Report):
+        report.documents += 1
+        yield data.Piece(text[:wanted].decode(errors="replace"), last=True)
+
+    data.store(directory / training.DATA, "bytes", pieces, bytewise, wanted)
 
 
-class ByteLM(nn.Module):
-    """Decoder over bytes with rotary positions and tied embeddings."""
-
-    def __init__(self, recipe: Recipe, feed_forward: Callable[[], nn.Module]):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, recipe.d_model)
-        self.blocks = nn.ModuleList(Block(recipe, feed_forward) for _ in range(recipe.layers))
-        self.norm = nn.RMSNorm(recipe.d_model)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-
-    def forward(self, tokens_BL: Tensor) -> Tensor:  # noqa: N803
-        x_BLD = self.embedding(tokens_BL)  # noqa: N806
-        for block in self.blocks:
-            x_BLD = block(x_BLD)  # noqa: N806
-        return functional.linear(self.norm(x_BLD), self.embedding.weight)
-
-    def loss(self, tokens_BL: Tensor) -> Tensor:  # noqa: N803
-        """Mean cross-entropy, nats a byte, of predicting each byte from those before it."""
-        logits = self(tokens_BL[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens_BL[:, 1:].flatten())
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step's loss; the last one carries the held-out loss too (nats a byte)."""
-
-    loss: float
-    held_out: float | None = None
-
-
-def train(text: Tensor, recipe: Recipe, feed_forward: Callable[[], nn.Module], device: torch.device, seed: int = 0) -> Iterator[Step]:
-    """Trains on the text's beginning, step by step; every module sees the same batches in the same order."""
-    split = int(len(text) * (1 - HELD_OUT))
-    training, held_out = text[:split], text[split:]
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    model = ByteLM(recipe, feed_forward).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    for step in range(recipe.steps):
-        with autocast:
-            loss = model.loss(_batch(training, recipe, generator).to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step + 1 < recipe.steps:
-            yield Step(loss.item())
-    with torch.no_grad(), autocast:
-        generator.manual_seed(seed)
-        losses = [model.loss(_batch(held_out, recipe, generator).to(device)).item() for _ in range(recipe.evaluation_batches)]
-    yield Step(loss.item(), sum(losses) / len(losses))
-
-
-def _batch(text: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
-    """[B, L+1] bytes from random places."""
-    starts = torch.randint(len(text) - recipe.context, (recipe.batch, 1), generator=generator)
-    return text[starts + torch.arange(recipe.context + 1)].long()
-
-
-def _learning_rate_factor(step: int, recipe: Recipe) -> float:
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)))
+def _sizes(recipe: Recipe, name: str) -> dict[str, object]:
+    """FlashMHFConfig settings of the recipe's model with the named network."""
+    modules = study.equal_parameter_modules(recipe.d_model, recipe.heads, recipe.subnets, recipe.subnet_dim, device="meta")
+    if name == "FlashMHF":
+        network = {
+            "ffn_num_heads": recipe.heads,
+            "ffn_num_subnets": recipe.subnets,
+            "intermediate_size": recipe.subnets * recipe.subnet_dim,
+        }
+    else:
+        network = {"intermediate_size": modules[name]().intermediate_dim}
+    return {
+        "hidden_size": recipe.d_model,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "max_position_embeddings": recipe.context,
+        "initializer_range": recipe.d_model**-0.5,  # the paper's 0.02 belongs to models six to sixteen times as wide
+        **network,
+    }

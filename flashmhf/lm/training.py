@@ -135,9 +135,10 @@ class Options:
 
 @dataclass
 class Result:
-    """A finished run: its directory, the last training loss and the held-out loss (nats a token)."""
+    """A finished run: its directory, the model's parameters, the last training loss and the held-out loss (nats a token)."""
 
     output: Path
+    parameters: int
     steps: int
     loss: float
     eval_loss: float | None
@@ -228,7 +229,8 @@ def _run(options: Options, checkpoint: Path | None, bar: bool, callbacks: Iterab
     trainer.save_model(str(output))
     rows = metrics.read_rows(output)
     losses, held_out = ([row[key] for row in rows if key in row] for key in ("loss", "eval_loss"))
-    return Result(output, trainer.state.global_step, losses[-1], held_out[-1] if held_out else None)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Result(output, parameters, trainer.state.global_step, losses[-1], held_out[-1] if held_out else None)
 
 
 def training_arguments(options: Options) -> TrainingArguments:
@@ -273,6 +275,8 @@ def training_arguments(options: Options) -> TrainingArguments:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         arguments = TrainingArguments(**{**settings, **options.arguments})
+    if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
+        arguments._n_gpu = 1
     at_once = options.micro_batch * arguments.world_size
     if options.batch % at_once:
         raise ValueError(f"--batch is {options.batch}; it must be a multiple of --micro-batch × processes = {at_once}")
