@@ -82,7 +82,7 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
         r = torch::stable::new_empty(q, shape, ScalarType::Float);
         needs_tokens = true;  // dW needs dR
     }
-    const ScalarType type = q.scalar_type(), r_type = r ? r->scalar_type() : ScalarType::Float;
+    const ScalarType type = q.scalar_type(), r_type = r ? r->scalar_type() : type;
     const int d_h = static_cast<int>(sizes.head_dim);
     Grads grads{needs_tokens ? torch::stable::new_empty(q, q.sizes()) : empty({0}, type),
                 needs_tokens && r ? torch::stable::new_empty(*r, r->sizes()) : empty({0}, r_type)};
