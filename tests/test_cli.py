@@ -59,8 +59,7 @@ def test_language_models_have_equal_parameters(text):
     assert trained["SwiGLU"].parameters == pytest.approx(trained["FlashMHF"].parameters, rel=0.02)
     for name, model in trained.items():
         assert model.losses == [loss for other, _, loss in seen if other == name]
-        assert model.losses[0] == pytest.approx(math.log(257), abs=0.2) and model.losses[-1] < 4
-        assert model.held_out < 4
+        assert model.losses[0] > math.log(257) - 0.2 and max(model.losses[-1], model.held_out) < 4
 
 
 def test_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
