@@ -85,7 +85,7 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
     const ScalarType type = q.scalar_type(), r_type = r ? r->scalar_type() : type;
     const int d_h = static_cast<int>(sizes.head_dim);
     Grads grads{needs_tokens ? torch::stable::new_empty(q, q.sizes()) : empty({0}, type),
-                needs_tokens && r ? torch::stable::new_empty(*r, r->sizes()) : empty({0}, r_type)};
+                needs_tokens && r ? torch::stable::new_empty(*r, r->sizes()) : empty({0}, type)};
     if (sizes.tokens == 0 || (!needs_tokens && !needs_weights)) {
         if (needs_weights && !accumulate)
             for (Tensor x : out) torch::stable::zero_(x);
