@@ -75,8 +75,8 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, det
             q_h = q_block[:, h]
             total = torch.zeros(q_h.shape, dtype=dtype, device=q.device)
             for chunk in _chunks(subnets, subnet_dim, width):
-                activation = torch.nn.functional.silu((q_h @ k[h, chunk].T).to(dtype), inplace=True)
-                activation *= q_h @ u[h, chunk].T
+                activation = torch.nn.functional.silu(_product(q_h, k[h, chunk].T, dtype), inplace=True)
+                activation *= _product(q_h, u[h, chunk].T, dtype)
                 if r_block is not None:
                     _by_subnet(activation, subnet_dim).mul_(_spread(r_block[:, h], chunk, subnet_dim))
                 _add_product(total, activation.to(q.dtype), v[h, chunk])
@@ -163,7 +163,7 @@ def _backward(
             dr_sum = torch.zeros((q_h.shape[0], subnets), dtype=dtype, device=q.device) if needs_dr else None
             for chunk in _chunks(subnets, subnet_dim, width):
                 k_c, u_c, v_c = k[h, chunk], u[h, chunk], v[h, chunk]
-                m, n, g = (q_h @ k_c.T).to(dtype), (q_h @ u_c.T).to(dtype), (grad_h @ v_c.T).to(dtype)
+                m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q_h, k_c), (q_h, u_c), (grad_h, v_c)))
                 s = torch.sigmoid(m)
                 a = m.mul_(s)
                 p = a * n
@@ -195,9 +195,16 @@ def _backward(
     return dq, dr
 
 
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in ``dtype``; of 16-bit factors without rounding to 16 bits where the device's library can."""
+    if left.dtype != dtype and left.is_cuda and torch.version.hip is None:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in total's precision even where the factors have fewer bits."""
+    """total += left @ right, summed in total's precision even where the factors have fewer bits."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
-        total += left @ right
+        total += _product(left, right, total.dtype)
