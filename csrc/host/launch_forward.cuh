@@ -8,35 +8,45 @@
 namespace flashmhf {
 namespace {
 
-template <int d_h, typename T> cudaError_t configure(cudaLaunchConfig_t &config, cudaLaunchAttribute &cluster, int cluster_size) {
+// Both kernels may be started before their predecessor has finished; they wait for it before they touch its data.
+cudaLaunchAttribute early_start() {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+}
+cudaLaunchAttribute clusters_of(int size) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = size;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    return attribute;
+}
+
+template <int d_h, typename T> cudaError_t configure(cudaLaunchConfig_t &config) {
     config.blockDim = dim3(ForwardPolicy<d_h>::threads);
     config.dynamicSmemBytes = ForwardPolicy<d_h>::shared_memory;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = cluster_size;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
     return cudaFuncSetAttribute(forward<d_h, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, ForwardPolicy<d_h>::shared_memory);
 }
 
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
+    cudaLaunchAttribute attributes[] = {early_start(), clusters_of(l.plan.cluster_size)};
     cudaLaunchConfig_t config{};
-    cudaLaunchAttribute attribute{};
-    if (cudaError_t error = configure<d_h, T>(config, attribute, l.plan.cluster_size)) return error;
+    if (cudaError_t error = configure<d_h, T>(config)) return error;
     config.gridDim = dim3(s.clusters * l.plan.cluster_size);
     config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
     if (cudaError_t error = cudaLaunchKernelEx(&config, forward<d_h, T>, l.q, l.k, l.u, l.v, l.out, l.params)) return error;
     if (l.plan.partials == 0) return cudaSuccess;
 
+    const int64_t tiles = l.params.batch * int64_t{l.plan.row_tiles}, of_item = l.plan.cluster_size * ForwardPolicy<d_h>::consumers;
     cudaLaunchConfig_t after{};
-    after.gridDim = dim3(s.rest * l.plan.cluster_size * ForwardPolicy<d_h>::consumers, d_h / 8);
+    after.gridDim = dim3(static_cast<unsigned>(s.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
     after.blockDim = dim3(128);
     after.stream = stream;
-    cudaLaunchAttribute dependent{};
-    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    dependent.val.programmaticStreamSerializationAllowed = 1;
-    after.attrs = &dependent;
+    after.attrs = attributes;
     after.numAttrs = 1;
     return cudaLaunchKernelEx(&after, combine<d_h, T>, static_cast<T *>(l.out_data), l.params);
 }
@@ -48,10 +58,12 @@ template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaS
 }
 
 template <int d_h> cudaError_t count_pairs(int *pairs) {
+    cudaLaunchAttribute attribute = clusters_of(2);
     cudaLaunchConfig_t config{};
-    cudaLaunchAttribute attribute{};
-    if (cudaError_t error = configure<d_h, kittens::bf16>(config, attribute, 2)) return error;
+    if (cudaError_t error = configure<d_h, kittens::bf16>(config)) return error;
     config.gridDim = dim3(2);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
     return cudaOccupancyMaxActiveClusters(pairs, forward<d_h, kittens::bf16>, &config);
 }
 

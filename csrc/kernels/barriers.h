@@ -24,9 +24,8 @@ constexpr int q_full_arrivals = 2;     // the Q loader's expect_bytes; its warp 
 
 // Named barriers; 0 is __syncthreads. Of a consumer warpgroup alone, around the staging of its output; with the warp that loads its Q, for
 // handing back the buffers (a waiting warp polls a semaphore, but sleeps at a named barrier); with the warpgroup before it, for its turn.
-constexpr int max_consumers = 3;
 __device__ __forceinline__ int output_barrier(int warpgroup) { return 1 + warpgroup; }
-__device__ __forceinline__ kittens::barrier<5> q_empty_barrier(int warpgroup) { return kittens::barrier<5>(1 + max_consumers + warpgroup); }
-__device__ __forceinline__ kittens::barrier<8> turn_barrier(int warpgroup) { return kittens::barrier<8>(1 + 2 * max_consumers + warpgroup); }
+__device__ __forceinline__ kittens::barrier<5> q_empty_barrier(int warpgroup) { return kittens::barrier<5>(3 + warpgroup); }
+__device__ __forceinline__ kittens::barrier<8> turn_barrier(int warpgroup) { return kittens::barrier<8>(5 + warpgroup); }
 
 }  // namespace flashmhf

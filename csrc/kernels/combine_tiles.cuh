@@ -7,10 +7,11 @@
 namespace flashmhf {
 
 template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(T *out, const __grid_constant__ ForwardParams p) {
+    launch_dependents();
     constexpr int consumers = ForwardPolicy<d_h>::consumers;
-    const int tiles = p.cluster_size * consumers;  // row tiles of an item
-    const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / consumers, wg = blockIdx.x % consumers, column = blockIdx.y;
     const auto &s = p.schedule;
+    const int tiles = gridDim.x / s.rest;  // row tiles of an item
+    const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / consumers, wg = blockIdx.x % tiles % consumers, column = blockIdx.y;
     const int first = s.first_owner(index), last = s.last_owner(index);
     const RowTile tile(p, s.waves * s.clusters + index, rank, consumers, wg);
     const int row = fragment_row(threadIdx.x);

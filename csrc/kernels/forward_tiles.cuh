@@ -234,6 +234,8 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);
 
+    if (threadIdx.x == 0)
+        for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
     if (kittens::warpid() == 0) {
         auto &sem = shared.semaphores;
         for (int i = 0; i < P::slots; ++i) {
@@ -250,6 +252,7 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
     if (warpgroup == P::consumers) {
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
+        wait_for_prerequisites();  // everything above ran under the tail of the kernel before this one
         if (warp == 0) {
             if (kittens::laneid() == 0) load_weights<d_h, T>(shared, WeightMaps{&map_k, &map_u, &map_v}, p);
         } else if (warp <= P::consumers) {

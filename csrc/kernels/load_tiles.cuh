@@ -145,20 +145,21 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
     auto &full = shared.semaphores.q_full[warpgroup];
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    constexpr int patience = 32;  // tiles of an item under which the next one's weights can come at leisure
+    constexpr int patience = 48 * 128 / d_h;  // tiles of an item under which the next one's weights can come at leisure, 25 us
     int count = 0, ahead = 0;
     for (; cursor.next(work); ++count) {
         const RowTile rows(p, work.item, kittens::cluster_ctarank(), P::consumers, warpgroup);
         const int part = work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
-        const Item item{work.begin, work.end, part, rows.head, rows.sequence, rows.token};
+        Item &item = shared.items[count % 2][warpgroup];
         if (count > 0) kittens::arrive_and_wait(q_empty_barrier(warpgroup));
         if (leader) {
-            shared.items[count % 2][warpgroup] = item;
+            item = Item{work.begin, work.end, part, rows.head, rows.sequence, rows.token};
             kittens::tma::expect_bytes(full, P::row_tile_bytes);
 #pragma unroll
             for (int c = 0; c < d_h; c += P::panel_cols)
-                tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
+                tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, rows.head, rows.token, rows.sequence}, full);
         }
+        __syncwarp();
         if (P::gate_early && p.gate < Gate::w_float) {
             load_gate<d_h, T>(p, item, 0, tile_rows, item.begin / p.subnet_tiles, ahead < patience, shared.gate[count % P::gate_buffers][warpgroup]);
             wait_gate();

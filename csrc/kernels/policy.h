@@ -18,8 +18,7 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
     static constexpr int panels = d_h / panel_cols;
 
-    // Consumer warpgroups of a CTA. At d_h = 64 a tile has so little tensor work that two cannot cover each other's elementwise parts.
-    static constexpr int consumers = 2;
+    static constexpr int consumers = 2;  // warpgroups of a CTA, a row tile each
     static constexpr int threads = 128 * (consumers + 1);
 
     // Up to d_h = 128, Q lives in registers, a slot of the ring holds [K;U] of one tile and V of the tile before it, and the first
@@ -42,8 +41,7 @@ template <int d_h> struct ForwardPolicy {
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
     static constexpr int launch_registers = 65536 / threads / 8 * 8;
-    static constexpr int producer_registers = consumers == 3 ? 32 : q_in_registers ? 40 : 24;
-    static constexpr int consumer_registers = consumers == 3 ? 160 : q_in_registers ? 232 : 240;
+    static constexpr int producer_registers = q_in_registers ? 40 : 24, consumer_registers = q_in_registers ? 232 : 240;
     static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
     // O, [M|N], A, and Q where it is in registers; the rest are addresses, weights and loop state.
     static constexpr int tile_registers = d_h / 2 + tile_inter + tile_inter / 4 + (q_in_registers ? d_h / 4 : 0);

@@ -1,0 +1,182 @@
+"""The Hopper forward on its own: rate against a matrix product and eager SwiGLU, lengths, models, head dimensions, small T, errors.
+
+    $ python benchmarks/bench_hopper_forward.py --out benchmarks/results/forward_h200_2026-11-21.json [--library PATH]
+
+Every figure is the median of five rounds in which all subjects of a group take turns, the order reversed every round, so that ratios hold
+while clocks drift. Nothing is recorded for a shape whose output is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import time
+
+import torch
+
+DEVICE = "cuda"
+LIMIT = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4}
+FLAGSHIP = {"H": 16, "d_h": 128, "E": 22, "d_e": 384}
+
+
+def problem(T, H, d_h, E, d_e, dtype=torch.bfloat16, seed=0):  # noqa: N803
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, device=DEVICE, generator=generator)
+
+    q = torch.empty(T, H, d_h, device=DEVICE, dtype=dtype).normal_(generator=generator)
+    k, u, v = ((normal(H, E, d_e, d_h) / math.sqrt(s)).to(dtype) for s in (d_h, d_h, E * d_e))
+    r = torch.rand(T, H, E, device=DEVICE, generator=generator)
+    r /= r.sum(-1, keepdim=True)
+    return q, k, u, v, r, normal(H, d_h, E) / math.sqrt(d_h)
+
+
+def reference(q, k, u, v, r):
+    heads = []
+    for h in range(q.shape[1]):
+        x, (K, U, V) = q[:, h].double(), (t[h].flatten(0, 1).double() for t in (k, u, v))  # noqa: N806
+        a = torch.nn.functional.silu(x @ K.T) * (x @ U.T)
+        heads.append((a * r[:, h].double().repeat_interleave(k.shape[2], 1)) @ V)
+    return torch.stack(heads, 1)
+
+
+def error(out, q, k, u, v, r, samples=512):
+    rows = torch.randperm(q.shape[0], device=DEVICE)[:samples]
+    expected = reference(q[rows], k, u, v, r[rows])
+    return ((out[rows].double() - expected).norm() / expected.norm()).item()
+
+
+def burst(f, ms):
+    """Median milliseconds of f over about ms milliseconds of back-to-back calls."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    f()
+    start.record()
+    f()
+    end.record()
+    torch.cuda.synchronize()
+    n = max(3, int(ms / max(start.elapsed_time(end), 1e-3)))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+    events[0].record()
+    for event in events[1:]:
+        f()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+
+
+def in_turns(subjects, rounds=5, ms=40):
+    times = {name: [] for name in subjects}
+    for i in range(rounds):
+        for name in list(subjects) if i % 2 else list(subjects)[::-1]:
+            times[name].append(burst(subjects[name], ms))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def graph_ms(f, n=16):
+    """Milliseconds of one call of f(i), i = 0..n-1 in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(n):
+            f(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(n):
+            f(i)
+    return burst(graph.replay, 25) / n
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE")
+    parser.add_argument("--library", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "flashmhf" / "libflashmhf_hopper.so")
+    options = parser.parse_args()
+    torch.ops.load_library(str(options.library.resolve()))
+    ops = torch.ops.flashmhf_hopper
+    record = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": "bfloat16", "r": "float32"}
+
+    a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
+    c = torch.empty_like(a)
+
+    def matmul():
+        torch.mm(a, b, out=c)
+
+    burst(matmul, 1000)
+    wg, wu, wd = ((torch.randn(*s, device=DEVICE) / math.sqrt(s[0])).bfloat16() for s in ((2048, 8192), (2048, 8192), (8192, 2048)))
+    matmul_flop = 2 * 8192**3
+
+    def compare(name, T, H, d_h, E, d_e, gated=False, swiglu=False, ms=40):  # noqa: N803
+        q, k, u, v, r, w = problem(T, H, d_h, E, d_e)
+        e = error(ops.forward(q, k, u, v, r, True), q, k, u, v, r)
+        if not e <= LIMIT[q.dtype]:
+            print(f"{name}: WRONG, relative error {e:.2e}", flush=True)
+            return None
+        x = q.view(T, -1)
+        subjects = {"matmul": matmul, "forward": lambda: ops.forward(q, k, u, v, r, True)}
+        if gated:
+            subjects["gated"] = lambda: ops.gated_forward(q, k, u, v, w, 1e-20, True)
+        if swiglu:
+            subjects["swiglu"] = lambda: (torch.nn.functional.silu(x @ wg) * (x @ wu)) @ wd
+        t = in_turns(subjects, ms=ms)
+        flop = 6 * T * H * d_h * E * d_e
+        row = {"T": T, "H": H, "d_h": d_h, "E": E, "d_e": d_e, "error": e, "ms": t["forward"], "tflops": flop / t["forward"] / 1e9}
+        row["matmul_tflops"] = matmul_flop / t["matmul"] / 1e9
+        row["x_matmul"] = row["tflops"] / row["matmul_tflops"]
+        if gated:
+            row["gated_ms"], row["gated_tflops"] = t["gated"], flop / t["gated"] / 1e9
+        if swiglu:
+            row["swiglu_tflops"] = 6 * T * 2048 * 8192 / t["swiglu"] / 1e9
+            row["x_swiglu"] = row["tflops"] / row["swiglu_tflops"]
+        print(name, " ".join(f"{key}={value:.3f}" for key, value in row.items() if isinstance(value, float) and key not in ("error",)), f"error={e:.2e}", flush=True)
+        return row
+
+    record["flagship"] = [compare("flagship", T, **FLAGSHIP, gated=True, swiglu=True, ms=80) for T in (32256, 129024)]
+    record["lengths"] = [compare(f"T={8 * L}", 8 * L, **FLAGSHIP, ms=25) for L in (192, 384, 768, 1536, 1920, 2880, 4032, 8064, 16128)]
+    rates = [row["tflops"] for row in record["lengths"] if row]
+    record["lowest_rate_over_highest"] = min(rates) / max(rates)
+    models = {"flagship": (16, 22, 384), "1.3B": (16, 15, 384), "370M": (8, 7, 384), "128M": (6, 8, 256)}
+    record["models"] = {name: compare(name, 32768, H, 128, E, d_e) for name, (H, E, d_e) in models.items()}
+    record["head_dims"] = [compare(f"d_h={d_h}", 32256, H, d_h, 22, d_e, gated=True) for d_h, H, d_e in ((64, 32, 192), (96, 21, 256), (256, 8, 704))]
+
+    q, k, u, v, r, _ = problem(32384, **FLAGSHIP)
+    record["ragged"] = []
+    for short, full in ((1000, 1024), (1537, 1600), (32257, 32320)):
+        t = in_turns({"short": lambda n=short: ops.forward(q[:n], k, u, v, r[:n], True), "full": lambda n=full: ops.forward(q[:n], k, u, v, r[:n], True)}, ms=15)
+        record["ragged"].append({"T": short, "next_tile": full, "time_ratio": t["short"] / t["full"]})
+        print(record["ragged"][-1], flush=True)
+
+    x, y = (torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    record["copy_gb_per_s"] = 2 * x.numel() / burst(lambda: y.copy_(x), 25) / 1e6
+    sets = [problem(256, **FLAGSHIP, seed=i) for i in range(4)]  # together larger than the L2
+    weight_bytes = 3 * sets[0][1].numel() * 2
+    record["small"] = []
+    for T in (1, 16, 64, 128, 256):  # noqa: N806
+        ms = graph_ms(lambda i, n=T: ops.forward(sets[i % 4][0][:n], *sets[i % 4][1:4], sets[i % 4][4][:n], True))
+        row = {"T": T, "us": ms * 1e3, "weights_x_copy": weight_bytes / ms / 1e6 / record["copy_gb_per_s"]}
+        row["gated_us"] = graph_ms(lambda i, n=T: ops.gated_forward(sets[i % 4][0][:n], *sets[i % 4][1:4], sets[i % 4][5], 1e-20, True)) * 1e3
+        record["small"].append(row)
+        print(row, flush=True)
+
+    del q, r, x, y
+    record["errors"] = {}
+    for T in (129_024, 1_048_577):  # noqa: N806
+        q, k, u, v, r, _ = problem(T, 16, 128, 2, 64)
+        record["errors"][str(T)] = error(ops.forward(q, k, u, v, r, True), q, k, u, v, r, samples=4096)
+    q, k, u, v, r, _ = problem(3000, 5, 128, 7, 80)
+    first = ops.forward(q, k, u, v, r, True)
+    different = 0
+    for i in range(1000):  # other sizes in between move the workspace around
+        torch.full((1 << (12 + i % 12),), float("nan"), device=DEVICE)
+        different += not torch.equal(ops.forward(q, k, u, v, r, True), first)
+    record["different_of_1000_runs"] = different
+    print(record["errors"], f"{different} of 1000 runs differ", flush=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(row for row in record["flagship"] + record["lengths"] + record["head_dims"]) and not different else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
