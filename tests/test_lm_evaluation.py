@@ -39,7 +39,9 @@ def text(tmp_path_factory) -> Path:
 def runs(text, tmp_path_factory) -> dict[str, Path]:
     """A short run of every network."""
     parent = tmp_path_factory.mktemp("runs")
-    settings = dict(preset="tiny", data=[str(text)], vocab_size=300, length=64, batch=8, steps=40, log_every=20, save_every=40)
+    settings = dict(
+        preset="tiny", device="cpu", data=[str(text)], vocab_size=300, length=64, batch=8, steps=40, log_every=20, save_every=40
+    )
     return {ffn: training.start(training.Options(output=str(parent / ffn), ffn=ffn, **settings), bar=False).output for ffn in FFN_TYPES}
 
 
@@ -235,6 +237,15 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error and error.count("\n") == 1
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_interruption_says_how_to_continue(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "start", interrupted)
+    assert cli.main(["train", "--output", str(tmp_path / "run"), "--data", "x"]) == 130
+    assert f"continue with: flashmhf train --resume --output {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 def test_missing_extra_is_named():
