@@ -8,7 +8,7 @@
 namespace flashmhf {
 namespace {
 
-// Both kernels may be started before their predecessor has finished; they wait for it before they touch its data.
+// The kernel may be started before its predecessor has finished; it waits for that before it touches the predecessor's data.
 cudaLaunchAttribute early_start() {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -31,13 +31,13 @@ template <int d_h, typename T> cudaError_t configure(cudaLaunchConfig_t &config)
 
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
-    cudaLaunchAttribute attributes[] = {early_start(), clusters_of(l.plan.cluster_size)};
+    cudaLaunchAttribute clusters = clusters_of(l.plan.cluster_size), early = early_start();
     cudaLaunchConfig_t config{};
     if (cudaError_t error = configure<d_h, T>(config)) return error;
     config.gridDim = dim3(s.clusters * l.plan.cluster_size);
     config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
+    config.attrs = &clusters;
+    config.numAttrs = 1;
     if (cudaError_t error = cudaLaunchKernelEx(&config, forward<d_h, T>, l.q, l.k, l.u, l.v, l.out, l.params)) return error;
     if (l.plan.partials == 0) return cudaSuccess;
 
@@ -46,7 +46,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
     after.gridDim = dim3(static_cast<unsigned>(s.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
     after.blockDim = dim3(128);
     after.stream = stream;
-    after.attrs = attributes;
+    after.attrs = &early;
     after.numAttrs = 1;
     return cudaLaunchKernelEx(&after, combine<d_h, T>, static_cast<T *>(l.out_data), l.params);
 }

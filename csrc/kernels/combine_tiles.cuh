@@ -7,7 +7,6 @@
 namespace flashmhf {
 
 template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(T *out, const __grid_constant__ ForwardParams p) {
-    launch_dependents();
     constexpr int consumers = ForwardPolicy<d_h>::consumers;
     const auto &s = p.schedule;
     const int tiles = gridDim.x / s.rest;  // row tiles of an item

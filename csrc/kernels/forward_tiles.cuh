@@ -252,7 +252,6 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
     if (warpgroup == P::consumers) {
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
-        wait_for_prerequisites();  // everything above ran under the tail of the kernel before this one
         if (warp == 0) {
             if (kittens::laneid() == 0) load_weights<d_h, T>(shared, WeightMaps{&map_k, &map_u, &map_v}, p);
         } else if (warp <= P::consumers) {
