@@ -190,6 +190,17 @@ def test_a_long_document_ends_once(bpe, tmp_path):
     assert bpe.decode(ids[:-1]) == "word word word\n" * 200_000
 
 
+def test_groups_are_bounded(bpe, monkeypatch):
+    """By characters and by number, whatever the documents' sizes; the tokens do not depend on them."""
+    pieces = [data.Piece("alpha beta " * size, last=size % 2 == 0) for size in (1, 2, 30, 4, 5, 6, 70, 8)]
+    whole = np.concatenate(list(data.encode(pieces, bpe)))
+    monkeypatch.setattr(data, "GROUP", 100)
+    monkeypatch.setattr(data, "GROUP_PIECES", 2)
+    groups = list(data._groups(iter(pieces)))
+    assert [len(group) for group in groups] == [2, 1, 2, 2, 1] and sum(groups, []) == pieces
+    assert np.array_equal(np.concatenate(list(data.encode(pieces, bpe))), whole)
+
+
 def test_store_is_limited_reused_and_guarded(bpe, tmp_path):
     tokens, _ = stored(tmp_path, bpe, max_tokens=5)
     assert len(tokens) == 5

@@ -139,7 +139,7 @@ def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> di
     outside, inside = _split_layers(state)
     for prefix, ours in inside.items():
         heads, _, _, head_dim = ours["k"].shape
-        official = {"q_norm.weight": torch.ones(heads, head_dim, dtype=ours["k"].dtype), **convert.to_official(ours)}
+        official = {"q_norm.weight": ours["k"].new_ones(heads, head_dim), **convert.to_official(ours)}
         outside.update({prefix + name: tensor for name, tensor in official.items()})
     if config.tie_word_embeddings:
         outside.setdefault("lm_head.weight", outside["model.embed_tokens.weight"])

@@ -13,7 +13,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -22,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 PIECE = 1 << 20  # bytes of text handed to the tokenizer at once: bounds memory for files and lines of any size
+GROUP, GROUP_PIECES = 8 << 20, 1024  # characters and pieces tokenised together
 LONGEST_RECORD = 64 << 20  # bytes of a JSON line
 NAMED_SKIPS = 5
 TEXT, JSON_LINES, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
@@ -223,13 +223,25 @@ def _record(value: object, place: str, report: Report, text_field: str) -> Itera
 # Tokens on disk
 
 
-def encode(pieces: Iterable[Piece], tokenizer, batch: int = 256) -> Iterator[np.ndarray]:
-    """Token ids of batches of pieces, an end-of-text token after every document."""
-    pieces = iter(pieces)
-    while group := list(islice(pieces, batch)):
+def encode(pieces: Iterable[Piece], tokenizer) -> Iterator[np.ndarray]:
+    """Token ids of groups of pieces, an end-of-text token after every document."""
+    for group in _groups(pieces):
         encoded = tokenizer([piece.text for piece in group], add_special_tokens=False, return_attention_mask=False, verbose=False)
         ends = ([tokenizer.eos_token_id] if piece.last else [] for piece in group)
         yield np.concatenate([np.asarray(ids + end, np.uint32) for ids, end in zip(encoded["input_ids"], ends, strict=True)])
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Enough pieces at once for the tokenizer's threads, few enough for memory."""
+    group, characters = [], 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece.text)
+        if characters >= GROUP or len(group) == GROUP_PIECES:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
 
 
 def source_key(settings: object, files: Iterable[Path], tokenizer) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from . import conversion, data, metrics, tokenizer
 
@@ -37,7 +37,6 @@ def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", 
     if _is_official(Path(location)):
         model = conversion.load_official(location, wanted)
     else:
-        AutoConfig.from_pretrained(location)  # its message is about the configuration, the model's about weights
         model = AutoModelForCausalLM.from_pretrained(location, dtype=wanted)
     return model.to(chosen).eval(), tokenizer.load(tokenizer_name or location)
 
