@@ -15,7 +15,7 @@ constexpr const char *driver_minimum = CUDART_VERSION >= 13000 ? "580.65.06" : "
 std::string build_info() {
     return std::string("{\"version\": \"" FLASHMHF_VERSION "\", \"thunderkittens\": \"" FLASHMHF_THUNDERKITTENS
                        "\", \"cuda_version\": \"" FLASHMHF_NVCC "\", \"driver_minimum\": \"") +
-           driver_minimum + "\", \"kernels\": []}";
+           driver_minimum + "\", \"kernels\": [{\"name\": \"forward\", \"d_h\": [64, 96, 128, 256]}, {\"name\": \"backward\", \"d_h\": [64, 96, 128, 256]}]}";
 }
 
 }  // namespace

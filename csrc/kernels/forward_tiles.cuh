@@ -2,7 +2,7 @@
 //
 //   producer warpgroup     warp 0: K, U, V tiles into the ring     others: Q and R of the next item
 //   consumer warpgroup     64 token rows; tile i of the item's inner range:
-//                            issue  [M|N] = Q [K;U]^T  of tile i     (16-64 wgmma in flight from here on)
+//                            issue  [M|N] = Q [K;U]^T  of tile i     (both in flight from here on)
 //                            issue  O += A V           of tile i - 1
 //                            wait for [M|N];  A = r silu(M) N        (while O += A V still runs)
 //                            wait for O;      round A                (operand of the next round)
@@ -72,7 +72,7 @@ template <int d_h, typename T> struct ForwardConsumer {
         if (warpgroup::laneid() == 0) kittens::tma::store_async_wait<0>();
     }
 
-    // O += A V behind a first product, whose fence serves both.
+    // O += A V behind a first product, whose wgmma fence serves both.
     __device__ __forceinline__ static void accumulate(OutputTile<d_h> &o, const ActivationTile<T> &a, const typename Shared::V &v) {
         warpgroup::mma_AB<OutputTile<d_h>, ActivationTile<T>, typename Shared::V, 0>(o, a, v);
     }
@@ -206,7 +206,7 @@ template <int d_h, typename T> struct ForwardConsumer {
                 swiglu<halved>(mn, gate.r);
                 gate.advance(gate_buffer());
                 pin(mn);
-                if (left > 1) wait_slot();  // as above
+                if (left > 1) wait_slot();
                 warpgroup::mma_async_wait<0>();
                 pin(mn), pin(o), pin(a);
                 release_next();

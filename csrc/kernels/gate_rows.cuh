@@ -11,7 +11,7 @@
 
 namespace flashmhf {
 
-// Q is halved: P comes at half its size, and the weights are doubled.
+// halved: Q comes at half its size, hence P too, and the weights are to be doubled.
 template <int d_h, typename T, bool halved> struct GateRows {
     using P = ForwardPolicy<d_h>;
     using T2 = typename kittens::base_types::packing<T>::packed_type;

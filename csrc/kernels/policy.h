@@ -13,10 +13,8 @@ constexpr int barrier_bytes = 320;  // all semaphores and item records of a CTA,
 
 template <int d_h> struct ForwardPolicy {
     static_assert(d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256, "head dimensions with a policy");
-    static constexpr int head_dim = d_h;
     static constexpr int swizzle_bytes = d_h % 64 == 0 ? 128 : 64;
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
-    static constexpr int panels = d_h / panel_cols;
 
     static constexpr int consumers = 2;  // warpgroups of a CTA, a row tile each
     static constexpr int threads = 128 * (consumers + 1);
