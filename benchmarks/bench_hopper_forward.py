@@ -97,7 +97,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.ops.load_library(str(options.library.resolve()))
     ops = torch.ops.flashmhf_hopper
-    record = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": "bfloat16", "r": "float32"}
+    record = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    record |= {"dtype": "bfloat16", "r": "float32"}
 
     a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
     c = torch.empty_like(a)
@@ -131,7 +132,8 @@ def main() -> int:
         if swiglu:
             row["swiglu_tflops"] = 6 * T * 2048 * 8192 / t["swiglu"] / 1e9
             row["x_swiglu"] = row["tflops"] / row["swiglu_tflops"]
-        print(name, " ".join(f"{key}={value:.3f}" for key, value in row.items() if isinstance(value, float) and key not in ("error",)), f"error={e:.2e}", flush=True)
+        figures = (f"{key}={value:.3f}" for key, value in row.items() if isinstance(value, float) and key != "error")
+        print(name, *figures, f"error={e:.2e}", flush=True)
         return row
 
     record["flagship"] = [compare("flagship", T, **FLAGSHIP, gated=True, swiglu=True, ms=80) for T in (32256, 129024)]
@@ -140,28 +142,32 @@ def main() -> int:
     record["lowest_rate_over_highest"] = min(rates) / max(rates)
     models = {"flagship": (16, 22, 384), "1.3B": (16, 15, 384), "370M": (8, 7, 384), "128M": (6, 8, 256)}
     record["models"] = {name: compare(name, 32768, H, 128, E, d_e) for name, (H, E, d_e) in models.items()}
-    record["head_dims"] = [compare(f"d_h={d_h}", 32256, H, d_h, 22, d_e, gated=True) for d_h, H, d_e in ((64, 32, 192), (96, 21, 256), (256, 8, 704))]
+    head_dims = ((64, 32, 192), (96, 21, 256), (256, 8, 704))
+    record["head_dims"] = [compare(f"d_h={d_h}", 32256, H, d_h, 22, d_e, gated=True) for d_h, H, d_e in head_dims]
 
     q, k, u, v, r, _ = problem(32384, **FLAGSHIP)
     record["ragged"] = []
     for short, full in ((1000, 1024), (1537, 1600), (32257, 32320)):
-        t = in_turns({"short": lambda n=short: ops.forward(q[:n], k, u, v, r[:n], True), "full": lambda n=full: ops.forward(q[:n], k, u, v, r[:n], True)}, ms=15)
+        calls = {name: (lambda n=n: ops.forward(q[:n], k, u, v, r[:n], True)) for name, n in (("short", short), ("full", full))}
+        t = in_turns(calls, ms=15)
         record["ragged"].append({"T": short, "next_tile": full, "time_ratio": t["short"] / t["full"]})
         print(record["ragged"][-1], flush=True)
 
-    x, y = (torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    record["copy_gb_per_s"] = 2 * x.numel() / burst(lambda: y.copy_(x), 25) / 1e6
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    copy = torch.empty_like(source)
+    record["copy_gb_per_s"] = 2 * source.numel() / burst(lambda: copy.copy_(source), 25) / 1e6
     sets = [problem(256, **FLAGSHIP, seed=i) for i in range(4)]  # together larger than the L2
     weight_bytes = 3 * sets[0][1].numel() * 2
     record["small"] = []
     for T in (1, 16, 64, 128, 256):  # noqa: N806
         ms = graph_ms(lambda i, n=T: ops.forward(sets[i % 4][0][:n], *sets[i % 4][1:4], sets[i % 4][4][:n], True))
         row = {"T": T, "us": ms * 1e3, "weights_x_copy": weight_bytes / ms / 1e6 / record["copy_gb_per_s"]}
-        row["gated_us"] = graph_ms(lambda i, n=T: ops.gated_forward(sets[i % 4][0][:n], *sets[i % 4][1:4], sets[i % 4][5], 1e-20, True)) * 1e3
+        gated = graph_ms(lambda i, n=T: ops.gated_forward(sets[i % 4][0][:n], *sets[i % 4][1:4], sets[i % 4][5], 1e-20, True))
+        row["gated_us"] = gated * 1e3
         record["small"].append(row)
         print(row, flush=True)
 
-    del q, r, x, y
+    del q, r  # for room
     record["errors"] = {}
     for T in (129_024, 1_048_577):  # noqa: N806
         q, k, u, v, r, _ = problem(T, 16, 128, 2, 64)

@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-import torch
 
-import flashmhf
-from flashmhf import backends
+# Before OpenMP starts: threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
+
+import flashmhf  # noqa: E402
+from flashmhf import backends  # noqa: E402
 
 
 def pytest_addoption(parser):
