@@ -10,7 +10,6 @@ import ctypes
 import functools
 import json
 import pathlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -124,65 +123,18 @@ def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: fl
     return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, deterministic)
 
 
-# The fp32 sums of dQ that one launch of backward may take, and the work items (64 inter units of a head) that it should keep:
-# four waves of 132 multiprocessors, so that the last one's tail costs little.
-GROUP_BYTES = 80 << 20
-GROUP_ITEMS = 528
-
-
-def head_group(q: Tensor, k: Tensor) -> int:
-    """Heads that one launch of backward takes: all, or the largest divisor of H whose fp32 sums fit GROUP_BYTES."""
-    heads, subnets, subnet_dim, _ = k.shape
-    items = subnets * -(-subnet_dim // 64)
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and n * items >= GROUP_ITEMS] or [heads]
-    fitting = [n for n in divisors if 4 * q.numel() // heads * n <= GROUP_BYTES]
-    return max(fitting) if fitting else min(divisors)
-
-
-def by_head_groups(call: Callable[[slice], tuple[Tensor, ...]], group: int, heads: int, axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """call(all heads), or its results for groups of heads put together along ``axes``: the workspace is that of one group."""
-    if group == heads:
-        return call(slice(0, heads))
-    whole: list[Tensor] = []
-    for start in range(0, heads, group):
-        parts = call(slice(start, start + group))
-        if not whole:
-            for part, axis in zip(parts, axes, strict=True):
-                shape = list(part.shape)
-                if part.numel():
-                    shape[axis] = heads
-                whole.append(torch.empty(shape, dtype=part.dtype, device=part.device))
-        for result, part, axis in zip(whole, parts, axes, strict=True):
-            if part.numel():
-                result.narrow(axis, start, group).copy_(part)
-        del parts  # before the next group allocates its own
-    return tuple(whole)
-
-
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_layout(q, k, u, v, r)
-    grad_out = _readable(grad_out)
-
-    def call(h: slice) -> tuple[Tensor, ...]:
-        tokens, weights = (x[..., h, :] for x in (grad_out, q)), (x[h] for x in (k, u, v))
-        return torch.ops.flashmhf_hopper.backward(*tokens, *weights, None if r is None else r[..., h, :], deterministic, *needs)
-
-    return by_head_groups(call, head_group(q, k), k.shape[0], (-2, 0, 0, 0, -2))
+    return torch.ops.flashmhf_hopper.backward(_readable(grad_out), q, k, u, v, r, deterministic, *needs)
 
 
 def gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_layout(q, k, u, v, None)
-    grad_out = _readable(grad_out)
-
-    def call(h: slice) -> tuple[Tensor, ...]:
-        tokens, weights = (x[..., h, :] for x in (grad_out, q)), (x[h] for x in (k, u, v, w))
-        return torch.ops.flashmhf_hopper.gated_backward(*tokens, *weights, eps, deterministic, *needs)
-
-    return by_head_groups(call, head_group(q, k), k.shape[0], (-2, 0, 0, 0, 0))
+    return torch.ops.flashmhf_hopper.gated_backward(_readable(grad_out), q, k, u, v, w, eps, deterministic, *needs)
 
 
 def backward_accumulate_(
@@ -200,11 +152,4 @@ def backward_accumulate_(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     _check_layout(q, k, u, v, r)
-    grad_out = _readable(grad_out)
-
-    def call(h: slice) -> tuple[Tensor, ...]:
-        tokens, weights, buffers = (x[..., h, :] for x in (grad_out, q)), (x[h] for x in (k, u, v)), (x[h] for x in (dk, du, dv))
-        r_h = None if r is None else r[..., h, :]
-        return torch.ops.flashmhf_hopper.backward_accumulate_(*tokens, *weights, r_h, deterministic, *needs, *buffers)
-
-    return by_head_groups(call, head_group(q, k), k.shape[0], (-2, -2))
+    return torch.ops.flashmhf_hopper.backward_accumulate_(_readable(grad_out), q, k, u, v, r, deterministic, *needs, dk, du, dv)

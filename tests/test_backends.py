@@ -141,29 +141,6 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
         hopper.library.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "heads", "subnets", "group"),
-    [(32256, 16, 22, 4), (129_024, 16, 22, 4), (4096, 16, 22, 16), (32768, 8, 7, 8), (32768, 12, 22, 4), (100, 3, 200, 3)],
-)
-def test_head_groups_bound_the_workspace_and_keep_the_waves(tokens, heads, subnets, group):
-    q, k = torch.empty(tokens, heads, 128, device="meta"), torch.empty(heads, subnets, 384, 128, device="meta")
-    assert hopper.head_group(q, k) == group
-
-
-@pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
-def test_results_of_head_groups_are_put_together(group, needs):
-    p = problem((2, 5), 4, 16, 2, 16, torch.float64)
-
-    def call(h):
-        tokens, weights = (x[..., h, :] for x in (p.grad_out, p.q)), (x[h] for x in (p.k, p.u, p.v))
-        return flashmhf.eager.backward(*tokens, *weights, p.r[..., h, :], needs=needs)
-
-    whole = flashmhf.eager.backward(p.grad_out, *p.operands, p.r, needs=needs)
-    for a, b in zip(hopper.by_head_groups(call, group, 4, (-2, 0, 0, 0, -2)), whole, strict=True):
-        assert torch.equal(a, b) and a.is_contiguous()
-
-
 @pytest.mark.gpu
 def test_a_hopper_gpu_gets_the_hopper_back_end():
     if torch.cuda.get_device_capability() != hopper.CAPABILITY:

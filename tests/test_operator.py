@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numerics import assert_accurate, problem
 
-from flashmhf import hopper, reference
+from flashmhf import reference
 
 FORWARD_GRADS = ("dq", "dk", "du", "dv", "dr")
 GATED_GRADS = ("dq", "dk", "du", "dv", "dw")
@@ -197,16 +197,6 @@ def test_any_shape_stride_dtype_and_gate(target, data):
         if len(leading) == 3 and target.backend == "hopper":
             p.q = p.q.contiguous()
     check_all(target, p)
-
-
-def test_backward_in_groups_of_heads(target, monkeypatch):
-    monkeypatch.setattr(hopper, "GROUP_BYTES", 1)
-    monkeypatch.setattr(hopper, "GROUP_ITEMS", 1)
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem((3, 70), 4, 64, 3, 80, dtype, target.device)
-    p.q = token_views(p.q)["split of a projection"]
-    check_all(target, p, ("backward", "gated_backward"))
-    test_backward_accumulate_adds_in_float32(target)
 
 
 @pytest.mark.gpu
