@@ -2,16 +2,17 @@
 
     python benchmarks/bench_eager.py [--tokens 4096] [--json benchmarks/results/eager_cpu.json]
 
-Extra memory is the growth of the peak resident set over that with the inputs in place, results included.
+Extra memory is the growth of the peak resident set over that with the inputs in place, results included (Linux).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import pathlib
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -31,6 +32,14 @@ def make_inputs(tokens: int, dtype: torch.dtype, backward: bool) -> list[torch.T
     return [x.requires_grad_(backward) for x in (q, *weights, torch.rand(tokens, HEADS, SUBNETS))]
 
 
+def resident(field: str) -> int:
+    """Bytes of this process's resident set, now (VmRSS) or at its peak (VmHWM)."""
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(field)
+
+
 def measure(subject: str, dtype: str, backward: bool, tokens: int, repeats: int) -> dict[str, float]:
     """Seconds (median) and extra bytes of one subject; runs in a process of its own."""
     torch.set_num_threads(2)
@@ -43,9 +52,11 @@ def measure(subject: str, dtype: str, backward: bool, tokens: int, repeats: int)
 
     run(make_inputs(64, dtype, backward))
     inputs = make_inputs(tokens, dtype, backward)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory freed while making the inputs does not hide what comes
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
     run(inputs)
-    extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    extra = resident("VmHWM") - before
     seconds = []
     for _ in range(repeats):
         for x in inputs:
