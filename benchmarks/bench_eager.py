@@ -2,20 +2,19 @@
 
     python benchmarks/bench_eager.py [--tokens 4096] [--json benchmarks/results/eager_cpu.json]
 
-Extra memory is the growth of the peak resident set over that with the inputs in place, results included (Linux).
+Extra memory is the peak of the tensors' bytes beyond the inputs: temporaries, what is saved for backward, and the results.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import pathlib
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -32,12 +31,16 @@ def make_inputs(tokens: int, dtype: torch.dtype, backward: bool) -> list[torch.T
     return [x.requires_grad_(backward) for x in (q, *weights, torch.rand(tokens, HEADS, SUBNETS))]
 
 
-def resident(field: str) -> int:
-    """Bytes of this process's resident set, now (VmRSS) or at its peak (VmHWM)."""
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(field)
+def peak_bytes(run: Callable[[], None]) -> int:
+    """Peak of the tensor bytes allocated while ``run`` runs, beyond what was allocated before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    allocated = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return peak
 
 
 def measure(subject: str, dtype: str, backward: bool, tokens: int, repeats: int) -> dict[str, float]:
@@ -52,11 +55,7 @@ def measure(subject: str, dtype: str, backward: bool, tokens: int, repeats: int)
 
     run(make_inputs(64, dtype, backward))
     inputs = make_inputs(tokens, dtype, backward)
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory freed while making the inputs does not hide what comes
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
-    run(inputs)
-    extra = resident("VmHWM") - before
+    extra = peak_bytes(lambda: run(inputs))
     seconds = []
     for _ in range(repeats):
         for x in inputs:
