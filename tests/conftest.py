@@ -103,6 +103,15 @@ def target(request) -> Target:
     return chosen
 
 
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "hopper")])
+def gpu_backend(request) -> str:
+    """Each fused GPU back end that is usable here."""
+    reason = flashmhf.info().reasons[request.param]
+    if reason:
+        pytest.skip(f"{request.param} is not usable here: {reason}")
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -120,13 +120,8 @@ def test_aot_inductor(target, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_cuda_graph_of_forward_and_backward(backend):
-    reason = flashmhf.info().reasons[backend]
-    if reason:
-        pytest.skip(f"{backend} is not usable here: {reason}")
-    module = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device="cuda", dtype=torch.bfloat16, deterministic=True)
+def test_cuda_graph_of_forward_and_backward(gpu_backend):
+    module = flashmhf.FlashMHF(256, 2, 3, 64, backend=gpu_backend, device="cuda", dtype=torch.bfloat16, deterministic=True)
     static_x = torch.randn(3, 50, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     graphed = torch.cuda.make_graphed_callables(module, (static_x,))
     for _ in range(3):
@@ -135,19 +130,14 @@ def test_cuda_graph_of_forward_and_backward(backend):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_no_host_synchronisation(backend):
-    reason = flashmhf.info().reasons[backend]
-    if reason:
-        pytest.skip(f"{backend} is not usable here: {reason}")
+def test_no_host_synchronisation(gpu_backend):
     p = problem(300, 2, 64, 3, 64, torch.bfloat16, "cuda")
 
     def step():
-        ops.forward(*p.operands, p.r, backend=backend)
-        ops.backward(p.grad_out, *p.operands, p.r, backend=backend)
-        ops.gated_forward(*p.operands, p.w, p.eps, backend=backend)
-        ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, backend=backend)
+        ops.forward(*p.operands, p.r, backend=gpu_backend)
+        ops.backward(p.grad_out, *p.operands, p.r, backend=gpu_backend)
+        ops.gated_forward(*p.operands, p.w, p.eps, backend=gpu_backend)
+        ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, backend=gpu_backend)
 
     step()
     torch.cuda.synchronize()
@@ -158,14 +148,9 @@ def test_no_host_synchronisation(backend):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_runs_on_the_current_stream(backend):
-    reason = flashmhf.info().reasons[backend]
-    if reason:
-        pytest.skip(f"{backend} is not usable here: {reason}")
+def test_runs_on_the_current_stream(gpu_backend):
     p = problem(4000, 2, 128, 3, 128, torch.bfloat16, "cuda")
-    expected = [ops.forward(*p.operands, p.r, backend=backend), *ops.backward(p.grad_out, *p.operands, p.r, True, backend=backend)]
+    expected = [ops.forward(*p.operands, p.r, backend=gpu_backend), *ops.backward(p.grad_out, *p.operands, p.r, True, backend=gpu_backend)]
     stream = torch.cuda.Stream()
     delayed = torch.empty_like(p.q)
     stream.wait_stream(torch.cuda.current_stream())
@@ -173,7 +158,7 @@ def test_runs_on_the_current_stream(backend):
         torch.cuda._sleep(20_000_000)
         delayed.copy_(p.q)  # a kernel on another stream would read q before this
         operands = (delayed, *p.operands[1:])
-        actual = [ops.forward(*operands, p.r, backend=backend), *ops.backward(p.grad_out, *operands, p.r, True, backend=backend)]
+        actual = [ops.forward(*operands, p.r, backend=gpu_backend), *ops.backward(p.grad_out, *operands, p.r, True, backend=gpu_backend)]
     stream.synchronize()
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)

@@ -66,15 +66,8 @@ def test_eager_memory_is_a_small_part_of_the_materialising_code(direction, most)
     assert ours <= most * theirs, f"{ours / 2**20:.1f} MiB against {theirs / 2**20:.1f} MiB"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_gpu_memory_has_no_intermediate(backend):
-    import flashmhf
-
-    reason = flashmhf.info().reasons[backend]
-    if reason:
-        pytest.skip(f"{backend} is not usable here: {reason}")
-    forward, training = measure(CUDA, backend)
+def test_gpu_memory_has_no_intermediate(gpu_backend):
+    forward, training = measure(CUDA, gpu_backend)
     tokens = 16384 * 8 * 128 * 2  # bytes of q
     weights = 3 * 8 * 7 * 384 * 128 * 2
     intermediate = 16384 * 8 * 7 * 384 * 2
