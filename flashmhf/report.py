@@ -27,10 +27,6 @@ class Results:
     trained: dict[str, Trained] = field(default_factory=dict)
     not_trained: str | None = None
 
-    @property
-    def accurate(self) -> bool:
-        return bool(self.accuracies) and all(accuracy.passed for accuracy in self.accuracies)
-
 
 def _number(value: float | None) -> str:
     if value is None:

@@ -285,7 +285,7 @@ def test_saved_after_every_cell_and_the_budget_is_kept():
 
 
 def test_full_plan_covers_the_tables():
-    plan = suite.full_plan("flashmhf_hopper")
+    plan = cli.plan(cli.PARTS, "flashmhf_hopper", None)
     assert [c.length for c in plan if c.group == "latency"] == list(shapes.LENGTHS)
     assert [c.batch for c in plan if c.group == "decode"] == list(shapes.DECODE_TOKENS) and all(
         c.graph for c in plan if c.group == "decode"
@@ -295,8 +295,6 @@ def test_full_plan_covers_the_tables():
     everyone |= {"swiglu", "swiglu_compiled", "swiglu_liger", "swiglu_quack"}
     assert everyone <= {name for c in plan if c.length in suite.ALSO_LENGTHS and c.group == "latency" for name in c.subjects}
     assert any("swiglu_checkpointed" in c.subjects for c in plan if c.direction == "training")
-    parts = cli.plan(cli.PARTS, "flashmhf_hopper", None)
-    assert parts == plan
     few = cli.plan(("latency", "training"), "flashmhf_hopper", [384, 768], ["swiglu_liger"])
     assert [(c.group, c.length, c.subjects) for c in few] == [("latency", 384, ("swiglu_liger",)), ("training", 4032, ("swiglu_liger",))]
     with pytest.raises(ValueError, match="no subject liger; there are"):
@@ -309,8 +307,6 @@ def test_operation_counts():
     subject = subjects.SUBJECTS["flashmhf_eager"]
     assert subject.flops(shape, 3) == 3 * (shape.kernel_flops(1) + 4 * 2048**2)
     assert subject.backward_flops(shape, 1) == 16 * 16 * 128 * 22 * 384 + 8 * 2048**2
-    parameters = sum(p.numel() for p in subject.make(TINY, CPU).parameters())
-    assert TINY.kernel_bytes(0, 1) == parameters - 2 * TINY.d_model**2
 
 
 # Tables, figures, headline

@@ -39,10 +39,6 @@ class Shape:
     def swiglu_flops(self, tokens: int) -> int:
         return 6 * tokens * self.d_model * self.swiglu_dim
 
-    def kernel_bytes(self, tokens: int, element_size: int = 2) -> int:
-        """The least traffic: K, U, V and the router once, Q read and S written."""
-        return element_size * (self.d_model * (3 * self.d_ff + self.subnets) + 2 * tokens * self.d_model)
-
 
 SHAPES = {
     shape.name: shape

@@ -313,11 +313,6 @@ def kernel_cells(ours: str, lengths: Iterable[int] = LENGTHS, shape: Shape = SHA
     return cells + [Cell("kernel", shape, n, kernel, batch, direction="training") for n in lengths[::3]]
 
 
-def full_plan(ours: str) -> list[Cell]:
-    """Everything, the most important first."""
-    return [*latency_cells(ours), *training_cells(ours), *decode_cells(ours), *kernel_cells(ours), *model_cells(ours)]
-
-
 def ours_for(shape: Shape, settings: Settings) -> str:
     return f"flashmhf_{first_backend(shape, settings)}"
 
