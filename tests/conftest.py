@@ -112,6 +112,15 @@ def gpu_backend(request) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """A module's tests on one thread: with models so small, several mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

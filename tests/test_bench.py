@@ -20,13 +20,7 @@ CPU = subjects.Settings(torch.device("cpu"), torch.float32)
 ON_CPU = ("flashmhf_eager", "kernel_eager", "swiglu", "swiglu_checkpointed", "mhffn_naive", "dense_moe")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Layers this small take longest where threads wait for a shared core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def context(**changes) -> suite.Context:

@@ -19,13 +19,7 @@ from flashmhf import cli
 from flashmhf.lm import FFN_TYPES, conversion, data, evaluation, generation, training
 from flashmhf.lm.presets import preset
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

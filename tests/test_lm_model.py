@@ -15,14 +15,7 @@ import flashmhf
 from flashmhf.lm import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.lm.presets import MIB, PRESETS, preset
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 PRINTED = [name for name, entry in PRESETS.items() if entry.printed_parameters]

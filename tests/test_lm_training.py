@@ -25,12 +25,7 @@ from flashmhf.lm.training import Options
 WORDS = "the head mixes what each sub network finds and the gate weighs it for every token".split()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
