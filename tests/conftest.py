@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    if not config.getoption("--record"):
+    if not config.getoption("--record") or hasattr(config, "workerinput"):  # a worker that outlives pytest-xdist knows only its own tests
         return
     counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
     skipped = sorted({report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())})
