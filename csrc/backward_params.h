@@ -17,6 +17,7 @@ struct BackwardParams {
     const void *r;             // R [batch, length, H, E], or null: all ones
     bool r_is_float;           // else the element type
     int64_t r_batch, r_token, r_head;  // strides of R in elements
+    int dq_heads, dr_heads;    // of a token in dq and dr: all of them, where this launch takes some
 
     // Inter-stationary kernels. The first `whole` items (head, sub-network, tile of 64 inter rows; that order) take one CTA each, the
     // others `parts` CTAs that share the tokens.
@@ -30,8 +31,8 @@ struct BackwardParams {
     // Token-stationary kernel. `parts` CTAs share the sub-networks of a token block.
     int token_parts;
     float *query_parts;        // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
-    void *dq;                  // [T, H, d_h]
-    void *dr;                  // [T, H, E] in R's type; null without R
+    void *dq;                  // [T, dq_heads, d_h]
+    void *dr;                  // [T, dr_heads, E] in R's type; null without R
 
 #ifdef __CUDACC__
     __device__ __forceinline__ int64_t dense_index(int sequence, int token) const { return sequence * dense_batch + token * dense_token; }
@@ -48,7 +49,7 @@ struct GateParams {
     bool w_is_float;
     float eps;
     float *r, *scale;          // [T, H, E]; [T, H]: 1 / (sum_e sigmoid(P) + eps)
-    float *dr, *dp;            // [T, H, E]
+    float *dr, *dp;            // [T, H, E]; H are those of this launch
     float *dw_parts;           // [dw_part_count][H, d_h, E]
     int dw_part_count;
     void *dw;                  // W's type and shape; null: not needed
@@ -67,7 +68,8 @@ struct CollectParams {
     void *out[3];              // element type, or fp32 to add to; one for each blockIdx.z
     int64_t out_step;          // floats between the tiles of one and of the next
     bool accumulate;
-    const float *dp;           // of the router, [rows of out, E]: dP W^T of the row is added to it; null: nothing is
+    const float *dp;           // of the router, a row of E for each row of out: dP W^T is added to it; null: nothing is
+    int64_t dp_inner_step, dp_row_step;  // as inner_step and row_step; its outer step is one row
     const void *w;             // [outer, d_h, E]
     bool w_is_float;
     int subnets;

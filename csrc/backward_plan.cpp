@@ -2,6 +2,10 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "kernels/backward_policy.h"
 
 namespace flashmhf {
 namespace {
@@ -12,6 +16,12 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t cta_overhead_tiles = 4;
 // Parts of split items live in memory, 3 * 64 * d_h fp32 each: bound their number.
 constexpr int64_t max_parts = 768;
+// What a launch costs besides its CTAs, in tiles: the kernels before and after drain and fill the device.
+constexpr int64_t launch_overhead_tiles = 16;
+// A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
+constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
+// Time that saving memory may cost.
+constexpr double allowed_loss = 0.01;
 
 }  // namespace
 
@@ -25,27 +35,84 @@ BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
     plan.subnet_tiles = static_cast<int>(subnet_tiles);
     plan.items = static_cast<int>(items);
 
-    // Items that do not fill a wave: the number of parts with the shortest makespan, ties to the fewest.
-    const int64_t rest = items % sms;
-    int64_t best_parts = 1, best = rest ? tiles + cta_overhead_tiles : 0;
-    for (int64_t parts = 2; rest && parts <= tiles && rest * parts <= max_parts; ++parts) {
-        const int64_t cost = ceil_div(rest * parts, sms) * (ceil_div(tiles, parts) + cta_overhead_tiles);
-        if (cost < best) best = cost, best_parts = parts;
-    }
-    plan.parts = static_cast<int>(best_parts);
-    plan.whole = static_cast<int>(best_parts > 1 ? items - rest : items);
+    // Items that do not fill a wave: the fewest parts that come near the shortest makespan.
+    const int64_t rest = items % sms, waves = items / sms * (tiles + cta_overhead_tiles);
+    auto rest_time = [&](int64_t parts) { return ceil_div(rest * parts, sms) * (ceil_div(tiles, parts) + cta_overhead_tiles); };
+    int64_t parts = 1, shortest_rest = rest ? rest_time(1) : 0;
+    for (int64_t n = 2; rest && n <= tiles && rest * n <= max_parts; ++n) shortest_rest = std::min(shortest_rest, rest_time(n));
+    while (rest && waves + rest_time(parts) > (1 + allowed_loss) * (waves + shortest_rest)) ++parts;
+    plan.parts = static_cast<int>(parts);
+    plan.whole = static_cast<int>(parts > 1 ? items - rest : items);
+    plan.inter_time = static_cast<double>(waves + (rest ? rest_time(parts) : 0));
 
     const int64_t blocks = ceil_div(tiles, 2), ctas = blocks * shape.heads;
     plan.token_blocks = static_cast<int>(blocks);
     int64_t token_parts = 1;
     double shortest = 0;
-    for (int64_t parts = 1; parts <= std::min<int64_t>(shape.subnets, 32); ++parts) {
-        if (parts > 1 && ctas * (parts - 1) >= sms) break;  // a wave is filled already
-        const double time = static_cast<double>(ceil_div(ctas * parts, sms)) * (ceil_div(shape.subnets, parts) * subnet_tiles + cta_overhead_tiles);
-        if (parts == 1 || time < shortest) shortest = time, token_parts = parts;
+    for (int64_t n = 1; n <= std::min<int64_t>(shape.subnets, 32); ++n) {
+        if (n > 1 && ctas * (n - 1) >= sms) break;  // a wave is filled already
+        const double time = static_cast<double>(ceil_div(ctas * n, sms)) * (ceil_div(shape.subnets, n) * subnet_tiles + cta_overhead_tiles);
+        if (n == 1 || time < shortest) shortest = time, token_parts = n;
     }
     plan.token_parts = static_cast<int>(token_parts);
+    plan.token_time = shortest * 2 * 5 / 8;  // two token tiles, five of the eight products
+    plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, tiles));
     return plan;
+}
+
+BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task) {
+    constexpr int64_t none = BackwardWorkspace::none, alignment = 64;  // floats
+    int64_t end = 0;
+    auto take = [&](bool needed, int64_t count) {
+        const int64_t begin = end;
+        if (needed) end = ceil_div(end + count, alignment) * alignment;
+        return needed ? begin : none;
+    };
+    const int64_t tile = int64_t{backward_rows} * task.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
+    const int64_t tokens = shape.batch * shape.length * shape.heads, split = plan.items - plan.whole;
+    const bool fused = task.fused(), parts = !fused && task.tokens && (plan.token_parts > 1 || task.router);
+    BackwardWorkspace w{};
+    w.query = take(fused || parts, tiles * (fused ? 1 : plan.token_parts) * tile);
+    w.dr_sums = take(fused && task.gate, tiles * shape.subnets * backward_rows);
+    w.sums_floats = fused ? end : 0;
+    w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
+    w.r = take(task.router, tokens * shape.subnets);
+    w.scale = take(task.router, tokens);
+    w.dr = take(task.router, tokens * shape.subnets);
+    w.dp = task.router && fused ? w.dr_sums : take(task.router, tokens * shape.subnets);  // the sums are in dr by then
+    w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * task.head_dim * shape.subnets);
+    w.floats = end;
+    return w;
+}
+
+HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task, int sms) {
+    struct Candidate {
+        double time;
+        int64_t floats;
+    };
+    auto evaluate = [&](int64_t count) {  // groups of floor(H / count) and ceil(H / count) heads
+        Candidate all{0, 0};
+        const int64_t small = shape.heads / count, large_groups = shape.heads % count;
+        for (const auto &[heads, groups] : {std::pair{small, count - large_groups}, std::pair{small + 1, large_groups}}) {
+            if (groups == 0) continue;
+            BackwardShape group = shape;
+            group.heads = static_cast<int>(heads);
+            const BackwardPlan plan = plan_backward(group, sms);
+            const double time = task.fused() ? plan.inter_time : task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8;
+            all.time += groups * (time + launch_overhead_tiles);
+            all.floats = std::max(all.floats, backward_workspace(group, plan, task).floats);
+        }
+        return all;
+    };
+    std::vector<Candidate> candidates{evaluate(1)};
+    if (candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes) return {shape.heads, 1};
+    for (int64_t count = 2; count <= std::min<int64_t>(shape.heads, max_groups); ++count) candidates.push_back(evaluate(count));
+    double shortest = candidates[0].time;
+    for (const Candidate &c : candidates) shortest = std::min(shortest, c.time);
+    int best = -1;
+    for (int i = 0; i < static_cast<int>(candidates.size()); ++i)
+        if (candidates[i].time <= (1 + allowed_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats)) best = i;
+    return {shape.heads, best + 1};
 }
 
 }  // namespace flashmhf

@@ -14,6 +14,15 @@ struct BackwardShape {
     int64_t subnet_dim;
 };
 
+// What a call computes.
+struct BackwardTask {
+    int head_dim;
+    bool tokens, weights;  // needed: dQ and dR; dK, dU and dV
+    bool gate, router;     // R is not all ones; R comes from W, whose gradient is needed with the weights'
+    bool deterministic;
+    bool fused() const { return tokens && weights && !deterministic && head_dim < 256; }  // one kernel for everything
+};
+
 struct BackwardPlan {
     int row_tiles;     // of 64 tokens, of a sequence
     int subnet_tiles;  // of 64 inter rows, of a sub-network
@@ -21,6 +30,8 @@ struct BackwardPlan {
     int whole, parts;  // items taken by one CTA each; CTAs that share the tokens of each of the others
     int token_blocks;  // of two row tiles: CTAs of a head of the token-stationary kernel
     int token_parts;   // CTAs that share the sub-networks of a token block
+    int router_parts;  // CTAs that share the tokens of a head's dW
+    double inter_time, token_time;  // predicted makespans of the two kinds of kernels, in tiles of 64 x 64 of all eight products
     int inter_blocks() const { return whole + (items - whole) * parts; }
 };
 
@@ -36,7 +47,28 @@ FLASHMHF_HOST_DEVICE TokenShare token_share(int block, int whole, int parts, int
             static_cast<int>(static_cast<int64_t>(tiles) * (part + 1) / parts), true};
 }
 
-// Throws std::invalid_argument for shapes beyond the index range.
+// One launch for all heads of `shape`. Throws std::invalid_argument for shapes beyond the index range.
 BackwardPlan plan_backward(const BackwardShape &shape, int sms);
+
+// The fp32 workspace of a launch: where its buffers begin, in floats; `none` for what the task does without.
+struct BackwardWorkspace {
+    static constexpr int64_t none = -1;
+    int64_t query;         // sums of dQ tiles (fused), or their parts
+    int64_t dr_sums;       // right behind `query`: one memset clears both
+    int64_t weight_parts;  // of split items
+    int64_t r, scale, dr, dp, dw_parts;  // the router's
+    int64_t sums_floats;   // of query and dr_sums together, where they are sums
+    int64_t floats;        // of everything
+};
+BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task);
+
+// Heads are independent. A call takes them in groups of nearly equal size, one launch after the other in the same workspace.
+struct HeadGroups {
+    int heads, count;
+    int begin(int group) const { return static_cast<int>(static_cast<int64_t>(heads) * group / count); }
+    int size(int group) const { return begin(group + 1) - begin(group); }
+};
+// The groups with the least workspace whose predicted time is within 1 % of the shortest; a small workspace is not worth a second launch.
+HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task, int sms);
 
 }  // namespace flashmhf

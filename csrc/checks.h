@@ -12,6 +12,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "kernels/policy.h"
+
 namespace flashmhf {
 
 using torch::stable::Tensor;
@@ -115,6 +117,29 @@ inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor &other) {
         t.batch = outer.size, t.q_batch = outer.q, t.other_batch = outer.other, t.dense_batch = outer.dense;
     }
     return t;
+}
+
+// The token axes of q and, where given, R. An R that does not share q's is copied to a contiguous tensor, which has every axis.
+inline TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r) {
+    std::optional<TokenAxes> axes = collapse(q, r ? *r : q);
+    if (!axes && r) {
+        *r = torch::stable::contiguous(*r);
+        axes = collapse(q, *r);
+    }
+    STD_TORCH_CHECK(axes, "the leading dimensions of q do not collapse to one or two token strides");
+    return *axes;
+}
+
+// Whether TMA can read x [..., H, d_h] through these token strides.
+inline bool readable(const Tensor &x, const TokenAxes &axes, int64_t batch_stride, int64_t token_stride) {
+    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * element_bytes % tma_alignment == 0); };
+    return x.stride(x.dim() - 1) == 1 && aligned(x.data_ptr()) && strided(x.size(x.dim() - 2), x.stride(x.dim() - 2)) &&
+           strided(axes.length, token_stride) && strided(axes.batch, batch_stride);
+}
+
+inline void check_readable(const Tensor &q, const TokenAxes &axes) {
+    STD_TORCH_CHECK(readable(q, axes, axes.q_batch, axes.q_token),
+                    "q's last dimension must be contiguous, and its strides and storage offset positive multiples of 16 bytes");
 }
 
 }  // namespace flashmhf

@@ -13,24 +13,13 @@
 namespace flashmhf {
 namespace {
 
-constexpr int element_bytes = 2;
-
 // Where the weight gradients go: fresh tensors in q's type, or fp32 buffers to add to.
 using WeightGrads = std::array<Tensor, 3>;
 
-// One token stride (and head stride) pair of a [..., H, d_h] tensor that TMA can read.
-bool readable(const Tensor &x, const TokenAxes &axes, int64_t batch_stride, int64_t token_stride) {
-    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * element_bytes % tma_alignment == 0); };
-    return x.stride(x.dim() - 1) == 1 && aligned(x.data_ptr()) && strided(x.size(x.dim() - 2), x.stride(x.dim() - 2)) &&
-           strided(axes.length, token_stride) && strided(axes.batch, batch_stride);
-}
-
 // The token axes of q, R and grad_out together. What does not share q's axes is copied to a contiguous tensor, which has every axis.
-TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad_out, int64_t &g_batch, int64_t &g_token) {
-    const int64_t row = q.size(q.dim() - 2) * q.size(q.dim() - 1);
-    std::optional<TokenAxes> axes;
+TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad_out, int64_t &g_batch, int64_t &g_token) {
     if (!grad_out.is_contiguous()) {
-        axes = collapse(q, grad_out);
+        std::optional<TokenAxes> axes = collapse(q, grad_out);
         if (axes && readable(grad_out, *axes, axes->other_batch, axes->other_token)) {
             g_batch = axes->other_batch;
             g_token = axes->other_token;
@@ -49,15 +38,11 @@ TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad_out
         torch::stable::copy_(copy, grad_out);
         grad_out = copy;
     }
-    axes = collapse(q, r ? *r : q);
-    if (!axes && r) {
-        *r = torch::stable::contiguous(*r);
-        axes = collapse(q, *r);
-    }
-    STD_TORCH_CHECK(axes, "the leading dimensions of q do not collapse to one or two token strides");
-    g_batch = axes->dense_batch * row;
-    g_token = axes->dense_token * row;
-    return *axes;
+    const TokenAxes axes = token_axes(q, r);
+    const int64_t row = q.size(q.dim() - 2) * q.size(q.dim() - 1);
+    g_batch = axes.dense_batch * row;
+    g_token = axes.dense_token * row;
+    return axes;
 }
 
 struct Grads {
@@ -71,21 +56,146 @@ struct Router {
     std::optional<Tensor> dw;
 };
 
-Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, std::optional<Tensor> r, const ProblemSizes &sizes,
-          bool deterministic, bool needs_tokens, bool needs_weights, const WeightGrads &out, bool accumulate, const Router *router = nullptr) {
-    auto empty = [&](std::initializer_list<int64_t> shape, ScalarType type) {
-        return torch::stable::new_empty(q, std::vector<int64_t>(shape), type);
-    };
-    if (router) {  // R is computed here
-        std::vector<int64_t> shape(q.sizes().begin(), q.sizes().end());
-        shape.back() = sizes.subnets;
-        r = torch::stable::new_empty(q, shape, ScalarType::Float);
-        needs_tokens = true;  // dW needs dR
+// Addresses of a call's tensors; a launch takes a group of consecutive heads of them.
+struct Call {
+    BackwardTask task;
+    TokenAxes axes;
+    ProblemSizes sizes;
+    const Tensor &q, &k, &u, &v;
+    Tensor grad_out;
+    int64_t g_batch, g_token;  // its strides
+    std::optional<Tensor> r;
+    Grads grads;
+    const WeightGrads &out;
+    bool accumulate;
+    const Router *router;
+    cudaStream_t stream;
+};
+
+// What lies `heads` heads into dimension `dim` of x.
+void *at_head(const Tensor &x, int64_t dim, int64_t heads) {
+    return static_cast<char *>(x.data_ptr()) + heads * x.stride(dim) * static_cast<int64_t>(x.element_size());
+}
+
+BackwardShape shape_of_heads(const Call &call, int heads) {
+    return {call.axes.batch, call.axes.length, heads, static_cast<int>(call.sizes.subnets), call.sizes.subnet_dim};
+}
+
+void launch_heads(const Call &call, int first, int heads, const BackwardPlan &plan, float *workspace) {
+    const BackwardTask &task = call.task;
+    const TokenAxes &axes = call.axes;
+    const Tensor &q = call.q;
+    const int64_t head_axis = q.dim() - 2, subnets = call.sizes.subnets, subnet_dim = call.sizes.subnet_dim;
+    const int d_h = task.head_dim;
+    const BackwardShape shape = shape_of_heads(call, heads);
+    const BackwardWorkspace places = backward_workspace(shape, plan, task);
+    auto floats = [&](int64_t place) { return place == BackwardWorkspace::none ? nullptr : workspace + place; };
+
+    BackwardLaunch launch{};
+    launch.plan = plan;
+    launch.bf16 = q.scalar_type() == ScalarType::BFloat16;
+    launch.fused = task.fused();
+    launch.needs_tokens = task.tokens;
+    launch.needs_weights = task.weights;
+    launch.stream = call.stream;
+    launch.sums_bytes = places.sums_floats * sizeof(float);
+
+    BackwardParams &p = launch.params;
+    p.batch = static_cast<int>(axes.batch);
+    p.length = axes.length;
+    p.row_tiles = plan.row_tiles;
+    p.dense_batch = axes.dense_batch;
+    p.dense_token = axes.dense_token;
+    p.heads = heads;
+    p.subnets = shape.subnets;
+    p.subnet_dim = static_cast<int>(subnet_dim);
+    p.subnet_tiles = plan.subnet_tiles;
+    p.dq_heads = static_cast<int>(call.sizes.heads);
+    p.whole = plan.whole;
+    p.parts = plan.parts;
+    p.token_parts = plan.token_parts;
+    p.accumulate = call.accumulate;
+    (launch.fused ? p.query_sums : p.query_parts) = floats(places.query);
+    p.dr_sums = floats(places.dr_sums);
+    p.weight_parts = floats(places.weight_parts);
+    if (task.tokens) p.dq = at_head(call.grads.dq, head_axis, first);
+    if (task.weights) {
+        p.dk = at_head(call.out[0], 0, first);
+        p.du = at_head(call.out[1], 0, first);
+        p.dv = at_head(call.out[2], 0, first);
     }
-    const ScalarType type = q.scalar_type(), r_type = r ? r->scalar_type() : type;
-    const int d_h = static_cast<int>(sizes.head_dim);
-    Grads grads{needs_tokens ? torch::stable::new_empty(q, q.sizes()) : empty({0}, type),
-                needs_tokens && r ? torch::stable::new_empty(*r, r->sizes()) : empty({0}, type)};
+    if (task.router) {
+        const Router &router = *call.router;
+        GateParams &g = launch.gate;
+        g.q = at_head(q, head_axis, first);
+        g.q_batch = axes.q_batch;
+        g.q_token = axes.q_token;
+        g.q_head = q.stride(head_axis);
+        g.batch = p.batch;
+        g.row_tiles = p.row_tiles;
+        g.heads = heads;
+        g.subnets = p.subnets;
+        g.length = p.length;
+        g.dense_batch = p.dense_batch;
+        g.dense_token = p.dense_token;
+        g.w = at_head(router.w, 0, first);
+        g.w_is_float = router.w.scalar_type() == ScalarType::Float;
+        g.eps = router.eps;
+        g.r = floats(places.r);
+        g.scale = floats(places.scale);
+        g.dr = floats(places.dr);
+        g.dp = floats(places.dp);
+        g.dw_parts = floats(places.dw_parts);
+        g.dw_part_count = plan.router_parts;
+        if (router.dw) g.dw = at_head(*router.dw, 0, first);
+        p.r = g.r;
+        p.r_is_float = true;
+        p.r_batch = axes.dense_batch * heads * subnets;
+        p.r_token = axes.dense_token * heads * subnets;
+        p.r_head = subnets;
+        p.dr = g.dr;
+        p.dr_heads = heads;
+    } else if (call.r) {
+        p.r = at_head(*call.r, head_axis, first);
+        p.r_is_float = call.r->scalar_type() == ScalarType::Float;
+        p.r_batch = axes.other_batch;
+        p.r_token = axes.other_token;
+        p.r_head = call.r->stride(head_axis);
+        if (task.tokens) p.dr = at_head(call.grads.dr, head_axis, first);
+        p.dr_heads = p.dq_heads;
+    }
+
+    const int swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
+    auto rows = [&](const char *name, const Tensor &x, int64_t batch_stride, int64_t token_stride) {
+        return tensor_map(name, at_head(x, head_axis, first), launch.bf16,
+                          {{d_h, 1, panel}, {heads, x.stride(head_axis), 1}, {axes.length, token_stride, backward_rows}, {axes.batch, batch_stride, 1}}, swizzle);
+    };
+    auto weights = [&](const char *name, const Tensor &x, int box) {
+        return tensor_map(name, at_head(x, 0, first), launch.bf16, {{d_h, 1, panel}, {subnet_dim, d_h, box}, {heads * subnets, subnet_dim * d_h, 1}}, swizzle);
+    };
+    launch.q = rows("q", q, axes.q_batch, axes.q_token);
+    launch.grad_out = rows("grad_out", call.grad_out, call.g_batch, call.g_token);
+    launch.k = weights("k", call.k, backward_rows);
+    launch.u = weights("u", call.u, backward_rows);
+    launch.v = weights("v", call.v, backward_rows);
+    const int token_rows = d_h == 256 ? TokenPolicy<256>::inter : TokenPolicy<128>::inter;
+    launch.token_k = weights("k", call.k, token_rows);
+    launch.token_u = weights("u", call.u, token_rows);
+    launch.token_v = weights("v", call.v, token_rows);
+    check_cuda(launch_backward(d_h, launch));
+}
+
+Grads run(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r,
+          const ProblemSizes &sizes, bool deterministic, bool needs_tokens, bool needs_weights, const WeightGrads &out, bool accumulate,
+          const Router *router = nullptr) {
+    if (router) needs_tokens = true;  // dW needs dR
+    auto grad = [&](const Tensor &x, bool needed) {
+        return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(q, std::vector<int64_t>{0});
+    };
+    const int device = q.get_device_index();
+    Call call{{static_cast<int>(sizes.head_dim), needs_tokens, needs_weights, r || router, router != nullptr, deterministic},
+              {}, sizes, q, k, u, v, grad_out, 0, 0, r, {grad(q, needs_tokens), grad(r ? *r : q, needs_tokens && r)}, out, accumulate, router,
+              current_stream(device)};
     if (sizes.tokens == 0 || (!needs_tokens && !needs_weights)) {
         if (needs_weights && !accumulate)
             for (Tensor x : out) torch::stable::zero_(x);
@@ -93,118 +203,25 @@ Grads run(Tensor grad_out, const Tensor &q, const Tensor &k, const Tensor &u, co
             Tensor dw = *router->dw;
             torch::stable::zero_(dw);
         }
-        return grads;
+        return call.grads;
     }
+    call.axes = all_token_axes(q, call.r, call.grad_out, call.g_batch, call.g_token);
+    check_readable(q, call.axes);
 
-    BackwardLaunch launch{};
-    BackwardParams &p = launch.params;
-    int64_t g_batch = 0, g_token = 0;
-    const TokenAxes axes = token_axes(q, r, grad_out, g_batch, g_token);
-    STD_TORCH_CHECK(readable(q, axes, axes.q_batch, axes.q_token), "q's last dimension must be contiguous, and its strides and storage offset positive multiples of 16 bytes");
-
-    const int device = q.get_device_index();
     int sms = 0;
     check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    launch.plan = plan_backward({axes.batch, axes.length, static_cast<int>(sizes.heads), static_cast<int>(sizes.subnets), sizes.subnet_dim}, sms);
-    const BackwardPlan &plan = launch.plan;
-    launch.bf16 = type == ScalarType::BFloat16;
-    launch.fused = needs_tokens && needs_weights && !deterministic && d_h < 256;
-    launch.needs_tokens = needs_tokens;
-    launch.needs_weights = needs_weights;
-    launch.stream = current_stream(device);
-
-    p.batch = static_cast<int>(axes.batch);
-    p.length = axes.length;
-    p.row_tiles = plan.row_tiles;
-    p.dense_batch = axes.dense_batch;
-    p.dense_token = axes.dense_token;
-    p.heads = static_cast<int>(sizes.heads);
-    p.subnets = static_cast<int>(sizes.subnets);
-    p.subnet_dim = static_cast<int>(sizes.subnet_dim);
-    p.subnet_tiles = plan.subnet_tiles;
-    if (r) {
-        p.r = r->data_ptr();
-        p.r_is_float = r_type == ScalarType::Float;
-        p.r_batch = axes.other_batch;
-        p.r_token = axes.other_token;
-        p.r_head = r->stride(r->dim() - 2);
+    const HeadGroups groups = plan_head_groups(shape_of_heads(call, static_cast<int>(sizes.heads)), call.task, sms);
+    std::vector<BackwardPlan> plans;
+    int64_t floats = 0;
+    for (int i = 0; i < groups.count; ++i) {
+        const BackwardShape shape = shape_of_heads(call, groups.size(i));
+        plans.push_back(plan_backward(shape, sms));
+        floats = std::max(floats, backward_workspace(shape, plans.back(), call.task).floats);
     }
-    p.whole = plan.whole;
-    p.parts = plan.parts;
-    p.token_parts = plan.token_parts;
-    p.accumulate = accumulate;
-    p.dq = grads.dq.data_ptr();
-    p.dr = needs_tokens && r ? grads.dr.data_ptr() : nullptr;
-    p.dk = out[0].data_ptr();
-    p.du = out[1].data_ptr();
-    p.dv = out[2].data_ptr();
-
-    // workspace, freed to the caching allocator on return
-    std::vector<Tensor> workspace;
-    auto floats = [&](int64_t count) {
-        workspace.push_back(empty({count}, ScalarType::Float));
-        return static_cast<float *>(workspace.back().data_ptr());
-    };
-    const int64_t tile = backward_rows * d_h, query_tiles = sizes.heads * axes.batch * plan.row_tiles;
-    if (launch.fused) {
-        const int64_t count = query_tiles * tile, dr_count = p.dr ? query_tiles * sizes.subnets * backward_rows : 0;
-        p.query_sums = floats(count + dr_count);
-        if (p.dr) p.dr_sums = p.query_sums + count;
-        launch.sums_bytes = (count + dr_count) * sizeof(float);
-    } else if (needs_tokens && (plan.token_parts > 1 || router)) {
-        p.query_parts = floats(query_tiles * plan.token_parts * tile);
-    }
-    if (needs_weights && plan.items > plan.whole) p.weight_parts = floats(static_cast<int64_t>(plan.items - plan.whole) * plan.parts * 3 * tile);
-
-    if (router) {
-        GateParams &g = launch.gate;
-        g.q = q.data_ptr();
-        g.q_batch = axes.q_batch;
-        g.q_token = axes.q_token;
-        g.q_head = q.stride(q.dim() - 2);
-        g.batch = p.batch;
-        g.row_tiles = p.row_tiles;
-        g.heads = p.heads;
-        g.subnets = p.subnets;
-        g.length = p.length;
-        g.dense_batch = p.dense_batch;
-        g.dense_token = p.dense_token;
-        g.w = router->w.data_ptr();
-        g.w_is_float = router->w.scalar_type() == ScalarType::Float;
-        g.eps = router->eps;
-        g.r = static_cast<float *>(r->data_ptr());
-        g.scale = floats(sizes.tokens * sizes.heads);
-        g.dr = static_cast<float *>(p.dr);
-        g.dp = floats(sizes.tokens * sizes.heads * sizes.subnets);
-        const int64_t tiles = axes.batch * plan.row_tiles;
-        g.dw_part_count = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(tiles, 2 * sms / sizes.heads)));
-        if (router->dw) {
-            g.dw = router->dw->data_ptr();
-            g.dw_parts = floats(g.dw_part_count * sizes.heads * d_h * sizes.subnets);
-        }
-    }
-
-    const int swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
-    auto rows = [&](const char *name, const Tensor &x, int64_t batch_stride, int64_t token_stride) {
-        return tensor_map(name, x.data_ptr(), launch.bf16,
-                          {{d_h, 1, panel}, {sizes.heads, x.stride(x.dim() - 2), 1}, {axes.length, token_stride, backward_rows}, {axes.batch, batch_stride, 1}},
-                          swizzle);
-    };
-    auto weights = [&](const char *name, const Tensor &x, int box) {
-        return tensor_map(name, x.data_ptr(), launch.bf16,
-                          {{d_h, 1, panel}, {sizes.subnet_dim, d_h, box}, {sizes.heads * sizes.subnets, sizes.subnet_dim * d_h, 1}}, swizzle);
-    };
-    launch.q = rows("q", q, axes.q_batch, axes.q_token);
-    launch.grad_out = rows("grad_out", grad_out, g_batch, g_token);
-    launch.k = weights("k", k, backward_rows);
-    launch.u = weights("u", u, backward_rows);
-    launch.v = weights("v", v, backward_rows);
-    const int token_rows = d_h == 256 ? TokenPolicy<256>::inter : TokenPolicy<128>::inter;
-    launch.token_k = weights("k", k, token_rows);
-    launch.token_u = weights("u", u, token_rows);
-    launch.token_v = weights("v", v, token_rows);
-    check_cuda(launch_backward(d_h, launch));
-    return grads;
+    // Returned to PyTorch's allocator at the end, which keeps the order of the stream; so do the groups, which all use it.
+    const Tensor workspace = torch::stable::new_empty(q, std::vector<int64_t>{floats}, ScalarType::Float);
+    for (int i = 0; i < groups.count; ++i) launch_heads(call, groups.begin(i), groups.size(i), plans[i], static_cast<float *>(workspace.data_ptr()));
+    return call.grads;
 }
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
@@ -275,7 +292,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &
     const Tensor dw = weight_grad(w);
     if (needs_weights) router.dw = dw;
     Grads grads;
-    if (needs_tokens || needs_weights) grads = run(grad_out, q, k, u, v, std::nullopt, sizes, deterministic, true, needs_weights, out, false, &router);
+    if (needs_tokens || needs_weights) grads = run(grad_out, q, k, u, v, std::nullopt, sizes, deterministic, needs_tokens, needs_weights, out, false, &router);
     if (!needs_tokens) grads.dq = torch::stable::new_empty(q, std::vector<int64_t>{0});
     return {grads.dq, out[0], out[1], out[2], dw};
 }

@@ -22,30 +22,22 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
     if (sizes.tokens == 0) return out;
 
     const bool r_given = gate.kind == Gate::r_float || gate.kind == Gate::r_half;
-    std::optional<TokenAxes> axes = collapse(q, r_given ? *gate.tensor : q);
-    if (!axes && r_given) {
-        gate.tensor = torch::stable::contiguous(*gate.tensor);
-        axes = collapse(q, *gate.tensor);
-    }
-    STD_TORCH_CHECK(axes, "the leading dimensions of q do not collapse to one or two token strides");
-    const int64_t q_head = q.stride(q.dim() - 2);
-    STD_TORCH_CHECK(q.stride(q.dim() - 1) == 1, "the last dimension of q must be contiguous");
-    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * element_bytes % tma_alignment == 0); };
-    STD_TORCH_CHECK(aligned(q.data_ptr()) && strided(sizes.heads, q_head) && strided(axes->length, axes->q_token) && strided(axes->batch, axes->q_batch),
-                    "q's strides and storage offset must be positive multiples of 16 bytes");
+    std::optional<Tensor> none;
+    const TokenAxes axes = token_axes(q, r_given ? gate.tensor : none);
+    check_readable(q, axes);
 
     ForwardProblem problem{};
     problem.bf16 = q.scalar_type() == ScalarType::BFloat16;
-    problem.shape = {axes->batch, axes->length, static_cast<int>(sizes.heads), static_cast<int>(sizes.head_dim), static_cast<int>(sizes.subnets), sizes.subnet_dim};
+    problem.shape = {axes.batch, axes.length, static_cast<int>(sizes.heads), static_cast<int>(sizes.head_dim), static_cast<int>(sizes.subnets), sizes.subnet_dim};
     problem.q = q.data_ptr(), problem.k = k.data_ptr(), problem.u = u.data_ptr(), problem.v = v.data_ptr(), problem.out = out.data_ptr();
-    problem.q_batch = axes->q_batch, problem.q_token = axes->q_token, problem.q_head = q_head;
+    problem.q_batch = axes.q_batch, problem.q_token = axes.q_token, problem.q_head = q.stride(q.dim() - 2);
     const int64_t row = sizes.heads * sizes.head_dim;  // of the output
-    problem.out_batch = axes->dense_batch * row, problem.out_token = axes->dense_token * row;
+    problem.out_batch = axes.dense_batch * row, problem.out_token = axes.dense_token * row;
     problem.gate = gate.kind;
     problem.gate_data = gate.tensor ? gate.tensor->data_ptr() : nullptr;
     problem.eps = gate.eps;
     if (r_given) {
-        problem.r_batch = axes->other_batch, problem.r_token = axes->other_token;
+        problem.r_batch = axes.other_batch, problem.r_token = axes.other_token;
         problem.r_head = gate.tensor->stride(gate.tensor->dim() - 2);
     }
 

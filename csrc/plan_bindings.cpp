@@ -63,6 +63,7 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
     d["parts"] = plan.parts;
     d["token_blocks"] = plan.token_blocks;
     d["token_parts"] = plan.token_parts;
+    d["inter_time"] = plan.inter_time;
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
     const int tiles = static_cast<int>(batch) * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
@@ -70,6 +71,34 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
         work.append(py::make_tuple(share.item, share.begin, share.end));
     }
     d["work"] = work;
+    return d;
+}
+
+// Where each buffer begins, or None.
+py::dict workspace(const flashmhf::BackwardWorkspace &w) {
+    py::dict d;
+    const std::pair<const char *, int64_t> places[] = {{"query", w.query}, {"dr_sums", w.dr_sums}, {"weight_parts", w.weight_parts}, {"r", w.r},
+                                                       {"scale", w.scale}, {"dr", w.dr}, {"dp", w.dp}, {"dw_parts", w.dw_parts}};
+    for (const auto &[name, place] : places) d[name] = place == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(place);
+    d["sums_floats"] = w.sums_floats;
+    d["floats"] = w.floats;
+    return d;
+}
+
+py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens, bool weights, bool gate,
+                          bool router, bool deterministic, int sms) {
+    const flashmhf::BackwardTask task{head_dim, tokens, weights, gate || router, router, deterministic};
+    flashmhf::BackwardShape shape{batch, length, heads, subnets, subnet_dim};
+    const flashmhf::HeadGroups groups = flashmhf::plan_head_groups(shape, task, sms);
+    py::list sizes, workspaces;
+    py::dict d;
+    for (int i = 0; i < groups.count; ++i) {
+        shape.heads = groups.size(i);
+        sizes.append(py::make_tuple(groups.begin(i), groups.begin(i) + groups.size(i)));
+        workspaces.append(workspace(flashmhf::backward_workspace(shape, flashmhf::plan_backward(shape, sms), task)));
+    }
+    d["heads"] = sizes;
+    d["workspaces"] = workspaces;
     return d;
 }
 
@@ -92,6 +121,11 @@ PYBIND11_MODULE(_plan, m) {
           py::arg("sms") = 132,
           "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an inter-stationary kernel.\n\n"
           "Raises ValueError for shapes beyond the kernels' index range.");
+    m.def("plan_head_groups", &plan_head_groups, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
+          py::arg("subnet_dim"), py::arg("tokens") = true, py::arg("weights") = true, py::arg("gate") = false, py::arg("router") = false,
+          py::arg("deterministic") = false, py::arg("sms") = 132,
+          "The groups of heads (begin, end) that a backward call launches one after the other, and the fp32 workspace of each: where its\n"
+          "buffers begin, in floats, or None.");
     m.def("backward_policies", [] {
         using namespace flashmhf;
         return py::make_tuple(inter_policy<64, all_grads>("all"), inter_policy<96, all_grads>("all"), inter_policy<128, all_grads>("all"),

@@ -108,11 +108,6 @@ def _check_layout(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) 
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 
 
-def _readable(grad_out: Tensor) -> Tensor:
-    """grad_out, copied only when it cannot be read in place (an expanded gradient, say)."""
-    return grad_out if not grad_out.numel() or _unreadable(grad_out) is None else grad_out.contiguous()
-
-
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool) -> Tensor:
     _check_layout(q, k, u, v, r)
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, deterministic)
@@ -127,14 +122,14 @@ def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_layout(q, k, u, v, r)
-    return torch.ops.flashmhf_hopper.backward(_readable(grad_out), q, k, u, v, r, deterministic, *needs)
+    return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, deterministic, *needs)
 
 
 def gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_layout(q, k, u, v, None)
-    return torch.ops.flashmhf_hopper.gated_backward(_readable(grad_out), q, k, u, v, w, eps, deterministic, *needs)
+    return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, w, eps, deterministic, *needs)
 
 
 def backward_accumulate_(
@@ -152,4 +147,4 @@ def backward_accumulate_(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     _check_layout(q, k, u, v, r)
-    return torch.ops.flashmhf_hopper.backward_accumulate_(_readable(grad_out), q, k, u, v, r, deterministic, *needs, dk, du, dv)
+    return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, deterministic, *needs, dk, du, dv)

@@ -55,6 +55,90 @@ def test_few_tokens_share_the_subnets():
     assert plan.plan_backward(1, 32256, 16, 22, 384)["token_parts"] == 1
 
 
+FLAGSHIP = {"heads": 16, "head_dim": 128, "subnets": 22, "subnet_dim": 384}
+TASKS = [
+    {"router": True},
+    {"gate": True},
+    {},
+    {"router": True, "deterministic": True},
+    {"gate": True, "tokens": False},
+    {"router": True, "weights": False},
+    {"router": True, "head_dim": 256},
+]
+GROUP_SHAPES = [
+    {"batch": 1, "length": 32256} | FLAGSHIP,
+    {"batch": 8, "length": 4033, "heads": 16, "head_dim": 128, "subnets": 15, "subnet_dim": 384},
+    {"batch": 8, "length": 4096, "heads": 7, "head_dim": 96, "subnets": 7, "subnet_dim": 272},
+    {"batch": 1, "length": 129_024, "heads": 6, "head_dim": 64, "subnets": 1, "subnet_dim": 64},
+    {"batch": 1, "length": 100} | FLAGSHIP,
+]
+
+
+def buffers_of(shape, task, heads, p):
+    """Floats that the kernels of a launch use of each buffer."""
+    head_dim = task.get("head_dim", shape["head_dim"])
+    fused = not task.get("deterministic") and task.get("tokens", True) and task.get("weights", True) and head_dim < 256
+    tiles = shape["batch"] * p["row_tiles"] * heads
+    tokens = shape["batch"] * shape["length"] * heads
+    return {
+        "query": tiles * 64 * head_dim * (1 if fused else p["token_parts"]),
+        "dr_sums": tiles * 64 * shape["subnets"],
+        "weight_parts": (p["items"] - p["whole"]) * p["parts"] * 3 * 64 * head_dim,
+        "r": tokens * shape["subnets"],
+        "scale": tokens,
+        "dr": tokens * shape["subnets"],
+        "dp": tokens * shape["subnets"],
+        "dw_parts": head_dim * shape["subnets"],
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("shape", GROUP_SHAPES)
+def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, task):
+    p = plan.plan_head_groups(**(shape | task))
+    ends = [end for _, end in p["heads"]]
+    assert [begin for begin, _ in p["heads"]] == [0, *ends[:-1]] and ends[-1] == shape["heads"]
+    sizes = [end - begin for begin, end in p["heads"]]
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    for heads, places in zip(sizes, p["workspaces"], strict=True):
+        one = plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
+        used = buffers_of(shape, task, heads, one)
+        ranges = sorted((places[name], places[name] + size, name) for name, size in used.items() if places[name] is not None)
+        for (_, end, name), (begin, _, following) in zip(ranges, ranges[1:], strict=False):
+            if {name, following} != {"dr_sums", "dp"}:  # dP takes the place of the sums once they are in dR
+                assert end <= begin, f"{name} reaches into {following}"
+        assert all(begin % 64 == 0 for begin, _, _ in ranges)
+        assert not ranges or max(end for _, end, _ in ranges) <= places["floats"]
+        if places["sums_floats"]:
+            parts = [used[name] for name in ("query", "dr_sums") if places[name] is not None]
+            assert places["query"] == 0 and places["sums_floats"] == sum(parts)
+
+
+@pytest.mark.parametrize("shape", GROUP_SHAPES)
+def test_groups_cost_little_time(shape):
+    sizes = [end - begin for begin, end in plan.plan_head_groups(**shape, router=True)["heads"]]
+
+    def time(heads):
+        return plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])["inter_time"] + 16
+
+    assert sum(map(time, sizes)) <= 1.01 * time(shape["heads"])
+
+
+def mib(p):
+    return max(w["floats"] for w in p["workspaces"]) * 4 / 2**20
+
+
+def test_a_small_workspace_takes_one_launch():
+    p = plan.plan_head_groups(1, 3072, **FLAGSHIP, gate=False)
+    assert len(p["heads"]) == 1 and mib(p) < 32
+    assert mib(plan.plan_head_groups(1, 32256, **FLAGSHIP, tokens=False, gate=True)) == 0
+
+
+def test_training_workspace_of_the_flagship():
+    one_launch = 4 * 16 * 32256 * (128 + 3 * 22) / 2**20
+    assert mib(plan.plan_head_groups(8, 4032, **FLAGSHIP, router=True)) <= one_launch / 4
+
+
 def test_index_range():
     with pytest.raises(ValueError, match="2\\^31"):
         plan.plan_backward(1, 1 << 31, 16, 22, 384)

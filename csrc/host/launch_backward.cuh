@@ -51,11 +51,13 @@ template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l
     c.group_rows = p.length;
     c.inner_groups = p.batch;
     c.outer_step = 1;
-    c.inner_step = p.dense_batch * p.heads;
-    c.row_step = p.dense_token * p.heads;
+    c.inner_step = p.dense_batch * p.dq_heads;
+    c.row_step = p.dense_token * p.dq_heads;
     c.out[0] = p.dq;
     if (l.gate.w) {
         c.dp = l.gate.dp;
+        c.dp_inner_step = p.dense_batch * p.heads;
+        c.dp_row_step = p.dense_token * p.heads;
         c.w = l.gate.w;
         c.w_is_float = l.gate.w_is_float;
         c.subnets = p.subnets;

@@ -34,13 +34,14 @@ template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128
         constexpr int chunk = 16;
         __shared__ float dp[backward_rows][chunk + 1], w[cols][chunk + 1];
         const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+        const float *dp_rows = p.dp + (group / p.inner_groups + (group % p.inner_groups) * p.dp_inner_step + first * p.dp_row_step) * p.subnets;
         const int64_t w_row = static_cast<int64_t>(group / p.inner_groups) * d_h + blockIdx.y * cols;
         for (int e = 0; e < p.subnets; e += chunk) {
             const int count = min(chunk, p.subnets - e);
             __syncthreads();
             const int lane_e = thread % chunk;
             if (lane_e < count) {
-                for (int i = thread / chunk; i < rows; i += 128 / chunk) dp[i][lane_e] = __ldg(p.dp + (start + i * p.row_step) * p.subnets + e + lane_e);
+                for (int i = thread / chunk; i < rows; i += 128 / chunk) dp[i][lane_e] = __ldg(dp_rows + i * p.dp_row_step * p.subnets + e + lane_e);
                 for (int i = thread / chunk; i < cols; i += 128 / chunk) {
                     const int64_t at = (w_row + i) * p.subnets + e + lane_e;
                     w[i][lane_e] = p.w_is_float ? __ldg(static_cast<const float *>(p.w) + at)
@@ -87,7 +88,7 @@ template <typename T> __global__ void __launch_bounds__(256) flashmhf_backward_d
         for (int i = threadIdx.x; i < chunk * rows; i += 256) {
             const int row = i / chunk, column = i % chunk;
             if (column >= count) continue;
-            const int64_t at = (p.dense_index(sequence, static_cast<int>(first) + row) * p.heads + head) * p.subnets + e + column;
+            const int64_t at = (p.dense_index(sequence, static_cast<int>(first) + row) * p.dr_heads + head) * p.subnets + e + column;
             const float x = sums[column][row];
             if (p.r_is_float) static_cast<float *>(p.dr)[at] = x;
             else static_cast<T *>(p.dr)[at] = kittens::base_types::convertor<T, float>::convert(x);

@@ -132,7 +132,7 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (!rows.valid(half)) continue;
-                const int64_t at = (p.dense_index(rows.sequence, rows.token + 8 * half) * p.heads + head) * p.subnets + subnet;
+                const int64_t at = (p.dense_index(rows.sequence, rows.token + 8 * half) * p.dr_heads + head) * p.subnets + subnet;
                 const float x = half ? dr.y : dr.x;
                 if (p.r_is_float) static_cast<float *>(p.dr)[at] = x;
                 else static_cast<T *>(p.dr)[at] = base_types::convertor<T, float>::convert(x);
@@ -216,9 +216,9 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
             }
         } else {
             const TokenCursor tokens(p, tile);
-            const int64_t row = p.dense_index(tokens.sequence, tokens.token()) * p.heads + head;
+            const int64_t row = p.dense_index(tokens.sequence, tokens.token()) * p.dq_heads + head;
             const int64_t rows = tile < tiles ? p.length - tokens.token() : 0;
-            store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense_token * p.heads * d_h,
+            store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense_token * p.dq_heads * d_h,
                           static_cast<int>(min(rows, static_cast<int64_t>(backward_rows))), false, 1 + w);
         }
     }
