@@ -1,0 +1,85 @@
+"""Two streams, or two CUDA graphs, at once: nothing survives a launch, so each gets what it gets alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numerics import assert_accurate, problem
+
+ops = torch.ops.flashmhf
+pytestmark = pytest.mark.gpu
+
+ROUNDS = 20
+
+
+def calls(p, backend) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Both directions of both operators; those that promise it bitwise repeatable."""
+    given, gated = (p.grad_out, *p.operands, p.r), (p.grad_out, *p.operands, p.w, p.eps)
+    return {
+        "forward": (ops.forward(*p.operands, p.r, backend=backend),),
+        "gated_forward": (ops.gated_forward(*p.operands, p.w, p.eps, backend=backend),),
+        "deterministic backward": ops.backward(*given, True, backend=backend),
+        "deterministic gated_backward": ops.gated_backward(*gated, True, backend=backend),
+        "backward": ops.backward(*given, backend=backend),
+        "gated_backward": ops.gated_backward(*gated, backend=backend),
+    }
+
+
+def check(p, alone, at_once) -> None:
+    for name, expected in alone.items():
+        if name in ("backward", "gated_backward"):  # fp32 sums in any order
+            for actual, baseline, exact in zip(at_once[name], *p.references[name], strict=True):
+                assert_accurate(name, actual, baseline, exact, fixed_limits=True)
+        else:
+            for a, b in zip(at_once[name], expected, strict=True):
+                assert torch.equal(a, b), name
+
+
+@pytest.fixture(params=[64, 1536])
+def problems(request):
+    """Two, for so few tokens that forward and backward split their work over the whole device."""
+    both = [problem(request.param, 4, 128, 5, 144, torch.bfloat16, "cuda", seed=seed) for seed in range(2)]
+    for p in both:
+        p.references = {"backward": p.backward(), "gated_backward": p.gated_backward()}
+    return both
+
+
+def test_two_streams(problems, gpu_backend):
+    alone = [calls(p, gpu_backend) for p in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    results = [[], []]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # while the host queues launches
+    for _ in range(ROUNDS):
+        for p, stream, mine in zip(problems, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                mine.append(calls(p, gpu_backend))
+    torch.cuda.synchronize()
+    for p, expected, mine in zip(problems, alone, results, strict=True):
+        for at_once in mine:
+            check(p, expected, at_once)
+
+
+def test_two_graphs(problems, gpu_backend):
+    alone = [calls(p, gpu_backend) for p in problems]
+    graphs, results = [torch.cuda.CUDAGraph() for _ in problems], [[], []]
+    for p, graph, mine in zip(problems, graphs, results, strict=True):
+        with torch.cuda.graph(graph):
+            mine.extend(calls(p, gpu_backend) for _ in range(3))
+    streams = [torch.cuda.Stream() for _ in problems]
+    for _ in range(ROUNDS):
+        for mine in results:
+            for at_once in mine:
+                for tensors in at_once.values():
+                    for x in tensors:
+                        x.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for p, expected, mine in zip(problems, alone, results, strict=True):
+            for at_once in mine:
+                check(p, expected, at_once)

@@ -1,0 +1,58 @@
+"""FLASHMHF_NVTX=1 marks each operator call as an NVTX range, seen by a tool of ours in place of a profiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import flashmhf
+
+# What a profiler does: NVTX loads it, and it puts its functions into the table of callbacks (nvtx3/nvtxDetail/nvtxTypes.h).
+TOOL = r"""
+#include <stddef.h>
+#include <stdio.h>
+enum { callbacks_table = 1, core_module = 1, range_push_a = 9, range_pop = 11 };
+typedef void (*function)(void);
+struct callbacks { size_t size; int (*module_functions)(int module, function ***table, unsigned *size); };
+static int push(const char *name) { fprintf(stderr, "push %s\n", name); return 0; }
+static int pop(void) { fprintf(stderr, "pop\n"); return 0; }
+int InitializeInjectionNvtx2(const void *(*export_table)(unsigned)) {
+    const struct callbacks *callbacks = export_table(callbacks_table);
+    function **table; unsigned size;
+    if (!callbacks || !callbacks->module_functions(core_module, &table, &size)) return 0;
+    *table[range_push_a] = (function)push;
+    *table[range_pop] = (function)pop;
+    return 1;
+}
+"""
+
+PROGRAM = """
+import torch, flashmhf
+module = flashmhf.FlashMHF(128, 2, 2, 64, backend="hopper", device="cuda", dtype=torch.bfloat16)
+module(torch.randn(100, 128, device="cuda", dtype=torch.bfloat16)).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enabled", ["1", "0"])
+def test_hopper_ranges(tmp_path, enabled):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    reason = flashmhf.info().reasons["hopper"] or (None if compiler else "no C compiler")
+    if reason:
+        pytest.skip(reason)
+    source, tool = tmp_path / "tool.c", tmp_path / "tool.so"
+    source.write_text(TOOL)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tool, source], check=True)
+    environment = os.environ | {"FLASHMHF_NVTX": enabled, "NVTX_INJECTION64_PATH": str(tool)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    seen = [line for line in done.stderr.splitlines() if line == "pop" or line.startswith("push flashmhf")]
+    expected = ["push flashmhf gated_forward", "pop", "push flashmhf gated_backward", "pop"]
+    # PyTorch may mark ranges of its own, whose ends look the same
+    ours = [line for line in seen if line != "pop"]
+    assert ours == (expected[::2] if enabled == "1" else []) and seen.count("pop") >= len(ours)
