@@ -39,7 +39,7 @@ struct BackwardParams {
 #endif
 };
 
-// The router's part of gated_backward.
+// The router's part of gated_backward; H are the heads of this launch.
 struct GateParams {
     const void *q;             // [batch, length, H, d_h], strides in elements
     int64_t q_batch, q_token, q_head;
@@ -49,7 +49,8 @@ struct GateParams {
     bool w_is_float;
     float eps;
     float *r, *scale;          // [T, H, E]; [T, H]: 1 / (sum_e sigmoid(P) + eps)
-    float *dr, *dp;            // [T, H, E]; H are those of this launch
+    const float *dr_sums, *dr; // [H, E, batch * row_tiles * 64], or null and [T, H, E]
+    float *dp;                 // [T, H, E]; may be r or dr where one CTA takes all sub-networks
     float *dw_parts;           // [dw_part_count][H, d_h, E]
     int dw_part_count;
     void *dw;                  // W's type and shape; null: not needed

@@ -16,8 +16,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t cta_overhead_tiles = 4;
 // Parts of split items live in memory, 3 * 64 * d_h fp32 each: bound their number.
 constexpr int64_t max_parts = 768;
-// What a launch costs besides its CTAs, in tiles: the kernels before and after drain and fill the device.
-constexpr int64_t launch_overhead_tiles = 16;
+// What a launch costs besides its CTAs, in tiles (80 us at d_h = 128 on an H200): they do not end together, and the kernels before and after
+// them drain and fill the device.
+constexpr int64_t launch_overhead_tiles = 40;
 // A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
 constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
 // Time that saving memory may cost.
@@ -78,8 +79,9 @@ BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardP
     w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
     w.r = take(task.router, tokens * shape.subnets);
     w.scale = take(task.router, tokens);
-    w.dr = take(task.router, tokens * shape.subnets);
-    w.dp = task.router && fused ? w.dr_sums : take(task.router, tokens * shape.subnets);  // the sums are in dr by then
+    w.dr = take(task.router && !fused, tokens * shape.subnets);
+    // dP takes the place of what is not read again: R, or dR where the weight kernel still needs R
+    w.dp = shape.subnets <= gate_chunk_columns ? (fused ? w.r : w.dr) : take(task.router, tokens * shape.subnets);
     w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * task.head_dim * shape.subnets);
     w.floats = end;
     return w;

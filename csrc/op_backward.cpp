@@ -143,6 +143,7 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
         g.eps = router.eps;
         g.r = floats(places.r);
         g.scale = floats(places.scale);
+        g.dr_sums = p.dr_sums;
         g.dr = floats(places.dr);
         g.dp = floats(places.dp);
         g.dw_parts = floats(places.dw_parts);
@@ -153,7 +154,7 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
         p.r_batch = axes.dense_batch * heads * subnets;
         p.r_token = axes.dense_token * heads * subnets;
         p.r_head = subnets;
-        p.dr = g.dr;
+        p.dr = floats(places.dr);
         p.dr_heads = heads;
     } else if (call.r) {
         p.r = at_head(*call.r, head_axis, first);

@@ -17,7 +17,8 @@ from flashmhf import reference
 FORWARD_GRADS = ("dq", "dk", "du", "dv", "dr")
 GATED_GRADS = ("dq", "dk", "du", "dv", "dw")
 
-# (leading dimensions, H, d_h, E, d_e): ragged token counts, one of everything, tails of d_e that are no multiple of a tile
+# (leading dimensions, H, d_h, E, d_e): ragged token counts, one of everything, tails of d_e that are no multiple of a tile,
+# more sub-networks than a CTA's chunk
 SHAPES = [
     ((1000,), 2, 64, 3, 192),
     ((3, 65), 2, 128, 3, 80),
@@ -26,6 +27,7 @@ SHAPES = [
     ((64,), 4, 64, 2, 48),
     ((200,), 2, 96, 3, 112),
     ((130,), 2, 256, 2, 144),
+    ((200,), 1, 64, 35, 16),
 ]
 SHAPE_IDS = [f"{'x'.join(map(str, s[0]))}-H{s[1]}-dh{s[2]}-E{s[3]}-de{s[4]}" for s in SHAPES]
 
@@ -219,11 +221,11 @@ def check_heads(p, actual, reference_of):
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_hopper_backward_in_groups_of_heads(deterministic):
-    """Enough work that the planner takes the heads in groups: two of eight, or of five and of six with the deterministic kernels."""
+    """Enough work that the planner takes the heads in two groups: of eight and nine, or of five and six with the deterministic kernels."""
     target = Target("hopper", "cuda")
     if flashmhf.info().reasons["hopper"]:
         pytest.skip(flashmhf.info().reasons["hopper"])
-    batch, length, heads, subnets, subnet_dim = (3, 8200, 11, 3, 704) if deterministic else (5, 5100, 16, 11, 176)
+    batch, length, heads, subnets, subnet_dim = (4, 16000, 11, 11, 192) if deterministic else (3, 8200, 17, 7, 320)
     p = problem((batch, length), heads, 64, subnets, subnet_dim, torch.bfloat16, "cuda")
     p.q = token_views(p.q)["split of a projection"]
     padded = torch.full((batch, length, heads, subnets + 2), float("nan"), device="cuda")
@@ -235,7 +237,7 @@ def test_hopper_backward_in_groups_of_heads(deterministic):
     torch.cuda.reset_peak_memory_stats()
     grads = target.call("gated_backward", p.grad_out, *p.operands, p.w, p.eps, deterministic=deterministic)
     workspace = torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in grads)
-    assert workspace <= 0.6 * 4 * p.q.numel() * (1 + 3 * subnets / 64), "the workspace is that of all heads"
+    assert workspace < 0.75 * 4 * p.q.numel() * (1 + 2 * subnets / 64), "the workspace is that of all heads"
     check_heads(p, grads, "gated_backward")
     if deterministic:
         for a, b in zip(grads, target.call("gated_backward", p.grad_out, *p.operands, p.w, p.eps, deterministic=True), strict=True):

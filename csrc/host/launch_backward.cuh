@@ -108,7 +108,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
             // dr_sums, if any, lie behind query_sums
             if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;
-            if (p.dr_sums)
+            if (p.dr_sums && p.dr)
                 if (cudaError_t error = launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
             if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
             if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;

@@ -83,8 +83,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_g
 }
 
 // dP = scale (dR - sum_f dR_f R_f) sigma (1 - sigma), and this CTA's part of dW = Q^T dP. A CTA takes every gridDim.x-th tile of a head,
-// for 32 sub-networks.
-constexpr int gate_chunk_columns = 32;
+// for 32 sub-networks. A thread reads only the elements of R and dR whose dP it writes, so with one CTA a row dP may take their place.
 template <int d_h, typename T> __global__ void __launch_bounds__(256) flashmhf_gate_grad(const __grid_constant__ GateParams p) {
     constexpr int chunk = gate_chunk_columns, lanes = d_h <= 64 ? 4 : d_h <= 128 ? 2 : 1, width = chunk / lanes;  // threads of a d_h column, their sub-networks
     __shared__ T q[backward_rows][d_h];
@@ -100,9 +99,11 @@ template <int d_h, typename T> __global__ void __launch_bounds__(256) flashmhf_g
             const int row = thread / 4, t = thread % 4;
             const bool valid = row < tile.rows;
             const int64_t at = tile.dense_row(p, head, min(row, tile.rows - 1));
-            const float *r = p.r + at * p.subnets, *dr = p.dr + at * p.subnets;
+            const int64_t dr_step = p.dr_sums ? static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows : 1;
+            const float *r = p.r + at * p.subnets;
+            const float *dr = p.dr_sums ? p.dr_sums + head * p.subnets * dr_step + static_cast<int64_t>(index) * backward_rows + row : p.dr + at * p.subnets;
             float dot = 0.f;
-            for (int e = t; e < p.subnets; e += 4) dot = fmaf(dr[e], r[e], dot);
+            for (int e = t; valid && e < p.subnets; e += 4) dot = fmaf(dr[e * dr_step], r[e], dot);
             dot += __shfl_xor_sync(kittens::MASK_ALL, dot, 1);
             dot += __shfl_xor_sync(kittens::MASK_ALL, dot, 2);
             const float scale = p.scale[at], total = 1.f / scale;
@@ -110,7 +111,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(256) flashmhf_g
                 float x = 0.f;
                 if (e < count) {
                     const float s = r[first + e] * total;
-                    x = (dr[first + e] - dot) * scale * s * (1.f - s);
+                    x = (dr[(first + e) * dr_step] - dot) * scale * s * (1.f - s);
                     p.dp[at * p.subnets + first + e] = x;
                 }
                 dp[row][e] = x;

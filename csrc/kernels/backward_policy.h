@@ -6,6 +6,7 @@ namespace flashmhf {
 
 constexpr int backward_rows = 64;   // tokens of a tile, and inter rows of a tile: the M of wgmma
 constexpr int backward_shared_memory_limit = 227 * 1024;
+constexpr int gate_chunk_columns = 32;  // sub-networks that a CTA of the router's gradient takes
 
 // What an inter-stationary kernel produces. One fused kernel where it fits; d_h = 256 takes dK, dU and dV apart.
 enum BackwardOutputs : int {
