@@ -31,7 +31,7 @@ struct BackwardParams {
     // Token-stationary kernel. `parts` CTAs share the sub-networks of a token block.
     int token_parts;
     float *query_parts;        // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
-    void *dq;                  // [T, dq_heads, d_h]
+    void *dq;                  // [T, dq_heads, d_h]; null: not needed
     void *dr;                  // [T, dr_heads, E] in R's type; null without R
 
 #ifdef __CUDACC__

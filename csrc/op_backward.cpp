@@ -65,6 +65,7 @@ struct Call {
     Tensor grad_out;
     int64_t g_batch, g_token;  // its strides
     std::optional<Tensor> r;
+    bool needs_dq;
     Grads grads;
     const WeightGrads &out;
     bool accumulate;
@@ -118,7 +119,7 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
     (launch.fused ? p.query_sums : p.query_parts) = floats(places.query);
     p.dr_sums = floats(places.dr_sums);
     p.weight_parts = floats(places.weight_parts);
-    if (task.tokens) p.dq = at_head(call.grads.dq, head_axis, first);
+    if (call.needs_dq) p.dq = at_head(call.grads.dq, head_axis, first);
     if (task.weights) {
         p.dk = at_head(call.out[0], 0, first);
         p.du = at_head(call.out[1], 0, first);
@@ -189,13 +190,14 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
 Grads run(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r,
           const ProblemSizes &sizes, bool deterministic, bool needs_tokens, bool needs_weights, const WeightGrads &out, bool accumulate,
           const Router *router = nullptr) {
-    if (router) needs_tokens = true;  // dW needs dR
+    const bool needs_dq = needs_tokens;
+    if (router && needs_weights) needs_tokens = true;  // dW needs dR
     auto grad = [&](const Tensor &x, bool needed) {
         return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(q, std::vector<int64_t>{0});
     };
     const int device = q.get_device_index();
     Call call{{static_cast<int>(sizes.head_dim), needs_tokens, needs_weights, r || router, router != nullptr, deterministic},
-              {}, sizes, q, k, u, v, grad_out, 0, 0, r, {grad(q, needs_tokens), grad(r ? *r : q, needs_tokens && r)}, out, accumulate, router,
+              {}, sizes, q, k, u, v, grad_out, 0, 0, r, needs_dq, {grad(q, needs_dq), grad(r ? *r : q, needs_tokens && r)}, out, accumulate, router,
               current_stream(device)};
     if (sizes.tokens == 0 || (!needs_tokens && !needs_weights)) {
         if (needs_weights && !accumulate)
@@ -292,9 +294,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &
     Router router{w, static_cast<float>(eps), std::nullopt};
     const Tensor dw = weight_grad(w);
     if (needs_weights) router.dw = dw;
-    Grads grads;
-    if (needs_tokens || needs_weights) grads = run(grad_out, q, k, u, v, std::nullopt, sizes, deterministic, needs_tokens, needs_weights, out, false, &router);
-    if (!needs_tokens) grads.dq = torch::stable::new_empty(q, std::vector<int64_t>{0});
+    const Grads grads = run(grad_out, q, k, u, v, std::nullopt, sizes, deterministic, needs_tokens, needs_weights, out, false, &router);
     return {grads.dq, out[0], out[1], out[2], dw};
 }
 

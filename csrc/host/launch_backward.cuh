@@ -111,7 +111,8 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
             if (p.dr_sums && p.dr)
                 if (cudaError_t error = launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
             if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
-            if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
+            if (p.dq)
+                if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
             return collect_weights<d_h, T>(l);
         }
     }
@@ -121,7 +122,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
                                               sizeof(TokenShared<d_h, T>), l.stream, maps, p))
             return error;
         if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
-        if (p.query_parts)
+        if (p.query_parts && p.dq)
             if (cudaError_t error = collect_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
     }
     if (!l.needs_weights) return cudaSuccess;
