@@ -101,7 +101,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(256) flashmhf_g
             const int64_t at = tile.dense_row(p, head, min(row, tile.rows - 1));
             const int64_t dr_step = p.dr_sums ? static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows : 1;
             const float *r = p.r + at * p.subnets;
-            const float *dr = p.dr_sums ? p.dr_sums + head * p.subnets * dr_step + static_cast<int64_t>(index) * backward_rows + row : p.dr + at * p.subnets;
+            const float *dr = p.dr_sums ? p.dr_sums + head * p.subnets * dr_step + static_cast<int64_t>(index) * backward_rows + row
+                                        : p.dr + at * p.subnets;
             float dot = 0.f;
             for (int e = t; valid && e < p.subnets; e += 4) dot = fmaf(dr[e * dr_step], r[e], dot);
             dot += __shfl_xor_sync(kittens::MASK_ALL, dot, 1);
