@@ -69,20 +69,27 @@ template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128
 }
 
 // dr_sums [H, E, batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.
-template <typename T> __global__ void __launch_bounds__(256) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
+template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
     constexpr int chunk = 32;
     __shared__ float sums[chunk][backward_rows + 1];
     kittens::pdl::wait();
-    const int tile = blockIdx.x, head = blockIdx.y, sequence = tile / p.row_tiles;
+    // heads fastest: CTAs that run together write neighbouring rows of E
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, tile = block / p.heads, head = block - tile * p.heads, sequence = tile / p.row_tiles;
     const int64_t first = static_cast<int64_t>(tile - sequence * p.row_tiles) * backward_rows, columns = static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows;
     const int rows = static_cast<int>(min(static_cast<int64_t>(backward_rows), p.length - first));
     for (int e = 0; e < p.subnets; e += chunk) {
         const int count = min(chunk, p.subnets - e);
         __syncthreads();
-#pragma unroll 8
-        for (int i = threadIdx.x; i < count * backward_rows; i += 256)
-            sums[i / backward_rows][i % backward_rows] =
-                p.dr_sums[(static_cast<int64_t>(head) * p.subnets + e + i / backward_rows) * columns + static_cast<int64_t>(tile) * backward_rows + i % backward_rows];
+#pragma unroll 2
+        for (int i = threadIdx.x; i < count * (backward_rows / 4); i += 256) {
+            const int row = i / (backward_rows / 4), column = i % (backward_rows / 4) * 4;
+            const float4 v = __ldcs(reinterpret_cast<const float4 *>(
+                p.dr_sums + (static_cast<int64_t>(head) * p.subnets + e + row) * columns + static_cast<int64_t>(tile) * backward_rows + column));
+            sums[row][column] = v.x;
+            sums[row][column + 1] = v.y;
+            sums[row][column + 2] = v.z;
+            sums[row][column + 3] = v.w;
+        }
         __syncthreads();
 #pragma unroll 4
         for (int i = threadIdx.x; i < chunk * rows; i += 256) {
