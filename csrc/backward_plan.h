@@ -40,9 +40,10 @@ struct TokenShare {
     int item, part, begin, end;
     bool split;
 };
-FLASHMHF_HOST_DEVICE TokenShare token_share(int block, int whole, int parts, int tiles) {
+// Neighbouring blocks take the same tokens of neighbouring items.
+FLASHMHF_HOST_DEVICE TokenShare token_share(int block, int items, int whole, int parts, int tiles) {
     if (block < whole) return {block, 0, 0, tiles, false};
-    const int index = (block - whole) / parts, part = block - whole - index * parts;
+    const int part = (block - whole) / (items - whole), index = block - whole - part * (items - whole);
     return {whole + index, part, static_cast<int>(static_cast<int64_t>(tiles) * part / parts),
             static_cast<int>(static_cast<int64_t>(tiles) * (part + 1) / parts), true};
 }

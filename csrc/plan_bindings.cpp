@@ -67,7 +67,7 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
     const int tiles = static_cast<int>(batch) * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
-        const flashmhf::TokenShare share = flashmhf::token_share(block, plan.whole, plan.parts, tiles);
+        const flashmhf::TokenShare share = flashmhf::token_share(block, plan.items, plan.whole, plan.parts, tiles);
         work.append(py::make_tuple(share.item, share.begin, share.end));
     }
     d["work"] = work;

@@ -12,7 +12,8 @@ namespace {
 
 // early: the kernel may start while the one before it in the stream still runs; it waits for it (griddepcontrol.wait) where it must.
 template <typename Kernel, typename... Args>
-cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
+cudaError_t launch_clusters(int cluster_size, bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream,
+                            const Args &...args) {
     if (shared_memory > 0)
         if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory))) return error;
     cudaLaunchConfig_t config{};
@@ -20,18 +21,28 @@ cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, siz
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_memory;
     config.stream = stream;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = early;
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = cluster_size;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = attributes;
+    config.numAttrs = 1 + early;
     return cudaLaunchKernelEx(&config, kernel, args...);
+}
+template <typename Kernel, typename... Args>
+cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
+    return launch_clusters(1, early, kernel, grid, threads, shared_memory, stream, args...);
 }
 
 template <int d_h, int outputs, typename T> cudaError_t launch_inter(const BackwardLaunch &l, bool early) {
     const BackwardMaps maps{l.q, l.grad_out, l.k, l.u, l.v};
-    return launch_kernel(early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), InterPolicy<d_h, outputs>::threads,
-                         sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
+    using P = InterPolicy<d_h, outputs>;
+    // both CTAs of a pair need the same head and the same tokens
+    const bool pairs = P::pairs && l.params.subnets * l.params.subnet_tiles % 2 == 0 && l.plan.whole % 2 == 0;
+    return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
+                           sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
 }
 
 template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, int outputs, const CollectParams &c) {

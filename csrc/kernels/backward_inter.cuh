@@ -10,6 +10,9 @@
 // A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups:
 // S hands tile i over only after it has issued its own products of tile i + 1. Then the pipe's order is S(i + 1), Q(i), W(i), and
 // the latter two cover the elementwise part of tile i + 1. The proxy fence of the hand-over then waits for stores that are long done.
+//
+// Power sets the clock, so moving fewer bytes is faster: the CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows of
+// one head and walk over the same tokens; one fetches the Q tiles for both, the other the dO tiles.
 #pragma once
 
 #include "backward_params.h"
@@ -65,11 +68,20 @@ struct TokenCursor {
 // Where a CTA works: its share of the tokens of an item, and the item's place.
 struct InterWork : TokenShare {
     int head, subnet, row;  // subnet of the head; first inter row within the sub-network
-    __device__ __forceinline__ InterWork(const BackwardParams &p) : TokenShare(token_share(blockIdx.x, p.whole, p.parts, p.batch * p.row_tiles)) {
+    int rank;               // in the pair
+    bool pair;              // a cluster of two
+    __device__ __forceinline__ InterWork(const BackwardParams &p, bool pairs)
+        : TokenShare(token_share(blockIdx.x, p.heads * p.subnets * p.subnet_tiles, p.whole, p.parts, p.batch * p.row_tiles)),
+          rank(pairs ? kittens::cluster_ctarank() : 0), pair(pairs && kittens::cluster_nctarank() == 2) {
         const int group = item / p.subnet_tiles;
         row = (item - group * p.subnet_tiles) * backward_rows;
         head = group / p.subnets;
         subnet = group - head * p.subnets;
+    }
+    // A slot of a ring is free once every CTA that its tile was sent to has read it.
+    __device__ __forceinline__ void release(kittens::semaphore &slot_empty) const {
+        kittens::arrive(slot_empty);
+        if (pair) tma::arrive_remote(slot_empty, rank ^ 1);
     }
 };
 
@@ -115,11 +127,11 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         if constexpr (values) add_product(dv, shared.weighted[buffer.slot], shared.grad_out[g.slot]);
         if constexpr (keys) {
             warpgroup::mma_async_wait<values * halves>();
-            if (leader) arrive(shared.q_empty[q.slot]);
+            if (leader) work.release(shared.q_empty[q.slot]);
         }
         warpgroup::mma_async_wait<0>();
         if (leader) {
-            if constexpr (values) arrive(shared.g_empty[g.slot]);
+            if constexpr (values) work.release(shared.g_empty[g.slot]);
             arrive(shared.grads_empty[buffer.slot]);
         }
         q.advance();
@@ -165,7 +177,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
     const int role = __shfl_sync(MASK_ALL, warpgroupid(), 0), warp_in_role = __shfl_sync(MASK_ALL, warpid() & 3, 0);
     const int lane = kittens::laneid();
     const bool leader = lane == 0;
-    const InterWork work(p);
+    const InterWork work(p, P::pairs);
 
     constexpr int readers = 2 * P::query + P::accumulator_groups;  // roles that read what S hands over
     constexpr int first_w = 2 * P::query;                          // their numbers: Q 0, dR 1, then W
@@ -173,14 +185,15 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
     if (threadIdx.x == 32)
         for (const CUtensorMap *map : {&maps.k, &maps.u, &maps.q, &maps.v, &maps.grad_out}) tma::prefetch(map);
     if (threadIdx.x == 0) {
+        const int ctas = 1 + work.pair;
         init_semaphore(shared.weights_full, 1);
         for (int s = 0; s < P::q_stages; ++s) {
-            init_semaphore(shared.q_full[s], 2);                                            // loader, R warp
-            init_semaphore(shared.q_empty[s], P::keys ? 4 * P::accumulator_groups : 4);     // warps of the last readers: W, or S
+            init_semaphore(shared.q_full[s], 2);                                                  // loader, R warp
+            init_semaphore(shared.q_empty[s], ctas * (P::keys ? 4 * P::accumulator_groups : 4));  // warps of the last readers: W, or S
         }
         for (int s = 0; s < P::g_stages; ++s) {
             init_semaphore(shared.g_full[s], 1);
-            init_semaphore(shared.g_empty[s], 4);                                           // warps of W, or of S
+            init_semaphore(shared.g_empty[s], ctas * 4);                                          // warps of W, or of S
         }
         for (int b = 0; b < 2; ++b) {
             for (int reader = 0; reader < readers; ++reader) init_semaphore(shared.grads_full[b][reader], 4);
@@ -191,7 +204,16 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
         tma::fence_semaphore_init();
         tma::fence_shared_writes();
     }
-    __syncthreads();
+    if constexpr (P::pairs) cluster_sync();
+    else __syncthreads();
+
+    // Each role ends here, in its own branch: a CTA must not end while its neighbour may still send it tiles or arrivals.
+    auto finish = [] {
+        if constexpr (P::pairs) {
+            __syncwarp();
+            cluster_sync();
+        }
+    };
 
     if (role == 0) {
         warpgroup::decrease_registers<P::loader_registers>();
@@ -208,18 +230,23 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
             TokenCursor tokens(p, work.begin);
             Ring<P::q_stages> q;
             Ring<P::g_stages> g;
+            // 64 tokens, for both CTAs of a pair
+            auto fetch = [&](typename Shared::Rows &tile, const CUtensorMap &map, kittens::semaphore &full) {
+#pragma unroll
+                for (int c = 0; c < d_h; c += P::panel_cols) {
+                    const int4 at = {c, work.head, tokens.token(), tokens.sequence};
+                    if (work.pair) tma::multicast_async(&tile.data[c * backward_rows], &map, at, full, 0b11);
+                    else tma::load_async(&tile.data[c * backward_rows], &map, at, full);
+                }
+            };
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it) {
                 wait(shared.q_empty[q.slot], q.phase ^ 1);
                 kittens::tma::expect_bytes(shared.q_full[q.slot], sizeof(typename Shared::Rows));
-#pragma unroll
-                for (int c = 0; c < d_h; c += P::panel_cols)
-                    tma::load_async(&shared.q[q.slot].data[c * backward_rows], &maps.q, int4{c, work.head, tokens.token(), tokens.sequence}, shared.q_full[q.slot]);
+                if (work.rank == 0) fetch(shared.q[q.slot], maps.q, shared.q_full[q.slot]);
                 wait(shared.g_empty[g.slot], g.phase ^ 1);
                 kittens::tma::expect_bytes(shared.g_full[g.slot], sizeof(typename Shared::Rows));
-#pragma unroll
-                for (int c = 0; c < d_h; c += P::panel_cols)
-                    tma::load_async(&shared.grad_out[g.slot].data[c * backward_rows], &maps.grad_out, int4{c, work.head, tokens.token(), tokens.sequence}, shared.g_full[g.slot]);
+                if (work.rank == work.pair) fetch(shared.grad_out[g.slot], maps.grad_out, shared.g_full[g.slot]);
                 tokens.advance();
                 q.advance();
                 g.advance();
@@ -288,6 +315,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 buffer.advance();
             }
         }
+        finish();
     } else if (role == 1) {
         if constexpr (P::s_registers > P::launch_registers) warpgroup::increase_registers<P::s_registers>();
         const int row = warp_in_role * 16 + lane / 4;
@@ -334,7 +362,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
             if constexpr (P::keys) pin(da);
             if (!P::keys || !P::values) {  // S is the last reader of one of the operands
                 __syncwarp();
-                if (leader) arrive(P::keys ? shared.g_empty[g.slot] : shared.q_empty[q.slot]);
+                if (leader) work.release(P::keys ? shared.g_empty[g.slot] : shared.q_empty[q.slot]);
             }
             float2 dr = {0.f, 0.f};
             q.advance();
@@ -364,6 +392,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
             buffer.advance();
         }
         if (work.begin < work.end) hand_over(buffer.slot ^ 1);
+        finish();
     } else if (P::query && role == 2) {
         if constexpr (P::query) {
             warpgroup::decrease_registers<P::q_registers>();
@@ -387,6 +416,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 buffer.advance();
                 phase ^= 1;
             }
+            finish();
         }
     } else {
         warpgroup::increase_registers<P::w_registers>();
@@ -394,6 +424,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
         accumulate_weight_grads(shared, p, work, first_w + share, share);
         // Behind the token-stationary kernel this one starts early, since it needs nothing of it; but it must not end before it.
         kittens::pdl::wait();
+        finish();
     }
 }
 

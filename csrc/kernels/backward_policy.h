@@ -25,6 +25,7 @@ template <int d_h, int outputs> struct InterPolicy {
     static_assert(d_h < 256 || !query, "K, U, V and dQ of d_h = 256 do not fit one kernel");
     static_assert(d_h < 256 || keys != values, "the accumulators of d_h = 256 do not fit one kernel");
     static constexpr bool needs_v = keys;                       // dA = dO V^T enters dM and dN only
+    static constexpr bool pairs = query;                        // the others gain nothing from clusters of two
 
     // Warpgroups: loader; "S", scores and elementwise part; "Q", dQ, if any; one or two "W", weight gradients in registers.
     static constexpr int accumulator_groups = d_h == 256 && keys ? 2 : 1;
