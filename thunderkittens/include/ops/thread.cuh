@@ -17,9 +17,6 @@ template <int num_warps> struct barrier {
 
 namespace detail {
 __device__ static inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-// With a time limit of its own a waiting warp sleeps until the phase completes; without one it is back every few dozen cycles, and the
-// polls of all waiting warps take issue slots and energy.
-constexpr int suspend_ns = 1000000;
 template <typename T> struct size_info { static constexpr uint32_t bytes = sizeof(T); };
 template <ducks::st::all ST> struct size_info<ST> { static constexpr uint32_t bytes = ST::num_elements * sizeof(typename ST::dtype); };
 template <ducks::sv::all SV> struct size_info<SV> { static constexpr uint32_t bytes = SV::length * sizeof(typename SV::dtype); };
@@ -48,8 +45,8 @@ template <int num_warps> __device__ static inline void arrive_and_wait(barrier<n
 // Returns once the phase of parity kPhaseBit has completed; a fresh semaphore has "completed" parity 1.
 // No trap on a time-out: a trap in the loop makes ptxas forget the setmaxnreg budget and spill.
 __device__ static inline void wait(semaphore &sem, int kPhaseBit) {
-    asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n@done bra.uni DONE;\nbra.uni WAIT;\nDONE:\n}"
-                 ::"r"(detail::shared_address(&sem)), "r"(kPhaseBit), "n"(detail::suspend_ns) : "memory");
+    asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra.uni DONE;\nbra.uni WAIT;\nDONE:\n}"
+                 ::"r"(detail::shared_address(&sem)), "r"(kPhaseBit) : "memory");
 }
 __device__ static inline bool try_wait(semaphore &sem, int kPhaseBit) {
     uint32_t done;
