@@ -50,7 +50,10 @@ struct GateParams {
     float eps;
     float *r, *scale;          // [T, H, E]; [T, H]: 1 / (sum_e sigmoid(P) + eps)
     const float *dr_sums, *dr; // [H, E, batch * row_tiles * 64], or null and [T, H, E]
-    float *dp;                 // [T, H, E]; may be r or dr where one CTA takes all sub-networks
+    const float *query_tiles;  // [H][batch * row_tiles][query_parts][64 * d_h] fp32 in fragment order: dQ without the router's part
+    int query_parts;
+    void *dq;                  // [T, dq_heads, d_h]; null: not needed
+    int dq_heads;
     float *dw_parts;           // [dw_part_count][H, d_h, E]
     int dw_part_count;
     void *dw;                  // W's type and shape; null: not needed
@@ -69,11 +72,6 @@ struct CollectParams {
     void *out[3];              // element type, or fp32 to add to; one for each blockIdx.z
     int64_t out_step;          // floats between the tiles of one and of the next
     bool accumulate;
-    const float *dp;           // of the router, a row of E for each row of out: dP W^T is added to it; null: nothing is
-    int64_t dp_inner_step, dp_row_step;  // as inner_step and row_step; its outer step is one row
-    const void *w;             // [outer, d_h, E]
-    bool w_is_float;
-    int subnets;
 };
 
 }  // namespace flashmhf

@@ -80,8 +80,6 @@ BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardP
     w.r = take(task.router, tokens * shape.subnets);
     w.scale = take(task.router, tokens);
     w.dr = take(task.router && !fused, tokens * shape.subnets);
-    // dP takes the place of what is not read again: R, or dR where the weight kernel still needs R
-    w.dp = shape.subnets <= gate_chunk_columns ? (fused ? w.r : w.dr) : take(task.router, tokens * shape.subnets);
     w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * task.head_dim * shape.subnets);
     w.floats = end;
     return w;

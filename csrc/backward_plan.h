@@ -57,7 +57,7 @@ struct BackwardWorkspace {
     int64_t query;         // sums of dQ tiles (fused), or their parts
     int64_t dr_sums;       // right behind `query`: one memset clears both
     int64_t weight_parts;  // of split items
-    int64_t r, scale, dr, dp, dw_parts;  // the router's; no dr beside dr_sums
+    int64_t r, scale, dr, dw_parts;  // the router's; no dr beside dr_sums
     int64_t sums_floats;   // of query and dr_sums together, where they are sums
     int64_t floats;        // of everything
 };

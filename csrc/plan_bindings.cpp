@@ -78,7 +78,7 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
 py::dict workspace(const flashmhf::BackwardWorkspace &w) {
     py::dict d;
     const std::pair<const char *, int64_t> places[] = {{"query", w.query}, {"dr_sums", w.dr_sums}, {"weight_parts", w.weight_parts}, {"r", w.r},
-                                                       {"scale", w.scale}, {"dr", w.dr}, {"dp", w.dp}, {"dw_parts", w.dw_parts}};
+                                                       {"scale", w.scale}, {"dr", w.dr}, {"dw_parts", w.dw_parts}};
     for (const auto &[name, place] : places) d[name] = place == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(place);
     d["sums_floats"] = w.sums_floats;
     d["floats"] = w.floats;

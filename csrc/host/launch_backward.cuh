@@ -46,9 +46,7 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const Backw
 }
 
 template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, int outputs, const CollectParams &c) {
-    const dim3 grid(tiles, d_h / collect_columns<d_h>, outputs);
-    return c.dp ? launch_kernel(true, flashmhf_backward_collect<d_h, T, true>, grid, 128, 0, l.stream, c)
-                : launch_kernel(true, flashmhf_backward_collect<d_h, T, false>, grid, 128, 0, l.stream, c);
+    return launch_kernel(true, flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>, outputs), 128, 0, l.stream, c);
 }
 
 // dQ tiles, numbered head by head, to [T, H, d_h].
@@ -65,14 +63,6 @@ template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l
     c.inner_step = p.dense_batch * p.dq_heads;
     c.row_step = p.dense_token * p.dq_heads;
     c.out[0] = p.dq;
-    if (l.gate.w) {
-        c.dp = l.gate.dp;
-        c.dp_inner_step = p.dense_batch * p.heads;
-        c.dp_row_step = p.dense_token * p.heads;
-        c.w = l.gate.w;
-        c.w_is_float = l.gate.w_is_float;
-        c.subnets = p.subnets;
-    }
     return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, 1, c);
 }
 
@@ -99,12 +89,16 @@ template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch 
     return collect<d_h, T>(l, split, 3, c);
 }
 
-// dP and dW of the router, when there is one; dR is complete.
-template <int d_h, typename T> cudaError_t launch_gate_grad(const BackwardLaunch &l) {
-    const GateParams &g = l.gate;
-    if (!g.w) return cudaSuccess;
-    const dim3 grid(g.dw_part_count, g.heads, (g.subnets + gate_chunk_columns - 1) / gate_chunk_columns);
-    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, grid, 256, 0, l.stream, g)) return error;
+// dq from the fp32 tiles of dQ, and dW of the router where there is one; dR is complete.
+template <int d_h, typename T> cudaError_t finish_query(const BackwardLaunch &l, const float *tiles, int parts) {
+    if (!l.gate.w) return l.params.dq && tiles ? collect_query<d_h, T>(l, tiles, parts) : cudaSuccess;
+    GateParams g = l.gate;
+    g.query_tiles = tiles;
+    g.query_parts = parts;
+    const int chunks = g.dw ? (g.subnets + gate_dw_columns<d_h> - 1) / gate_dw_columns<d_h> : 1;
+    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128, sizeof(GateGradShared<d_h, T>),
+                                          l.stream, g))
+        return error;
     if (!g.dw) return cudaSuccess;
     const int64_t count = static_cast<int64_t>(g.heads) * d_h * g.subnets;
     return launch_kernel(true, flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, l.stream, g, count);
@@ -121,9 +115,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;
             if (p.dr_sums && p.dr)
                 if (cudaError_t error = launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
-            if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
-            if (p.dq)
-                if (cudaError_t error = collect_query<d_h, T>(l, p.query_sums, 1)) return error;
+            if (cudaError_t error = finish_query<d_h, T>(l, p.query_sums, 1)) return error;
             return collect_weights<d_h, T>(l);
         }
     }
@@ -132,9 +124,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
         if (cudaError_t error = launch_kernel(false, flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts), TokenPolicy<d_h>::threads,
                                               sizeof(TokenShared<d_h, T>), l.stream, maps, p))
             return error;
-        if (cudaError_t error = launch_gate_grad<d_h, T>(l)) return error;
-        if (p.query_parts && p.dq)
-            if (cudaError_t error = collect_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
+        if (cudaError_t error = finish_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
     }
     if (!l.needs_weights) return cudaSuccess;
     if constexpr (d_h < 256) {

@@ -7,8 +7,7 @@
 namespace flashmhf {
 
 // One CTA of 128 threads for 64 (or 96) columns of a tile: blockIdx (tile, column block, output).
-template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
-template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128) flashmhf_backward_collect(const __grid_constant__ CollectParams p) {
+template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_backward_collect(const __grid_constant__ CollectParams p) {
     constexpr int cols = collect_columns<d_h>;
     __shared__ StagedTile<cols> staged;
     kittens::pdl::wait();
@@ -30,42 +29,12 @@ template <int d_h, typename T, bool gated> __global__ void __launch_bounds__(128
             sums[j] = {sums[j].x + v.x, sums[j].y + v.y, sums[j].z + v.z, sums[j].w + v.w};
         }
     }
-    if constexpr (gated) {
-        constexpr int chunk = 16;
-        __shared__ float dp[backward_rows][chunk + 1], w[cols][chunk + 1];
-        const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-        const float *dp_rows = p.dp + (group / p.inner_groups + (group % p.inner_groups) * p.dp_inner_step + first * p.dp_row_step) * p.subnets;
-        const int64_t w_row = static_cast<int64_t>(group / p.inner_groups) * d_h + blockIdx.y * cols;
-        for (int e = 0; e < p.subnets; e += chunk) {
-            const int count = min(chunk, p.subnets - e);
-            __syncthreads();
-            const int lane_e = thread % chunk;
-            if (lane_e < count) {
-                for (int i = thread / chunk; i < rows; i += 128 / chunk) dp[i][lane_e] = __ldg(dp_rows + i * p.dp_row_step * p.subnets + e + lane_e);
-                for (int i = thread / chunk; i < cols; i += 128 / chunk) {
-                    const int64_t at = (w_row + i) * p.subnets + e + lane_e;
-                    w[i][lane_e] = p.w_is_float ? __ldg(static_cast<const float *>(p.w) + at)
-                                                : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.w) + at));
-                }
-            }
-            __syncthreads();
-            for (int i = 0; i < count; ++i) {
-                const float low = dp[row][i], high = dp[row + 8][i];
-#pragma unroll
-                for (int j = 0; j < cols / 8; ++j) {
-                    const int col = 8 * j + 2 * (lane % 4);
-                    const float a = w[col][i], b = w[col + 1][i];
-                    sums[j] = {fmaf(low, a, sums[j].x), fmaf(low, b, sums[j].y), fmaf(high, a, sums[j].z), fmaf(high, b, sums[j].w)};
-                }
-            }
-        }
-    }
 #pragma unroll
     for (int j = 0; j < cols / 8; ++j) staged.fragment(j, thread) = sums[j];
     __syncthreads();
     const size_t element = p.accumulate ? sizeof(float) : sizeof(T);
-    staged.template write<T>(static_cast<char *>(p.out[blockIdx.z]) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, static_cast<int>(rows),
-                             p.accumulate, thread);
+    staged.template write<T>(static_cast<char *>(p.out[blockIdx.z]) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, 0, static_cast<int>(rows),
+                             p.accumulate, thread, 128);
 }
 
 // dr_sums [H, E, batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.

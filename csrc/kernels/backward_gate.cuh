@@ -1,10 +1,11 @@
 // The router in the backward: R = sigmoid(P) / (sum_e sigmoid(P) + eps) with P = Q W is computed again before the main kernels; after them
-// its gradient dP goes into dW here, and into dQ where the dQ tiles are written (backward_collect.cuh).
+// its gradient dP goes into dW and, with the fp32 tiles of dQ, into dq.
 #pragma once
 
 #include "backward_params.h"
 #include "kernels/backward_math.cuh"
 #include "kernels/backward_policy.h"
+#include "kernels/backward_rows.cuh"
 
 namespace flashmhf {
 
@@ -23,7 +24,7 @@ struct GateTile {
 };
 
 // R and 1 / (sum + eps). One CTA of four warps a (tile, head); a warp multiplies its 16 rows by W with mma.sync.
-template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_gate_rows(const __grid_constant__ GateParams p) {
+template <int d_h, typename T> __global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ GateParams p) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using to = kittens::base_types::convertor<T2, float2>;
     using from = kittens::base_types::convertor<float2, T2>;
@@ -39,10 +40,9 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_g
             q[k][2 + half] = *reinterpret_cast<const T2 *>(src + 16 * k + 8);
         }
     }
-    float *out[2] = {p.r + tile.dense_row(p, head, row) * p.subnets, p.r + tile.dense_row(p, head, row + 8) * p.subnets};
-    float2 sum = {0.f, 0.f};
-    for (int e = 0; e < p.subnets; e += 8) {
-        float s[4] = {0.f, 0.f, 0.f, 0.f};
+    // sigma of sub-networks e..e + 7: columns 2t, 2t + 1 of row g, then of row g + 8; 0 beyond E
+    auto sigmoids = [&](int e, float(&s)[4]) {
+        s[0] = s[1] = s[2] = s[3] = 0.f;
         const int64_t at = (static_cast<int64_t>(head) * d_h + 2 * t) * p.subnets + min(e + g, p.subnets - 1);
 #pragma unroll
         for (int k = 0; k < d_h / 16; ++k) {
@@ -61,88 +61,274 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_g
             }
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int column = e + 2 * t + j % 2;
-            if (column >= p.subnets) continue;
-            s[j] = sigmoid_fast(s[j]);
-            (j < 2 ? sum.x : sum.y) += s[j];
-            if (row + j / 2 * 8 < tile.rows) out[j / 2][column] = s[j];
+        for (int j = 0; j < 4; ++j) s[j] = e + 2 * t + j % 2 < p.subnets ? sigmoid_fast(s[j]) : 0.f;
+    };
+    // The sums need all sub-networks before the first weight is written; up to gate_chunk_columns of them stay in registers meanwhile.
+    constexpr int blocks = gate_chunk_columns / 8;
+    float s[blocks][4];
+    float2 sum = {0.f, 0.f};
+    auto chunk = [&](int first, bool add) {
+#pragma unroll
+        for (int b = 0; b < blocks; ++b) {
+            if (first + 8 * b >= p.subnets) break;
+            sigmoids(first + 8 * b, s[b]);
+            if (!add) continue;
+            sum.x += s[b][0] + s[b][1];
+            sum.y += s[b][2] + s[b][3];
         }
-    }
+    };
+    for (int first = 0; first < p.subnets; first += gate_chunk_columns) chunk(first, true);
     sum = quad_sum(sum);
     const float2 scale = {1.f / (sum.x + p.eps), 1.f / (sum.y + p.eps)};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        if (row + 8 * half >= tile.rows) continue;
-        const float factor = half ? scale.y : scale.x;
-        if (t == 0) p.scale[tile.dense_row(p, head, row + 8 * half)] = factor;
-        for (int e = 0; e < p.subnets; e += 8)  // what this thread wrote above
-            for (int j = 0; j < 2; ++j)
-                if (e + 2 * t + j < p.subnets) out[half][e + 2 * t + j] *= factor;
+    for (int half = 0; half < 2; ++half)
+        if (t == 0 && row + 8 * half < tile.rows) p.scale[tile.dense_row(p, head, row + 8 * half)] = half ? scale.y : scale.x;
+    for (int first = 0; first < p.subnets; first += gate_chunk_columns) {
+        if (p.subnets > gate_chunk_columns) chunk(first, false);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (row + 8 * half >= tile.rows) continue;
+            float *out = p.r + tile.dense_row(p, head, row + 8 * half) * p.subnets;
+            const float factor = half ? scale.y : scale.x;
+#pragma unroll
+            for (int b = 0; b < blocks; ++b) {
+                const int e = first + 8 * b + 2 * t;
+                const float2 r = {s[b][2 * half] * factor, s[b][2 * half + 1] * factor};
+                if (e + 1 < p.subnets && p.subnets % 2 == 0) *reinterpret_cast<float2 *>(out + e) = r;
+                else {
+                    if (e < p.subnets) out[e] = r.x;
+                    if (e + 1 < p.subnets) out[e + 1] = r.y;
+                }
+            }
+        }
     }
 }
 
-// dP = scale (dR - sum_f dR_f R_f) sigma (1 - sigma), and this CTA's part of dW = Q^T dP. A CTA takes every gridDim.x-th tile of a head,
-// for 32 sub-networks. A thread reads only the elements of R and dR whose dP it writes, so with one CTA a row dP may take their place.
-template <int d_h, typename T> __global__ void __launch_bounds__(256) flashmhf_gate_grad(const __grid_constant__ GateParams p) {
-    constexpr int chunk = gate_chunk_columns, lanes = d_h <= 64 ? 4 : d_h <= 128 ? 2 : 1, width = chunk / lanes;  // threads of a d_h column, their sub-networks
-    __shared__ T q[backward_rows][d_h];
-    __shared__ __align__(16) float dp[backward_rows][chunk];
+// Factors of the router's small products as two bf16 terms, whatever T is: dP has fp32's range. The remainder is below 2^-17.
+struct SplitPair {
+    kittens::bf16_2 high, low;
+    __device__ __forceinline__ SplitPair(float2 x) {
+        using to = kittens::base_types::convertor<kittens::bf16_2, float2>;
+        high = to::convert(x);
+        const float2 back = kittens::base_types::convertor<float2, kittens::bf16_2>::convert(high);
+        low = to::convert({x.x - back.x, x.y - back.y});
+    }
+};
+
+// Shared memory of flashmhf_gate_grad: what all warps read, and what each has for its own 16 rows.
+template <int d_h, typename T> struct GateGradShared {
+    static constexpr int chunk = gate_chunk_columns, cols = collect_columns<d_h>;
+    uint4 w[chunk / 16][d_h / 8][32];              // B fragments of W^T: high terms of k and k + 8, low terms of both
+    alignas(16) T q[backward_rows][d_h + 8];       // padded: ldmatrix reads eight rows from eight different groups of banks
+    StagedTile<cols> staged;
+};
+
+// dP = scale (dR - sum_f dR_f R_f) sigma (1 - sigma); dq = dQ + dP W^T; this CTA's part of dW = Q^T dP. A CTA takes every gridDim.x-th tile
+// of a head, a warp 16 tokens of each, on its own until the parts of dW are summed. blockIdx.z: which sub-networks of dW; the first CTAs
+// write dq. Products are mma.sync with dP in registers: as it comes, dP is the A operand of dP W^T; transposed 8 x 8 by movmatrix, B of Q^T dP.
+template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmhf_gate_grad(const __grid_constant__ GateParams p) {
+    using Shared = GateGradShared<d_h, T>;
+    using bf16_2 = kittens::bf16_2;
+    constexpr int chunk = Shared::chunk, steps = chunk / 16, cols = Shared::cols;
+    constexpr int dw_columns = gate_dw_columns<d_h>, dw_blocks = dw_columns / 8, dw_steps = dw_columns / 16;
+    extern __shared__ __align__(16) unsigned char shared_memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     kittens::pdl::wait();
-    const int head = blockIdx.y, first = blockIdx.z * chunk, count = min(chunk, p.subnets - first), thread = threadIdx.x;
-    const int column = thread % d_h, part = thread / d_h;
-    float sums[width] = {};
-    for (int index = blockIdx.x; index < p.batch * p.row_tiles; index += gridDim.x) {
-        const GateTile tile(p, index);
+    const int head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const int dw_first = blockIdx.z * dw_columns, tiles = p.batch * p.row_tiles;
+    const bool needs_dq = p.dq && blockIdx.z == 0, one_chunk = p.subnets <= chunk;
+
+    auto stage_w = [&](int first) {
+        for (int i = thread; i < steps * (d_h / 8) * 32; i += 128) {
+            const int l = i % 32, j = i / 32 % (d_h / 8), s = i / 32 / (d_h / 8), e = first + 16 * s + l % 4 * 2;
+            const int64_t at = (static_cast<int64_t>(head) * d_h + 8 * j + l / 4) * p.subnets;
+            auto load = [&](int e) {
+                if (e >= p.subnets) return 0.f;
+                return p.w_is_float ? __ldg(static_cast<const float *>(p.w) + at + e)
+                                    : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.w) + at + e));
+            };
+            const SplitPair k0({load(e), load(e + 1)}), k8({load(e + 8), load(e + 9)});
+            shared.w[s][j][l] = {reinterpret_cast<const uint32_t &>(k0.high), reinterpret_cast<const uint32_t &>(k8.high),
+                                 reinterpret_cast<const uint32_t &>(k0.low), reinterpret_cast<const uint32_t &>(k8.low)};
+        }
+    };
+    if (needs_dq && one_chunk) {
+        stage_w(0);
         __syncthreads();
-        {
-            const int row = thread / 4, t = thread % 4;
-            const bool valid = row < tile.rows;
-            const int64_t at = tile.dense_row(p, head, min(row, tile.rows - 1));
-            const int64_t dr_step = p.dr_sums ? static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows : 1;
-            const float *r = p.r + at * p.subnets;
-            const float *dr = p.dr_sums ? p.dr_sums + head * p.subnets * dr_step + static_cast<int64_t>(index) * backward_rows + row
-                                        : p.dr + at * p.subnets;
-            float dot = 0.f;
-            for (int e = t; valid && e < p.subnets; e += 4) dot = fmaf(dr[e * dr_step], r[e], dot);
-            dot += __shfl_xor_sync(kittens::MASK_ALL, dot, 1);
-            dot += __shfl_xor_sync(kittens::MASK_ALL, dot, 2);
-            const float scale = p.scale[at], total = 1.f / scale;
-            for (int e = t; valid && e < chunk; e += 4) {
-                float x = 0.f;
-                if (e < count) {
-                    const float s = r[first + e] * total;
-                    x = (dr[(first + e) * dr_step] - dot) * scale * s * (1.f - s);
-                    p.dp[at * p.subnets + first + e] = x;
-                }
-                dp[row][e] = x;
-            }
-            for (int i = thread; p.dw && i < tile.rows * (d_h / 8); i += 256) {
-                const int at = i / (d_h / 8), c = i % (d_h / 8) * 8;
-                *reinterpret_cast<uint4 *>(&q[at][c]) = *reinterpret_cast<const uint4 *>(static_cast<const T *>(p.q) + tile.q_offset(p, head, at) + c);
+    }
+
+    float dw[d_h / 16][dw_blocks][4] = {};
+#pragma unroll 1
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const GateTile tile(p, index);
+        const int first_row = 16 * warp, row[2] = {min(first_row + g, tile.rows - 1), min(first_row + g + 8, tile.rows - 1)};
+        __syncwarp();  // the previous tile's Q and staged rows have been read
+        if (p.dw) {
+            for (int i = lane; i < 16 * (d_h / 8); i += 32) {
+                const int r = first_row + i / (d_h / 8), c = i % (d_h / 8) * 8;
+                copy_16_bytes_async(&shared.q[r][c], static_cast<const T *>(p.q) + tile.q_offset(p, head, min(r, tile.rows - 1)) + c);
             }
         }
-        __syncthreads();
-        if (!p.dw || part >= lanes) continue;
-#pragma unroll 2
-        for (int row = 0; row < tile.rows; ++row) {
-            const float x = kittens::base_types::convertor<float, T>::convert(q[row][column]);
-            const float4 *src = reinterpret_cast<const float4 *>(&dp[row][part * width]);
+
+        // R and dR of rows g and g + 8, sub-networks first + 16 s + 2t + {0, 1, 8, 9}; zero beyond E
+        const int64_t dr_step = p.dr_sums ? static_cast<int64_t>(tiles) * backward_rows : 1;
+        const float *r_row[2], *dr_row[2];
+        float sum[2];  // of the sigmoids, + eps; 0 where there is no token
 #pragma unroll
-            for (int i = 0; i < width / 4; ++i) {
-                const float4 v = src[i];
-                sums[4 * i] = fmaf(x, v.x, sums[4 * i]);
-                sums[4 * i + 1] = fmaf(x, v.y, sums[4 * i + 1]);
-                sums[4 * i + 2] = fmaf(x, v.z, sums[4 * i + 2]);
-                sums[4 * i + 3] = fmaf(x, v.w, sums[4 * i + 3]);
+        for (int half = 0; half < 2; ++half) {
+            const int64_t at = tile.dense_row(p, head, row[half]);
+            r_row[half] = p.r + at * p.subnets;
+            dr_row[half] = p.dr_sums ? p.dr_sums + head * p.subnets * dr_step + static_cast<int64_t>(index) * backward_rows + row[half]
+                                     : p.dr + at * p.subnets;
+            sum[half] = first_row + g + 8 * half < tile.rows ? 1.f / p.scale[at] : 0.f;
+        }
+        float r[steps][2][4], dr[steps][2][4];
+        auto load = [&](int first) {
+#pragma unroll
+            for (int s = 0; s < steps; ++s)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int e = first + 16 * s + 2 * t + i % 2 + i / 2 * 8;
+                        r[s][half][i] = e < p.subnets ? r_row[half][e] : 0.f;
+                        dr[s][half][i] = e < p.subnets ? dr_row[half][e * dr_step] : 0.f;
+                    }
+        };
+        float2 dot = {0.f, 0.f};
+        for (int first = 0; first < p.subnets; first += chunk) {
+            load(first);
+#pragma unroll
+            for (int s = 0; s < steps; ++s)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    dot.x = fmaf(dr[s][0][i], r[s][0][i], dot.x);
+                    dot.y = fmaf(dr[s][1][i], r[s][1][i], dot.y);
+                }
+        }
+        dot = quad_sum(dot);
+        // dP of the loaded sub-networks as A fragments: rows g, g + 8, then the same of columns + 8; 0 where there is no token
+        bf16_2 high[steps][4], low[steps][4];
+        auto gradients = [&] {
+#pragma unroll
+            for (int s = 0; s < steps; ++s)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int pair = 0; pair < 2; ++pair) {
+                        auto element = [&](int i) {
+                            const float x = r[s][half][i];  // sigma / sum
+                            return sum[half] > 0.f ? (dr[s][half][i] - (half ? dot.y : dot.x)) * x * (1.f - x * sum[half]) : 0.f;
+                        };
+                        const SplitPair x({element(2 * pair), element(2 * pair + 1)});
+                        high[s][2 * pair + half] = x.high;
+                        low[s][2 * pair + half] = x.low;
+                    }
+        };
+
+        if (p.dw) {
+            if (!one_chunk) load(dw_first);
+            gradients();
+            wait_copied_words();
+            __syncwarp();
+#pragma unroll
+            for (int m = 0; m < d_h / 16; ++m) {
+                typename kittens::base_types::packing<T>::packed_type q[4];
+                load_transposed(q, &shared.q[first_row + lane % 8 + lane / 16 * 8][16 * m + lane / 8 % 2 * 8]);
+                bf16_2 q_high[4], q_low[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if constexpr (std::is_same_v<T, kittens::bf16>) q_high[i] = q[i];
+                    else {
+                        const SplitPair x(kittens::base_types::convertor<float2, kittens::half_2>::convert(q[i]));
+                        q_high[i] = x.high;
+                        q_low[i] = x.low;
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < dw_blocks; ++n) {
+                    if (dw_first + 8 * n >= p.subnets) break;
+                    // with one chunk the fragments hold all sub-networks, else those from dw_first on
+                    const int s = n / 2 + (dw_columns < chunk && one_chunk ? static_cast<int>(blockIdx.z) * dw_steps : 0), pair = n % 2 * 2;
+                    auto transposed = [&](const bf16_2 (&x)[steps][4], int half) {
+                        uint32_t word = 0;
+#pragma unroll
+                        for (int i = 0; i < steps; ++i)
+                            if (i == s) word = reinterpret_cast<const uint32_t &>(x[i][pair + half]);
+                        return transpose_8x8(word);
+                    };
+                    const uint32_t b0 = transposed(high, 0), b1 = transposed(high, 1);
+                    mma_16x8(dw[m][n], q_high, b0, b1);
+                    mma_16x8(dw[m][n], q_high, transposed(low, 0), transposed(low, 1));
+                    if constexpr (!std::is_same_v<T, kittens::bf16>) mma_16x8(dw[m][n], q_low, b0, b1);
+                }
+            }
+        }
+
+        if (needs_dq) {
+            if (!p.dw && one_chunk) gradients();
+            const int64_t start = tile.sequence * p.dense_batch + tile.first * p.dense_token;
+            const float4 *tile_parts = reinterpret_cast<const float4 *>(p.query_tiles) +
+                                       (static_cast<int64_t>(head) * tiles + index) * p.query_parts * (backward_rows * d_h / 4) + thread;
+#pragma unroll 1
+            for (int column = 0; column < d_h; column += cols) {
+                __syncwarp();  // the columns before have been read
+                for (int first = 0; first < p.subnets; first += chunk) {
+                    if (!one_chunk) {
+                        __syncthreads();
+                        stage_w(first);
+                        __syncthreads();
+                        load(first);
+                        gradients();
+                    }
+#pragma unroll 8
+                    for (int j = 0; j < cols / 8; ++j) {
+                        float4 &staged = shared.staged.fragment(j, thread);
+                        float sum[4];
+                        auto add = [&](float4 v) { sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w; };
+                        sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+                        if (first == 0) {
+                            const float4 *src = tile_parts + (column / 8 + j) * 128;
+                            for (int part = 0; part < p.query_parts; ++part) add(__ldcs(src + part * (backward_rows * d_h / 4)));
+                        } else add(staged);
+#pragma unroll
+                        for (int s = 0; s < steps; ++s) {
+                            if (first + 16 * s >= p.subnets) break;
+                            const uint4 w = shared.w[s][column / 8 + j][lane];
+                            mma_16x8(sum, high[s], w.x, w.y);
+                            mma_16x8(sum, high[s], w.z, w.w);
+                            mma_16x8(sum, low[s], w.x, w.y);
+                        }
+                        staged = {sum[0], sum[1], sum[2], sum[3]};
+                    }
+                }
+                __syncwarp();
+                shared.staged.template write<T>(static_cast<T *>(p.dq) + (start * p.dq_heads + head) * d_h + column, p.dense_token * p.dq_heads * d_h,
+                                                first_row, min(tile.rows, first_row + 16), false, lane, 32);
             }
         }
     }
-    if (!p.dw || part >= lanes) return;
-    float *out = p.dw_parts + ((static_cast<int64_t>(blockIdx.x) * p.heads + head) * d_h + column) * p.subnets + first;
+    if (!p.dw) return;
+    // the warps' sums, in order; one warp at a time holds the part in shared memory
+    auto *part = reinterpret_cast<float *>(&shared);  // [d_h][dw_columns]
+    static_assert(sizeof(float) * d_h * dw_columns <= sizeof(Shared));
+    for (int turn = 0; turn < 4; ++turn) {
+        __syncthreads();
+        if (warp != turn) continue;
 #pragma unroll
-    for (int i = 0; i < width; ++i)
-        if (part * width + i < count) out[part * width + i] = sums[i];
+        for (int m = 0; m < d_h / 16; ++m)
+#pragma unroll
+            for (int n = 0; n < dw_blocks; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float &sum = part[(16 * m + g + i / 2 * 8) * dw_columns + 8 * n + 2 * t + i % 2];
+                    sum = turn == 0 ? dw[m][n][i] : sum + dw[m][n][i];
+                }
+    }
+    __syncthreads();
+    const int count = min(dw_columns, p.subnets - dw_first);
+    float *out = p.dw_parts + (static_cast<int64_t>(blockIdx.x) * p.heads + head) * d_h * p.subnets + dw_first;
+    for (int i = thread; i < d_h * count; i += 128) out[i / count * p.subnets + i % count] = part[i / count * dw_columns + i % count];
 }
 
 // The parts of dW in order, to W's type.

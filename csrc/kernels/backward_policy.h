@@ -6,7 +6,11 @@ namespace flashmhf {
 
 constexpr int backward_rows = 64;   // tokens of a tile, and inter rows of a tile: the M of wgmma
 constexpr int backward_shared_memory_limit = 227 * 1024;
-constexpr int gate_chunk_columns = 32;  // sub-networks that a CTA of the router's gradient takes
+// Sub-networks that the router's kernels hold in registers at once, and of those the ones whose dW a CTA accumulates: 128 registers of it.
+constexpr int gate_chunk_columns = 32;
+template <int d_h> constexpr int gate_dw_columns = d_h == 256 ? 16 : 32;
+// Columns of an fp32 tile that are staged at once on their way to rows.
+template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
 
 // What an inter-stationary kernel produces. One fused kernel where it fits; d_h = 256 takes dK, dU and dV apart.
 enum BackwardOutputs : int {

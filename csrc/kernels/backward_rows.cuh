@@ -26,13 +26,13 @@ template <int cols> struct StagedTile {
         return row % 16 < 8 ? float2{v.x, v.y} : float2{v.z, v.w};
     }
 
-    // Rows 0..rows, by 128 threads, to out, row_stride elements apart: as T, or added to fp32. A rolled loop on purpose: an unrolled
-    // epilogue costs more in instruction fetches than the stores themselves.
-    template <typename T> __device__ __forceinline__ void write(void *out, int64_t row_stride, int rows, bool accumulate, int thread) const {
+    // Rows first..end, by `threads` threads, to out (of row 0), row_stride elements apart: as T, or added to fp32. A rolled loop on purpose: an
+    // unrolled epilogue costs more in instruction fetches than the stores themselves.
+    template <typename T>
+    __device__ __forceinline__ void write(void *out, int64_t row_stride, int first, int end, bool accumulate, int thread, int threads) const {
 #pragma unroll 1
-        for (int i = thread; i < backward_rows * (cols / 8); i += 128) {
-            const int row = i / (cols / 8), j = i % (cols / 8);
-            if (row >= rows) break;
+        for (int i = thread; i < (end - first) * (cols / 8); i += threads) {
+            const int row = first + i / (cols / 8), j = i % (cols / 8);
             float2 v[4];
 #pragma unroll
             for (int t = 0; t < 4; ++t) v[t] = pair(row, j, t);
@@ -52,7 +52,7 @@ template <int cols> struct StagedTile {
     }
 };
 
-// A warpgroup's accumulator tile to rows, through shared memory that the warpgroup alone uses.
+// The first `rows` rows of a warpgroup's accumulator tile to rows, through shared memory that the warpgroup alone uses.
 template <typename T, typename Acc>
 __device__ __forceinline__ void store_rows(const Acc &acc, void *staging, void *out, int64_t row_stride, int rows, bool accumulate, int barrier) {
     using kittens::warpgroup;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_rows(const Acc &acc, void *staging, void *
     warpgroup::sync(barrier);  // the last use of the staging is over
     each_fragment(acc, [&](int j, float4 v) { staged.fragment(j, thread) = v; });
     warpgroup::sync(barrier);
-    staged.template write<T>(out, row_stride, rows, accumulate, thread);
+    staged.template write<T>(out, row_stride, 0, min(rows, backward_rows), accumulate, thread, 128);
 }
 
 }  // namespace flashmhf

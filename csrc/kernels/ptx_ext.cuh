@@ -48,7 +48,23 @@ __device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::half_2 (&
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
 }
 
-// One word from global to shared memory, or zero, without a register in between; visible to this thread after wait_copied_words().
+// Four 8 x 8 matrices of 16-bit elements, transposed: `row` is this lane's row of eight elements; lanes 8i.. give matrix i, as do the results.
+template <typename T2> __device__ __forceinline__ void load_transposed(T2 (&x)[4], const void *row) {
+    auto *r = reinterpret_cast<uint32_t *>(x);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))) : "memory");
+}
+// An 8 x 8 matrix of 16-bit elements that the warp holds, a pair a lane.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; one word, or zero.
+__device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src) : "memory");
+}
 __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src), "r"(valid ? 4 : 0)
                  : "memory");
