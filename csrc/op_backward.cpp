@@ -170,12 +170,12 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
 
     const int swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
     auto rows = [&](const char *name, const Tensor &x, int64_t batch_stride, int64_t token_stride) {
-        return tensor_map(name, at_head(x, head_axis, first), launch.bf16,
+        return tensor_map(name, at_head(x, head_axis, first), map_type(launch.bf16),
                           {{d_h, 1, panel}, {heads, x.stride(head_axis), 1}, {axes.length, token_stride, backward_rows}, {axes.batch, batch_stride, 1}},
                           swizzle);
     };
     auto weights = [&](const char *name, const Tensor &x, int box) {
-        return tensor_map(name, at_head(x, 0, first), launch.bf16,
+        return tensor_map(name, at_head(x, 0, first), map_type(launch.bf16),
                           {{d_h, 1, panel}, {subnet_dim, d_h, box}, {heads * subnets, subnet_dim * d_h, 1}}, swizzle);
     };
     launch.q = rows("q", q, axes.q_batch, axes.q_token);

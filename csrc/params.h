@@ -18,19 +18,23 @@ enum class Gate : int {
 
 struct ForwardParams {
     ForwardSchedule schedule;
-    int cluster_size;         // CTAs of a cluster; they take neighbouring row tiles of one item
+    int cluster_size;         // CTAs of a cluster
+    int row_ctas;             // of them that take neighbouring rows of one item and multicast its tiles to each other
+    int consumers;            // consumer warpgroups of a CTA, a row tile each
     int batch;                // sequences; a row tile never crosses them
     int64_t length;           // tokens of a sequence
     int row_tiles;            // of a sequence: ceil(length / 64)
-    int blocks;               // work items of a head: ceil(batch * row_tiles / (row tiles of a cluster))
+    int blocks;               // work items of a head: ceil(batch * row_tiles / (row_ctas * consumers))
     int subnets;              // E
     int subnet_tiles;         // ceil(d_e / 64)
-    int64_t out_batch, out_token;  // strides of the output in elements, for the combine kernel
+    void *out;                // where sums of parts go; the rest through the tensor map
+    int64_t out_batch, out_token;  // its strides in elements
     Gate gate;
     const void *gate_data;    // R or W
+    bool gate_tiles;          // the producer reads R by TMA, as a matrix of H * E columns
     int64_t r_batch, r_token, r_head;  // strides of R in elements
     float eps;                // of the normalisation, for W
-    float *partials;          // [splits][2][cluster_size][row tiles of a CTA][64 * d_h] fp32 in fragment order, when items are split
+    float *partials;          // [splits][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
 };
 
 }  // namespace flashmhf

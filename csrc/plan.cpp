@@ -14,8 +14,9 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Footprint {
     int shared_memory, consumers;
+    bool may_share;
 };
-template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::consumers};
+template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::consumers, ForwardPolicy<d_h>::may_share};
 
 Footprint footprint_of(int head_dim) {
     switch (head_dim) {
@@ -34,17 +35,42 @@ int checked(int64_t x, const char *what) {
 
 // A part shorter than this costs more to add up than it saves.
 constexpr int shortest_part = 2;
+// What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
+constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
 
-ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters) {
+// What going on to another item costs a cluster, 4 to 5 us when the others do not do so at the same time.
+constexpr int gap_tiles(int head_dim) { return 640 / head_dim; }
+
+// Tiles in sequence when the last `rest` items are cut into equal spans.
+int64_t span_tiles(int64_t rest, int inter_tiles, int clusters) { return ceil_div(rest * inter_tiles, clusters); }
+
+// CTAs that divide each item's inner range, when all items run at once: as many as possible; 1 when adding up in a second kernel is faster.
+// Nothing is faster than the memory that streams the weights of all heads: a tile for every SM in 1.8 times the time of its products.
+int plan_sharers(int64_t items, int heads, int inter_tiles, int head_dim, const Device &device) {
+    const int64_t stream = int64_t{heads} * inter_tiles * 9 / 5 / device.clusters[0];
+    for (int sharers = max_sharers; sharers > 1; --sharers)
+        if (items <= device.clusters[sharers - 1] && inter_tiles >= sharers * shortest_part) {
+            const int64_t shared = std::max(ceil_div(inter_tiles, sharers), stream) + 1;
+            const int64_t split = std::max(span_tiles(items, inter_tiles, device.clusters[0]), stream) + combine_tiles(head_dim);
+            return shared <= split ? sharers : 1;
+        }
+    return 1;
+}
+
+ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
+    s.sharers = 1;
     s.clusters = std::min<int64_t>(clusters, static_cast<int64_t>(items) * ceil_div(inter_tiles, shortest_part));
     s.waves = items / s.clusters;
     s.rest = items % s.clusters;
     if (s.rest > 0) {
-        const int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
-        checked(tiles, "the split range");
+        int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
         s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / shortest_part)));
+        if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + combine_tiles(head_dim)) s.splits = s.rest;
+        if (tiles / s.splits >= 4 * gap_tiles(head_dim)) s.gap = gap_tiles(head_dim);
+        tiles += static_cast<int64_t>(s.rest) * s.gap;
+        checked(tiles, "the split range");
         s.quotient = static_cast<int>(tiles / s.splits);
         s.remainder = static_cast<int>(tiles % s.splits);
     }
@@ -55,36 +81,50 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters) {
 
 ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
     ForwardPlan plan{};
-    const auto [shared_memory, consumers] = footprint_of(shape.head_dim);
-    plan.shared_memory = shared_memory;
-    plan.consumers = consumers;
+    const Footprint footprint = footprint_of(shape.head_dim);
+    plan.shared_memory = footprint.shared_memory;
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows), "the sequence length");
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
     const int inter_tiles = checked(static_cast<int64_t>(plan.subnet_tiles) * shape.subnets, "E * d_e");
 
-    // Pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows when a head has few row tiles.
     const int64_t tiles = shape.batch * plan.row_tiles;
-    const int64_t single = ceil_div(tiles, consumers), paired = 2 * ceil_div(tiles, 2 * consumers);
-    plan.cluster_size = device.pairs > 0 && 16 * (paired - single) <= single ? 2 : 1;
-    plan.blocks = checked(ceil_div(tiles, consumers * plan.cluster_size), "the number of tokens");
+    plan.consumers = static_cast<int>(std::min<int64_t>(footprint.consumers, tiles));
+    const int64_t single = ceil_div(tiles, footprint.consumers), paired = 2 * ceil_div(tiles, 2 * footprint.consumers);
+
+    // Few items: clusters that divide the inner range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
+    // when a head has few row tiles.
+    const int sharers = !footprint.may_share ? 1 : plan_sharers(single * shape.heads, shape.heads, inter_tiles, shape.head_dim, device);
+    plan.row_ctas = sharers == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
+    plan.cluster_size = sharers * plan.row_ctas;
+    plan.blocks = checked(ceil_div(tiles, footprint.consumers * plan.row_ctas), "the number of tokens");
     const int items = checked(static_cast<int64_t>(plan.blocks) * shape.heads, "tokens * heads");
-    checked(static_cast<int64_t>(items) * consumers * plan.cluster_size, "tokens * heads");
+    checked(static_cast<int64_t>(items) * footprint.consumers * plan.row_ctas, "tokens * heads");
     checked(static_cast<int64_t>(shape.heads) * shape.subnets, "H * E");
     if (items == 0) return plan;
 
-    plan.schedule = plan_schedule(items, inter_tiles, plan.cluster_size == 2 ? device.pairs : device.sms);
+    if (sharers > 1) {
+        plan.schedule.inter_tiles = inter_tiles;
+        plan.schedule.clusters = items;
+        plan.schedule.waves = 1;
+        plan.schedule.sharers = sharers;
+        plan.schedule.quotient = inter_tiles / sharers;
+        plan.schedule.remainder = inter_tiles % sharers;
+        return plan;
+    }
+    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim);
     if (plan.schedule.splits > plan.schedule.rest)
-        plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.cluster_size * consumers * tile_rows * shape.head_dim;
+        plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
     return plan;
 }
 
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {
     std::vector<PlannedWork> all;
-    for (int cluster = 0; cluster < schedule.clusters; ++cluster) {
-        WorkCursor cursor(schedule, cluster);
-        Work work;
-        while (cursor.next(work)) all.push_back({cluster, work});
-    }
+    for (int cluster = 0; cluster < schedule.clusters; ++cluster)
+        for (int sharer = 0; sharer < schedule.sharers; ++sharer) {
+            WorkCursor cursor(schedule, cluster);
+            Work work;
+            while (cursor.next(work, cluster, sharer)) all.push_back({cluster, sharer, work});
+        }
     return all;
 }
 

@@ -1,6 +1,7 @@
 // The launch planner: shape and device to grid, split and workspace. Pure host code, tested without a GPU.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -16,12 +17,12 @@ struct ForwardShape {
 };
 
 struct Device {
-    int sms;
-    int pairs;  // clusters of two CTAs that run at once
+    std::array<int, max_sharers> clusters;  // of 1, 2, ... CTAs that run at once
 };
 
 struct ForwardPlan {
-    int cluster_size;          // 1 or 2 CTAs
+    int cluster_size;          // CTAs
+    int row_ctas;              // of a cluster that take rows of their own: 1, or 2 that multicast to each other
     int consumers;             // row tiles of a CTA
     int row_tiles;             // of 64 tokens, of a sequence
     int blocks;                // work items of a head
@@ -34,9 +35,9 @@ struct ForwardPlan {
 // Throws std::invalid_argument for a head dimension without a policy and for shapes beyond the index range.
 ForwardPlan plan_forward(const ForwardShape &shape, const Device &device);
 
-// The work of every cluster, for the tests: (cluster, item, begin, end, part).
+// The work of every cluster, for the tests: (cluster, sharer, item, begin, end, part).
 struct PlannedWork {
-    int cluster;
+    int cluster, sharer;
     Work work;
 };
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule);

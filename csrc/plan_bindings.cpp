@@ -28,11 +28,14 @@ template <int d_h> py::dict policy() {
     return d;
 }
 
-py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, int sms, int pairs) {
-    const flashmhf::ForwardPlan plan = flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim}, {sms, pairs});
+py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim,
+                      const std::array<int, flashmhf::max_sharers> &clusters) {
+    const flashmhf::ForwardPlan plan = flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim}, {clusters});
     const flashmhf::ForwardSchedule &s = plan.schedule;
     py::dict d;
     d["cluster_size"] = plan.cluster_size;
+    d["row_ctas"] = plan.row_ctas;
+    d["sharers"] = s.sharers;
     d["consumers"] = plan.consumers;
     d["row_tiles"] = plan.row_tiles;
     d["blocks"] = plan.blocks;
@@ -45,7 +48,7 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     d["partials"] = plan.partials;
     d["shared_memory"] = plan.shared_memory;
     py::list work;
-    for (const auto &w : flashmhf::enumerate_work(s)) work.append(py::make_tuple(w.cluster, w.work.item, w.work.begin, w.work.end, w.work.part));
+    for (const auto &w : flashmhf::enumerate_work(s)) work.append(py::make_tuple(w.cluster, w.sharer, w.work.item, w.work.begin, w.work.end, w.work.part));
     d["work"] = work;
     py::list owners;  // of the items after the whole waves: first and last cluster
     for (int i = 0; i < s.rest; ++i) owners.append(py::make_tuple(s.first_owner(i), s.last_owner(i)));
@@ -133,8 +136,9 @@ PYBIND11_MODULE(_plan, m) {
                               inter_policy<256, key_grads>("keys"), inter_policy<256, value_grad>("values"));
     }, "Shared memory, threads and registers (summed over the warpgroups) of the inter-stationary backward kernels.");
     m.def("plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
-          py::arg("subnet_dim"), py::arg("sms") = 132, py::arg("pairs") = 66,
-          "The forward launch for batch x length tokens: sizes, and the work (cluster, item, begin, end, part) of every cluster.\n\n"
+          py::arg("subnet_dim"), py::arg("clusters") = std::array<int, flashmhf::max_sharers>{132, 66, 39, 30, 22, 17, 15, 15},
+          "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
+          "work (cluster, sharer, item, begin, end, part) of every CTA that has an inner range of its own.\n\n"
           "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
     m.def("forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },
           "Shared memory and registers of the forward kernel for each head dimension.");

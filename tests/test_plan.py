@@ -21,31 +21,38 @@ SHAPES = [  # batch, length, heads, head_dim, subnets, subnet_dim
     (1, 1 << 20, 16, 128, 22, 384),
     (1, 100, 1, 128, 1, 100_000),
 ]
-DEVICES = [(132, 66), (114, 57), (132, 0), (1, 0), (2, 1)]
+DEVICES = [  # clusters of 1, 2, ... 8 CTAs that run at once
+    (132, 66, 39, 30, 22, 17, 15, 15),
+    (132, 66, 44, 33, 26, 22, 18, 16),
+    (114, 57, 36, 28, 21, 18, 14, 13),
+    (132, 0, 0, 0, 0, 0, 0, 0),
+    (1, 0, 0, 0, 0, 0, 0, 0),
+    (2, 1, 0, 0, 0, 0, 0, 0),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_tile_once_and_balanced(shape, device):
-    batch, length, heads, _, subnets, subnet_dim = shape
-    sms, pairs = device
-    p = plan.plan_forward(*shape, sms=sms, pairs=pairs)
+    batch, length, heads, head_dim, subnets, subnet_dim = shape
+    p = plan.plan_forward(*shape, clusters=device)
     assert p["subnet_tiles"] * 64 >= subnet_dim > (p["subnet_tiles"] - 1) * 64
     assert p["inter_tiles"] == subnets * p["subnet_tiles"]
     assert p["row_tiles"] * 64 >= length > (p["row_tiles"] - 1) * 64
-    rows = p["consumers"] * p["cluster_size"]
+    assert p["cluster_size"] == p["row_ctas"] * p["sharers"]
+    rows = p["consumers"] * p["row_ctas"]
     assert p["blocks"] * rows >= batch * p["row_tiles"] > (p["blocks"] - 1) * rows
-    assert p["clusters"] <= (pairs if p["cluster_size"] == 2 else sms)
+    assert p["clusters"] <= device[p["cluster_size"] - 1]
 
     items = p["blocks"] * heads
     ranges = collections.defaultdict(list)
     load = collections.Counter()
     whole = set()
-    for cluster, item, begin, end, part in p["work"]:
-        assert 0 <= begin < end <= p["inter_tiles"]
+    for cluster, sharer, item, begin, end, part in p["work"]:
+        assert 0 <= begin < end <= p["inter_tiles"] and 0 <= sharer < p["sharers"]
         ranges[item].append((begin, end, cluster, part))
-        load[cluster] += end - begin
-        if end - begin == p["inter_tiles"]:
+        load[cluster, sharer] += end - begin
+        if end - begin == p["inter_tiles"] or p["sharers"] > 1:
             whole.add(item)
     assert set(ranges) == set(range(items))
     parts = set()
@@ -55,14 +62,19 @@ def test_every_tile_once_and_balanced(shape, device):
         assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
         clusters = [piece[2] for piece in pieces]
         assert clusters == sorted(clusters)  # the order in which the parts are added
+        if p["sharers"] > 1:
+            assert clusters == [item] * p["sharers"]
         if item not in whole:
             first, last = p["owners"][item - p["waves"] * p["clusters"]]
             assert clusters == list(range(first, last + 1))
             for _, _, cluster, part in pieces:
                 assert part in (0, 1) and (cluster, part) not in parts
                 parts.add((cluster, part))
-    # equal up to one tile, unless parts would become shorter than two tiles
-    assert max(load.values()) <= -(-items * p["inter_tiles"] // p["clusters"]) + 2
+    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than it saves
+    combine = 512 // head_dim
+    stream = heads * p["inter_tiles"] * 9 // 5 // device[0]  # fewer CTAs suffice where memory is the bound
+    gap = 640 // head_dim  # what a cluster with parts of two items is spared
+    assert max(load.values()) <= max(-(-items * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + max(combine, gap, 2)
     assert (p["partials"] > 0) == (len(whole) < items)
 
 
@@ -82,9 +94,15 @@ def test_index_range():
 
 
 def test_pairs_only_where_they_waste_few_rows():
-    assert plan.plan_forward(1, 64, 16, 128, 22, 384)["cluster_size"] == 1
-    assert plan.plan_forward(1, 320, 16, 128, 22, 384)["cluster_size"] == 1
-    assert plan.plan_forward(1, 1536, 16, 128, 22, 384)["cluster_size"] == 2
+    assert plan.plan_forward(1, 640, 16, 128, 22, 384)["row_ctas"] == 1
+    assert plan.plan_forward(1, 1536, 16, 128, 22, 384)["row_ctas"] == 2
+
+
+@pytest.mark.parametrize(("length", "sharers"), [(1, 6), (64, 6), (128, 6), (512, 2), (1024, 1)])
+def test_few_tokens_need_no_second_kernel(length, sharers):
+    p = plan.plan_forward(1, length, 16, 128, 22, 384)
+    assert p["sharers"] == sharers and p["partials"] == 0
+    assert p["consumers"] == (1 if length <= 64 else 2)
 
 
 def test_budgets():

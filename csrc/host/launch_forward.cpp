@@ -1,5 +1,6 @@
 #include "host/launch_forward.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 
@@ -12,12 +13,12 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     const ForwardShape &s = problem.shape;
     const int d_h = s.head_dim, swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
     auto rows = [&](const char *what, const void *data, int64_t head, int64_t token, int64_t batch) {
-        return tensor_map(what, data, problem.bf16, {{d_h, 1, panel}, {s.heads, head, 1}, {s.length, token, tile_rows}, {s.batch, batch, 1}}, swizzle);
+        return tensor_map(what, data, map_type(problem.bf16), {{d_h, 1, panel}, {s.heads, head, 1}, {s.length, token, tile_rows}, {s.batch, batch, 1}}, swizzle);
     };
     auto weights = [&](const char *what, const void *data) {
-        return tensor_map(what, data, problem.bf16,
+        return tensor_map(what, data, map_type(problem.bf16),
                           {{d_h, 1, panel},
-                           {s.subnet_dim, d_h, tile_inter / plan.cluster_size},
+                           {s.subnet_dim, d_h, tile_inter / plan.row_ctas},
                            {static_cast<int64_t>(s.heads) * s.subnets, s.subnet_dim * d_h, 1}},
                           swizzle);
     };
@@ -29,17 +30,19 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     launch.u = weights("u", problem.u);
     launch.v = weights("v", problem.v);
     launch.out = rows("the output", problem.out, d_h, problem.out_token, problem.out_batch);
-    launch.out_data = problem.out;
 
     ForwardParams &p = launch.params;
     p.schedule = plan.schedule;
     p.cluster_size = plan.cluster_size;
+    p.row_ctas = plan.row_ctas;
+    p.consumers = plan.consumers;
     p.batch = static_cast<int>(s.batch);
     p.length = s.length;
     p.row_tiles = plan.row_tiles;
     p.blocks = plan.blocks;
     p.subnets = s.subnets;
     p.subnet_tiles = plan.subnet_tiles;
+    p.out = problem.out;
     p.out_batch = problem.out_batch;
     p.out_token = problem.out_token;
     p.gate = problem.gate;
@@ -49,6 +52,14 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.r_head = problem.r_head;
     p.eps = problem.eps;
     p.partials = partials;
+
+    // fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
+    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % 16 == 0); };
+    p.gate_tiles = problem.gate == Gate::r_float && d_h <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r_head == s.subnets) && strided(s.length, problem.r_token) &&
+                   strided(s.batch, problem.r_batch) && reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0;
+    if (p.gate_tiles)
+        launch.r = tensor_map("r", problem.gate_data, MapType::fp32,
+                              {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r_token, tile_rows}, {s.batch, problem.r_batch, 1}}, 128);
     return launch;
 }
 
@@ -63,23 +74,25 @@ cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream
 
 cudaError_t describe_device(int head_dim, Device *device) {
     constexpr int devices = 64;
-    static std::array<std::atomic<int64_t>, devices * 4> known{};  // sms * 2^32 + pairs, by device and head dimension
+    static std::array<std::atomic<uint64_t>, devices * 4> known{};  // a byte a count, by device and head dimension
     int index;
     if (cudaError_t error = cudaGetDevice(&index)) return error;
     const int instance = head_dim == 64 ? 0 : head_dim == 96 ? 1 : head_dim == 128 ? 2 : 3;
-    std::atomic<int64_t> *slot = index < devices ? &known[index * 4 + instance] : nullptr;
-    if (slot && *slot) {
-        *device = {static_cast<int>(*slot >> 32), static_cast<int>(*slot & 0xffffffff)};
-        return cudaSuccess;
+    std::atomic<uint64_t> *slot = index < devices ? &known[index * 4 + instance] : nullptr;
+    uint64_t packed = slot ? slot->load() : 0;
+    if (packed == 0) {
+        auto count = instance == 0 ? count_clusters<64> : instance == 1 ? count_clusters<96> : instance == 2 ? count_clusters<128> : count_clusters<256>;
+        for (int size = max_sharers; size > 0; --size) {
+            int clusters;
+            if (cudaError_t error = count(size, &clusters)) return error;
+            packed = packed << 8 | std::min(clusters, 255);
+        }
+        if (slot) *slot = packed;
     }
-    if (cudaError_t error = cudaDeviceGetAttribute(&device->sms, cudaDevAttrMultiProcessorCount, index)) return error;
-    cudaError_t error = instance == 0   ? count_pairs<64>(&device->pairs)
-                        : instance == 1 ? count_pairs<96>(&device->pairs)
-                        : instance == 2 ? count_pairs<128>(&device->pairs)
-                                        : count_pairs<256>(&device->pairs);
-    if (error) return error;
-    if (device->pairs > device->sms / 2) device->pairs = device->sms / 2;
-    if (slot) *slot = (static_cast<int64_t>(device->sms) << 32) | device->pairs;
+    for (int &clusters : device->clusters) {
+        clusters = packed & 255;
+        packed >>= 8;
+    }
     return cudaSuccess;
 }
 

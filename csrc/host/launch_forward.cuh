@@ -8,7 +8,7 @@
 namespace flashmhf {
 namespace {
 
-// The kernel may be started before its predecessor has finished; it waits for that before it touches the predecessor's data.
+// Both kernels may be started before their predecessor has finished; they wait for that before they touch any data.
 cudaLaunchAttribute early_start() {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -31,24 +31,28 @@ template <int d_h, typename T> cudaError_t configure(cudaLaunchConfig_t &config)
 
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
-    cudaLaunchAttribute clusters = clusters_of(l.plan.cluster_size), early = early_start();
+    cudaLaunchAttribute attributes[] = {early_start(), clusters_of(l.plan.cluster_size)};
     cudaLaunchConfig_t config{};
     if (cudaError_t error = configure<d_h, T>(config)) return error;
     config.gridDim = dim3(s.clusters * l.plan.cluster_size);
+    config.blockDim = dim3(128 * (l.plan.consumers + 1));
     config.stream = stream;
-    config.attrs = &clusters;
-    config.numAttrs = 1;
-    if (cudaError_t error = cudaLaunchKernelEx(&config, forward<d_h, T>, l.q, l.k, l.u, l.v, l.out, l.params)) return error;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+#ifdef FLASHMHF_LATE
+    config.attrs = attributes + 1, config.numAttrs = 1;
+#endif
+    if (cudaError_t error = cudaLaunchKernelEx(&config, forward<d_h, T>, l.q, l.k, l.u, l.v, l.out, l.r, l.params)) return error;
     if (l.plan.partials == 0) return cudaSuccess;
 
-    const int64_t tiles = l.params.batch * int64_t{l.plan.row_tiles}, of_item = l.plan.cluster_size * ForwardPolicy<d_h>::consumers;
+    const int64_t tiles = l.params.batch * int64_t{l.plan.row_tiles}, of_item = l.plan.row_ctas * l.plan.consumers;
     cudaLaunchConfig_t after{};
     after.gridDim = dim3(static_cast<unsigned>(s.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
     after.blockDim = dim3(128);
     after.stream = stream;
-    after.attrs = &early;
+    after.attrs = attributes;
     after.numAttrs = 1;
-    return cudaLaunchKernelEx(&after, combine<d_h, T>, static_cast<T *>(l.out_data), l.params);
+    return cudaLaunchKernelEx(&after, combine<d_h, T>, l.params);
 }
 
 }  // namespace
@@ -57,14 +61,14 @@ template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaS
     return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch, stream) : launch_typed<d_h, kittens::half>(launch, stream);
 }
 
-template <int d_h> cudaError_t count_pairs(int *pairs) {
-    cudaLaunchAttribute attribute = clusters_of(2);
+template <int d_h> cudaError_t count_clusters(int size, int *count) {
+    cudaLaunchAttribute attribute = clusters_of(size);
     cudaLaunchConfig_t config{};
     if (cudaError_t error = configure<d_h, kittens::bf16>(config)) return error;
-    config.gridDim = dim3(2);
+    config.gridDim = dim3(size);
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaOccupancyMaxActiveClusters(pairs, forward<d_h, kittens::bf16>, &config);
+    return cudaOccupancyMaxActiveClusters(count, forward<d_h, kittens::bf16>, &config);
 }
 
 }  // namespace flashmhf

@@ -26,8 +26,7 @@ struct ForwardProblem {
 struct ForwardLaunch {
     bool bf16;
     ForwardPlan plan;
-    CUtensorMap q, k, u, v, out;
-    void *out_data;
+    CUtensorMap q, k, u, v, out, r;  // r: only with params.gate_tiles
     ForwardParams params;
 };
 
@@ -38,6 +37,6 @@ cudaError_t describe_device(int head_dim, Device *device);  // the current devic
 
 // One instance for each head dimension, in instances/.
 template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream);
-template <int d_h> cudaError_t count_pairs(int *pairs);  // clusters of two CTAs that the current device runs at once
+template <int d_h> cudaError_t count_clusters(int size, int *count);  // clusters of `size` CTAs that the current device runs at once
 
 }  // namespace flashmhf

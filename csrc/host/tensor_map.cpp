@@ -25,8 +25,12 @@ Encode encode_function() {
 
 }  // namespace
 
-CUtensorMap tensor_map(const char *what, const void *base, bool bf16, std::initializer_list<MapAxis> axes, int swizzle_bytes) {
-    constexpr int max_rank = 5, bytes = 2;
+CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes) {
+    constexpr int max_rank = 5;
+    const int bytes = type == MapType::fp32 ? 4 : 2;
+    const CUtensorMapDataType element = type == MapType::fp32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                        : type == MapType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     cuuint64_t sizes[max_rank], strides[max_rank];
     cuuint32_t box[max_rank], step[max_rank];
     int rank = 0;
@@ -40,7 +44,7 @@ CUtensorMap tensor_map(const char *what, const void *base, bool bf16, std::initi
     }
     CUtensorMap map;
     const CUresult result =
-        encode_function()(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, const_cast<void *>(base), sizes, strides,
+        encode_function()(&map, element, rank, const_cast<void *>(base), sizes, strides,
                           box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)

@@ -1,4 +1,4 @@
-// Tensor maps for strided 16-bit tensors, encoded by the driver without linking libcuda.
+// Tensor maps for strided tensors, encoded by the driver without linking libcuda.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,15 @@
 
 namespace flashmhf {
 
+enum class MapType { bf16, fp16, fp32 };
+inline MapType map_type(bool bf16) { return bf16 ? MapType::bf16 : MapType::fp16; }
+
 struct MapAxis {
     int64_t size, stride;  // stride in elements; unused for the innermost axis, which is contiguous
     int box;               // elements of this axis in one copy
 };
 
 // Axes innermost first. Elements outside the tensor read as zeros and are not written. Throws std::runtime_error naming `what`.
-CUtensorMap tensor_map(const char *what, const void *base, bool bf16, std::initializer_list<MapAxis> axes, int swizzle_bytes);
+CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes);
 
 }  // namespace flashmhf

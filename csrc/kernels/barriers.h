@@ -18,14 +18,13 @@ template <int N> struct Ring {
     }
 };
 
-constexpr int slot_full_arrivals = 1;  // the loader's expect_bytes; the copies complete the rest
-constexpr int q_full_arrivals = 2;     // the Q loader's expect_bytes; its warp after the weights of the sub-networks
+constexpr int full_arrivals = 1;    // the loader's expect_bytes; the copies complete the rest
+constexpr int q_full_arrivals = 2;  // the Q loader's expect_bytes; its warp after the weights of the sub-networks
 // slot_empty: one thread of each consumer warpgroup, of every CTA of the cluster
 
-// Named barriers; 0 is __syncthreads. Of a consumer warpgroup alone, around the staging of its output; with the warp that loads its Q, for
-// handing back the buffers (a waiting warp polls a semaphore, but sleeps at a named barrier); with the warpgroup before it, for its turn.
-__device__ __forceinline__ int output_barrier(int warpgroup) { return 1 + warpgroup; }
-__device__ __forceinline__ kittens::barrier<5> q_empty_barrier(int warpgroup) { return kittens::barrier<5>(3 + warpgroup); }
-__device__ __forceinline__ kittens::barrier<8> turn_barrier(int warpgroup) { return kittens::barrier<8>(5 + warpgroup); }
+// Named barriers; 0 is __syncthreads. Of a consumer warpgroup with the warp that loads its Q, for
+// handing over the buffers (a waiting warp polls a semaphore, but sleeps at a named barrier); with the warpgroup before it, for its turn.
+__device__ __forceinline__ kittens::barrier<5> q_empty_barrier(int warpgroup) { return kittens::barrier<5>(1 + warpgroup); }
+__device__ __forceinline__ kittens::barrier<8> turn_barrier(int warpgroup) { return kittens::barrier<8>(3 + warpgroup); }
 
 }  // namespace flashmhf

@@ -7,7 +7,8 @@
 //                            wait for [M|N];  A = r silu(M) N        (while O += A V still runs)
 //                            wait for O;      round A                (operand of the next round)
 //
-// The consumer warpgroups share every tile and fill each other's gaps. CTAs of a cluster take neighbouring rows and multicast the tiles.
+// The consumer warpgroups share every tile and fill each other's gaps. CTAs of a cluster take neighbouring rows and multicast the tiles, or
+// share an item's inner range and add their sums.
 #pragma once
 
 #include "kernels/gate_rows.cuh"
@@ -28,15 +29,16 @@ template <int d_h, typename T> struct ForwardConsumer {
 
     Shared &shared;
     const ForwardParams &p;
-    const CUtensorMap *out;
     const int wg, warp = warpgroup::warpid(), lane = kittens::laneid();
+    // The CTA that this thread tells of a slot that its warpgroup has read; none: -1.
+    const int reader_of = lane != 0 || warp >= p.row_ctas ? -1 : p.row_ctas > 1 ? warp : kittens::cluster_ctarank();
     Ring<P::slots> ring;
     uint32_t q_phase = 0;
 
     __device__ __forceinline__ void wait_slot() { kittens::wait(shared.semaphores.slot_full[ring.slot], ring.phase); }
-    // One thread of the warpgroup for every CTA of the cluster. wgmma.wait_group has covered the reads of the slot.
+    // One thread of the warpgroup for every CTA that gets the tile. wgmma.wait_group has covered the reads of the slot.
     __device__ __forceinline__ void release(int slot) {
-        if (lane == 0 && warp < p.cluster_size) tma::arrive_remote(shared.semaphores.slot_empty[slot], warp);
+        if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
     }
     // Waits for the next item, its Q and what comes with it, and makes it the current one.
     __device__ __forceinline__ const Item &next_item() {
@@ -46,12 +48,9 @@ template <int d_h, typename T> struct ForwardConsumer {
     }
     __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
     __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
-    __device__ __forceinline__ GateBuffer<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg][warp]; }
-    // Q has been read, and the output before it has left the buffer.
-    __device__ __forceinline__ void release_q() {
-        if (warpgroup::laneid() == 0) kittens::tma::store_async_read_wait<0>();
-        kittens::arrive(q_empty_barrier(wg));
-    }
+    __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
+    // Q has been read; the buffer is empty, or holds an output for the producer to store.
+    __device__ __forceinline__ void release_q() { kittens::arrive(q_empty_barrier(wg)); }
     // Once an item the warpgroups issue their products one after the other: side by side they would reach their elementwise parts, and leave
     // the tensor cores idle, together. From there they run freely: taking turns in every tile passes each delay on to the others. Items no
     // longer than the ring are left out: a warpgroup could arrive for the next turn before the other has taken this one.
@@ -60,16 +59,24 @@ template <int d_h, typename T> struct ForwardConsumer {
         if (wg > 0 && takes_turns(item)) kittens::arrive_and_wait(turn_barrier(wg));
     }
     __device__ __forceinline__ void pass_turn(const Item &item) {
-        if (wg + 1 < P::consumers && takes_turns(item)) kittens::arrive(turn_barrier(wg + 1));
+        if (wg + 1 < p.consumers && takes_turns(item)) kittens::arrive(turn_barrier(wg + 1));
     }
+    // Leaves the sums of an item where they belong, and the buffer of Q to the producer.
     __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
-        if (item.part < 0) store_output(shared.q[wg], o, out, item, output_barrier(wg));
-        else store_part<d_h>(o, p, item, kittens::clusterIdx().x, kittens::cluster_ctarank(), wg);
+        if (item.part < 0) stage_output(shared.q[wg], o);
+        release_q();
+        if (P::may_share && p.schedule.sharers > 1) {
+            cluster_sync();  // every ring has been read for the last time
+            send_shares<d_h>(shared.shares(), shared.semaphores.shares_full, o, p, wg);
+            kittens::wait(shared.semaphores.shares_full, 0);
+            add_shares<d_h, T>(shared.shares(), p, wg);
+        } else if (item.part >= 0) {
+            store_part<d_h>(o, p, item, kittens::clusterIdx().x, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
+        }
     }
     __device__ __forceinline__ void run() {
         if constexpr (P::q_in_registers) run_streamed();
         else run_item_by_item();
-        if (warpgroup::laneid() == 0) kittens::tma::store_async_wait<0>();
     }
 
     // O += A V behind a first product, whose wgmma fence serves both.
@@ -102,12 +109,14 @@ template <int d_h, typename T> struct ForwardConsumer {
         wait_slot();
         mn = 0.f;
         warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
+        warpgroup::mma_async_wait<0>();
+        pin(mn);
+        release_q();
         while (true) {
             gate.begin(this_item(), gate_buffer(), query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
             // here: [M|N] of the item's first tile
-            release_q();
             o = 0.f;
             swiglu<halved>(mn, gate.r);
             gate.advance(gate_buffer());
@@ -219,14 +228,14 @@ template <int d_h, typename T> struct ForwardConsumer {
             pin(o);
             release_next();
             finish(this_item(), o);
-            release_q();
         }
     }
 };
 
 template <int d_h, typename T> __global__ __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
 void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_u,
-             const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_out, const __grid_constant__ ForwardParams p) {
+             const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_r,
+             const __grid_constant__ ForwardParams p) {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
     static_assert(sizeof(Shared) <= (P::shared_memory + 1023) / 1024 * 1024 && sizeof(typename Shared::Semaphores) + sizeof(Shared::items) <= barrier_bytes);
@@ -234,36 +243,46 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);
 
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
+        if (p.gate_tiles) tma::prefetch(&map_r);
+    }
     if (kittens::warpid() == 0) {
         auto &sem = shared.semaphores;
         for (int i = 0; i < P::slots; ++i) {
-            kittens::warp::init_semaphore(sem.slot_full[i], slot_full_arrivals);
-            kittens::warp::init_semaphore(sem.slot_empty[i], P::consumers * p.cluster_size);
+            kittens::warp::init_semaphore(sem.slot_full[i], full_arrivals);
+            kittens::warp::init_semaphore(sem.slot_empty[i], p.consumers * p.row_ctas);
         }
         for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
+        kittens::warp::init_semaphore(sem.shares_full, full_arrivals);
         tma::fence_semaphore_init();
+        if (p.schedule.sharers > 1 && kittens::laneid() == 0)
+            kittens::tma::expect_bytes(sem.shares_full, Pieces::of<d_h>(p).bytes(kittens::cluster_ctarank()));
     }
-    __syncthreads();
-    cluster_sync();
-    launch_dependents();  // the combine kernel, if any; it waits for this one to finish
 
-    if (warpgroup == P::consumers) {
+    if (warpgroup == p.consumers) {
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
-            if (kittens::laneid() == 0) load_weights<d_h, T>(shared, WeightMaps{&map_k, &map_u, &map_v}, p);
-        } else if (warp <= P::consumers) {
-            load_rows_of_items<d_h, T>(shared, &map_q, p, warp - 1);
+            begin(p);
+            const WeightMaps weights{&map_k, &map_u, &map_v};
+            if (kittens::laneid() == 0) {
+                if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true>(shared, weights, p);
+                else load_weights<d_h, T, P::always_multicast>(shared, weights, p);
+            }
+        } else if (warp <= p.consumers) {
+            load_rows_of_items<d_h, T>(shared, &map_q, &map_r, &map_out, p, warp - 1);
+        } else {
+            begin(p);
         }
         __syncwarp();
-        cluster_sync();  // no CTA leaves while another can still signal it
+        if (p.cluster_size > 1) cluster_sync();  // pairs: no CTA leaves while the other can still signal it; sharers: see finish()
     } else {
+        begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();
-        ForwardConsumer<d_h, T>{shared, p, &map_out, warpgroup}.run();
+        ForwardConsumer<d_h, T>{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}.run();
         __syncwarp();
-        cluster_sync();
+        if (p.row_ctas > 1) cluster_sync();
     }
 }
 

@@ -15,65 +15,67 @@ namespace flashmhf {
 template <int d_h, typename T, bool halved> struct GateRows {
     using P = ForwardPolicy<d_h>;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    using Buffer = GateBuffer<d_h>;
+    using Tile = GateTile<d_h>;
     static constexpr int chunk = P::gate_chunk;
 
     const ForwardParams &p;
-    int index, left;  // current sub-network, counted from the item's first; its tiles still to come
+    int index, left;  // column of the current sub-network, counted through the chunks from the item's first one; its tiles still to come
     float2 r;         // its weights of rows g and g + 8
 
-    // query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows.
-    template <typename Query> __device__ __forceinline__ void begin(const Item &item, Buffer &shared, Query &&query) {
+    // query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows. tile: of the warpgroup; a warp uses its own 16 rows.
+    template <typename Query> __device__ __forceinline__ void begin(const Item &item, Tile &tile, Query &&query) {
         const int first = item.begin / p.subnet_tiles;
-        index = 0;
+        index = item.gate_column;
         left = (first + 1) * p.subnet_tiles - item.begin;
-        if (p.gate >= Gate::w_float) normalise(item, first, shared, query);
-        else if (!P::gate_early) load(item, first, shared);
-        read(shared);
+        if (p.gate >= Gate::w_float) normalise(item, first, tile, query);
+        else if (!P::gate_early) load(item, first, tile);
+        read(tile);
     }
     // To the next tile of the item. Called between swiglu() and the wait for the second product: the branch that overwrites r keeps ptxas
     // from sinking the elementwise part below that wait. Bringing in a chunk needs more registers, and is left for replenish().
-    __device__ __forceinline__ void advance(const Buffer &shared) {
+    __device__ __forceinline__ void advance(Tile &tile) {
         if (--left == 0) {
             left = p.subnet_tiles;
-            if (++index % chunk != 0) read(shared);
+            if (++index % chunk != 0) read(tile);
         }
     }
-    template <typename Query> __device__ __forceinline__ void replenish(const Item &item, Buffer &shared, Query &&query) {
+    template <typename Query> __device__ __forceinline__ void replenish(const Item &item, Tile &tile, Query &&query) {
         if (index > 0 && index % chunk == 0 && left == p.subnet_tiles) {
             const int first = item.begin / p.subnet_tiles + index;
-            if (p.gate >= Gate::w_float) compute(item, first, shared, query);
-            else load(item, first, shared);
-            read(shared);
+            if (p.gate >= Gate::w_float) compute(item, first, tile, query);
+            else load(item, first, tile);
+            read(tile);
         }
     }
 
   private:
-    __device__ __forceinline__ void read(const Buffer &shared) {
-        const int g = kittens::laneid() / 4, e = index % chunk;
+    __device__ __forceinline__ static int first_row() { return fragment_row(kittens::warpgroup::laneid()); }
+    __device__ __forceinline__ void read(Tile &tile) {
+        const int row = first_row(), e = index % chunk;
         constexpr float unit = halved ? 2.f : 1.f;
-        r = {unit * shared[chunk][g] * shared[e][g], unit * shared[chunk][g + 8] * shared[e][g + 8]};
+        r = {unit * tile.scale[row] * tile.at(row, e), unit * tile.scale[row + 8] * tile.at(row + 8, e)};
     }
 
-    __device__ __forceinline__ void load(const Item &item, int first, Buffer &shared) {
+    __device__ __forceinline__ void load(const Item &item, int first, Tile &tile) {
         __syncwarp();
         const int warp = kittens::warpgroup::warpid();
-        load_gate<d_h, T>(p, item, 16 * warp, 16 * warp + 16, first, true, &shared - warp);
+        load_gate<d_h, T>(p, item, 16 * warp, 16 * warp + 16, first, true, tile);
         wait_gate();
+        tma::fence_shared_writes();  // the producer may fill the buffer by TMA next
     }
-    template <typename Query> __device__ __forceinline__ void compute(const Item &item, int first, Buffer &shared, Query &&query) {
+    template <typename Query> __device__ __forceinline__ void compute(const Item &item, int first, Tile &tile, Query &&query) {
         const int count = min(chunk, p.subnets - first);
         __syncwarp();
         for (int e = 0; e < count; e += 8) {
             float s[4];
             sigmoids(s, item, first + e, query);
-            put(shared, s, e, count);
+            put(tile, s, e, count);
         }
         __syncwarp();
     }
 
     // The first chunk, and the sums over all sub-networks.
-    template <typename Query> __device__ __forceinline__ void normalise(const Item &item, int first, Buffer &shared, Query &&query) {
+    template <typename Query> __device__ __forceinline__ void normalise(const Item &item, int first, Tile &tile, Query &&query) {
         const int t = kittens::laneid() % 4;
         float2 sum = {0.f, 0.f};
         __syncwarp();
@@ -86,16 +88,15 @@ template <int d_h, typename T, bool halved> struct GateRows {
                     sum.x += s[j];
                     sum.y += s[2 + j];
                 }
-            put(shared, s, e - first, min(chunk, p.subnets - first));
+            put(tile, s, e - first, min(chunk, p.subnets - first));
         }
 #pragma unroll
         for (int d = 1; d < 4; d *= 2) {
             sum.x += __shfl_xor_sync(kittens::MASK_ALL, sum.x, d);
             sum.y += __shfl_xor_sync(kittens::MASK_ALL, sum.y, d);
         }
-        const int g = kittens::laneid() / 4;
-        shared[chunk][g] = 1.f / (sum.x + p.eps);
-        shared[chunk][g + 8] = 1.f / (sum.y + p.eps);
+        tile.scale[first_row()] = 1.f / (sum.x + p.eps);
+        tile.scale[first_row() + 8] = 1.f / (sum.y + p.eps);
         __syncwarp();
     }
 
@@ -131,14 +132,14 @@ template <int d_h, typename T, bool halved> struct GateRows {
     __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], T2 b0, T2 b1) {
         mma_16x8(s, q, reinterpret_cast<const uint32_t &>(b0), reinterpret_cast<const uint32_t &>(b1));
     }
-    __device__ __forceinline__ static void put(Buffer &shared, const float (&s)[4], int e, int count) {
-        const int g = kittens::laneid() / 4, t = kittens::laneid() % 4;
+    __device__ __forceinline__ static void put(Tile &tile, const float (&s)[4], int e, int count) {
+        const int row = first_row(), t = kittens::laneid() % 4;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int column = e + 2 * t + j;
             if (column >= 0 && column < count) {
-                shared[column][g] = s[j];
-                shared[column][g + 8] = s[2 + j];
+                tile.at(row, column) = s[j];
+                tile.at(row + 8, column) = s[2 + j];
             }
         }
     }

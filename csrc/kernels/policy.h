@@ -16,23 +16,26 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int swizzle_bytes = d_h % 64 == 0 ? 128 : 64;
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
 
-    static constexpr int consumers = 2;  // warpgroups of a CTA, a row tile each
+    static constexpr int consumers = 2;  // warpgroups of a CTA, a row tile each; a launch of one row tile starts one only
     static constexpr int threads = 128 * (consumers + 1);
 
     // Up to d_h = 128, Q lives in registers, a slot of the ring holds [K;U] of one tile and V of the tile before it, and the first
     // product of the next work item runs under the epilogue of this one. At d_h = 256 the accumulators leave no room: Q stays in
     // shared memory, and [K;U] is streamed as two halves of d_h, V apart.
     static constexpr bool q_in_registers = d_h <= 128;
+    static constexpr bool may_share = q_in_registers;  // CTAs of a cluster may divide an item's inner range; at d_h = 256 that spills
     static constexpr int ku_bytes = 2 * tile_inter * d_h * element_bytes, v_bytes = tile_inter * d_h * element_bytes;
     static constexpr int slot_bytes = q_in_registers ? ku_bytes + v_bytes : v_bytes;
     static constexpr int slots = d_h == 64 ? 6 : d_h == 96 ? 4 : d_h == 128 ? 3 : 5;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
 
-    // Weights of the sub-networks of a chunk, and their scale, for the 16 rows of each of 4 warps: 17 words apart, so that neither a row
-    // nor a column meets a bank twice. One buffer for the current item, one for the next if its Q comes early.
+    // Weights of the sub-networks of a chunk, and their scale, for the rows of a warpgroup. One buffer for the current item, one for the
+    // next if its Q comes early; then a row of a chunk is 128 bytes, swizzled by TMA.
     static constexpr bool gate_early = q_in_registers;  // the producer brings the weights of an item's first chunk
-    static constexpr int gate_chunk = q_in_registers ? 32 : 4, gate_pitch = 17, gate_buffers = gate_early ? 2 : 1;
-    static constexpr int gate_bytes = gate_buffers * consumers * 4 * (gate_chunk + 1) * gate_pitch * 4;
+    static constexpr int gate_chunk = gate_early ? 32 : 4, gate_buffers = gate_early ? 2 : 1, gate_alignment = gate_early ? 1024 : 16;
+    static constexpr int gate_chunk_bytes = tile_rows * gate_chunk * 4;
+    static constexpr int gate_tile_bytes = (gate_chunk_bytes + tile_rows * 4 + gate_alignment - 1) / gate_alignment * gate_alignment;
+    static constexpr int gate_bytes = gate_buffers * consumers * gate_tile_bytes;
 
     static constexpr int shared_memory = slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + barrier_bytes;
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
@@ -40,6 +43,8 @@ template <int d_h> struct ForwardPolicy {
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
     static constexpr int launch_registers = 65536 / threads / 8 * 8;
     static constexpr int producer_registers = q_in_registers ? 40 : 24, consumer_registers = q_in_registers ? 232 : 240;
+    // Tiles for one CTA come a little faster without multicast; for a loop of their own, 24 registers of the producer are too few.
+    static constexpr bool always_multicast = !q_in_registers;
     static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
     // O, [M|N], A, and Q where it is in registers; the rest are addresses, weights and loop state.
     static constexpr int tile_registers = d_h / 2 + tile_inter + tile_inter / 4 + (q_in_registers ? d_h / 4 : 0);

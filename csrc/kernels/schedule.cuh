@@ -2,8 +2,12 @@
 //
 // Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from L2 at a time. Whole items
 // go first, wave by wave: item = wave * clusters + cluster. The items that do not fill a wave are laid end to end along the inner
-// dimension and cut into `splits` equal spans, one a cluster; a span covers parts of at most two items. The parts of an item are summed
-// in the order of the clusters, so a result depends on the shape and the device only.
+// dimension and cut into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the
+// time of `gap` tiles: that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the
+// clusters, so a result depends on the shape and the device only.
+//
+// Where all items run at once, and are few, the CTAs of a cluster divide the inner range of its one item among them, and add their sums
+// in the order of their ranks.
 #pragma once
 
 #ifdef __CUDACC__
@@ -14,28 +18,32 @@
 
 namespace flashmhf {
 
+constexpr int max_sharers = 8;  // CTAs of a cluster; more are not portable
+
 struct ForwardSchedule {
     int inter_tiles;  // of a head: E * ceil(d_e / 64)
     int clusters;     // of the launch
     int waves;        // of whole items
     int rest;         // items after them, fewer than clusters
     int splits;       // clusters that share the rest; rest <= splits <= clusters
-    int quotient, remainder;  // rest * inter_tiles = splits * quotient + remainder
+    int sharers;      // CTAs of a cluster that divide the inner range of its item; more than 1: one wave, no rest
+    int gap;          // tiles
+    int quotient, remainder;  // rest * (gap + inter_tiles) = splits * quotient + remainder, or inter_tiles = sharers * quotient + remainder
 
-    // First tile of a cluster's span, in the tiles of the rest laid end to end.
+    // First tile of a cluster's span, in the gaps and tiles of the rest laid end to end; or of a sharer's, in the tiles of an item.
     FLASHMHF_HOST_DEVICE int span_begin(int cluster) const {
         return cluster * quotient + (cluster < remainder ? cluster : remainder);
     }
-    // The cluster whose span holds a tile of the rest.
+    // The cluster whose span holds a tile of them.
     FLASHMHF_HOST_DEVICE int owner(int tile) const {
         const int longer = remainder * (quotient + 1);
         return tile < longer ? tile / (quotient + 1) : remainder + (tile - longer) / quotient;
     }
     // Clusters first..last hold parts of item `index` of the rest; one alone holds all of it, and stores the result itself.
-    FLASHMHF_HOST_DEVICE int first_owner(int index) const { return owner(index * inter_tiles); }
-    FLASHMHF_HOST_DEVICE int last_owner(int index) const { return owner((index + 1) * inter_tiles - 1); }
+    FLASHMHF_HOST_DEVICE int first_owner(int index) const { return owner(index * (gap + inter_tiles) + gap); }
+    FLASHMHF_HOST_DEVICE int last_owner(int index) const { return owner((index + 1) * (gap + inter_tiles) - 1); }
     // Where a cluster keeps its part of item `index` of the rest: 0 for the first item of its span, 1 for the second.
-    FLASHMHF_HOST_DEVICE int part_of(int cluster, int index) const { return span_begin(cluster) / inter_tiles != index; }
+    FLASHMHF_HOST_DEVICE int part_of(int cluster, int index) const { return span_begin(cluster) / (gap + inter_tiles) != index; }
 };
 
 struct Work {
@@ -43,23 +51,27 @@ struct Work {
     int part;              // as part_of(); unused for a whole item
 };
 
-// The work of one cluster, in order.
+// The work of one cluster, or of one of its sharers, in order.
 struct WorkCursor {
     const ForwardSchedule &s;
-    int cluster, wave = 0, tile, stop;
+    int wave = 0, tile;
 
-    FLASHMHF_HOST_DEVICE WorkCursor(const ForwardSchedule &schedule, int index) : s(schedule), cluster(index) {
-        tile = index < s.splits ? s.span_begin(index) : 0;
-        stop = index < s.splits ? s.span_begin(index + 1) : 0;
+    FLASHMHF_HOST_DEVICE WorkCursor(const ForwardSchedule &schedule, int cluster) : s(schedule) {
+        tile = cluster < s.splits ? s.span_begin(cluster) : 0;
     }
-    FLASHMHF_HOST_DEVICE bool next(Work &work) {
+    // The same cluster every time (a caller may have no register for it), and the CTA's rank in it.
+    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int rank) {
         if (wave < s.waves) {
             work = {wave++ * s.clusters + cluster, 0, s.inter_tiles, 0};
+            if (s.sharers > 1) work.begin = s.span_begin(rank), work.end = s.span_begin(rank + 1);
             return true;
         }
+        const int stop = cluster < s.splits ? s.span_begin(cluster + 1) : 0;
         if (tile >= stop) return false;
-        const int index = tile / s.inter_tiles, first = index * s.inter_tiles;
-        work = {s.waves * s.clusters + index, tile - first, s.inter_tiles < stop - first ? s.inter_tiles : stop - first, s.part_of(cluster, index)};
+        const int index = tile / (s.gap + s.inter_tiles), first = index * (s.gap + s.inter_tiles) + s.gap;
+        if (first >= stop) return false;
+        work = {s.waves * s.clusters + index, tile < first ? 0 : tile - first, s.inter_tiles < stop - first ? s.inter_tiles : stop - first,
+                s.part_of(cluster, index)};
         tile = first + work.end;
         return true;
     }

@@ -82,4 +82,11 @@ __device__ __forceinline__ void arrive_remote(kittens::semaphore &sem, int cta) 
                  ::"r"(shared_address(&sem)), "r"(cta) : "memory");
 }
 
+// To the same place in the shared memory of CTA cta of the cluster, where the semaphore at the same place as `sem` counts the bytes.
+__device__ __forceinline__ void store_remote_async(float4 *dst, float4 x, kittens::semaphore &sem, int cta) {
+    asm volatile("{\n.reg .b32 there, count;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
+                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [count];\n}"
+                 ::"r"(shared_address(dst)), "r"(shared_address(&sem)), "r"(cta), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+
 } // namespace flashmhf::tma
