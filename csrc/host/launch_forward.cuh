@@ -39,9 +39,6 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = 2;
-#ifdef FLASHMHF_LATE
-    config.attrs = attributes + 1, config.numAttrs = 1;
-#endif
     if (cudaError_t error = cudaLaunchKernelEx(&config, forward<d_h, T>, l.q, l.k, l.u, l.v, l.out, l.r, l.params)) return error;
     if (l.plan.partials == 0) return cudaSuccess;
 
