@@ -32,8 +32,9 @@ run(x)
 print(json.dumps(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)))
 """
 
+# os._exit: at a regular shutdown the autograd thread may be waiting for the interpreter, which ends it in the middle of C++ code and aborts.
 CUDA = """
-import json, sys, torch
+import json, os, sys, torch
 import flashmhf
 backend = sys.argv[1]
 T, H, D, E, J = 16384, 8, 128, 7, 384
@@ -51,12 +52,13 @@ with torch.no_grad():
 forward = torch.cuda.max_memory_allocated() - before
 torch.cuda.reset_peak_memory_stats()
 torch.ops.flashmhf.gated_forward(*x, 1e-20, backend=backend).sum().backward()
-print(json.dumps([forward, torch.cuda.max_memory_allocated() - before]))
+print(json.dumps([forward, torch.cuda.max_memory_allocated() - before]), flush=True)
+os._exit(0)
 """
 
 
 TRAINING = """
-import json, torch
+import json, os, torch
 import flashmhf
 settings = {"device": "cuda", "dtype": torch.bfloat16}
 modules = flashmhf.FlashMHF(2048, 16, 22, 384, backend="hopper", **settings), flashmhf.SwiGLU(2048, 8192, **settings)
@@ -70,7 +72,8 @@ for module in modules:
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(module(x), [x, *module.parameters()], upstream)
     peaks.append(torch.cuda.max_memory_allocated() - before)
-print(json.dumps(peaks))
+print(json.dumps(peaks), flush=True)
+os._exit(0)
 """
 
 
