@@ -13,7 +13,8 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     const ForwardShape &s = problem.shape;
     const int d_h = s.head_dim, swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
     auto rows = [&](const char *what, const void *data, int64_t head, int64_t token, int64_t batch) {
-        return tensor_map(what, data, map_type(problem.bf16), {{d_h, 1, panel}, {s.heads, head, 1}, {s.length, token, tile_rows}, {s.batch, batch, 1}}, swizzle);
+        return tensor_map(what, data, map_type(problem.bf16),
+                          {{d_h, 1, panel}, {s.heads, head, 1}, {s.length, token, tile_rows}, {s.batch, batch, 1}}, swizzle);
     };
     auto weights = [&](const char *what, const void *data) {
         return tensor_map(what, data, map_type(problem.bf16),
@@ -55,8 +56,9 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
 
     // fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
     auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % 16 == 0); };
-    p.gate_tiles = problem.gate == Gate::r_float && d_h <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r_head == s.subnets) && strided(s.length, problem.r_token) &&
-                   strided(s.batch, problem.r_batch) && reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0;
+    p.gate_tiles = problem.gate == Gate::r_float && d_h <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r_head == s.subnets) &&
+                   strided(s.length, problem.r_token) && strided(s.batch, problem.r_batch) &&
+                   reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0;
     if (p.gate_tiles)
         launch.r = tensor_map("r", problem.gate_data, MapType::fp32,
                               {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r_token, tile_rows}, {s.batch, problem.r_batch, 1}}, 128);

@@ -16,7 +16,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
     const int64_t rows = min(static_cast<int64_t>(backward_rows), p.group_rows - first);
     const int64_t start = (group / p.inner_groups) * p.outer_step + (group % p.inner_groups) * p.inner_step + first * p.row_step;
 
-    const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride + blockIdx.z * p.out_step) + blockIdx.y * (cols / 8) * 128 + thread;
+    const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride + blockIdx.z * p.out_step) +
+                        blockIdx.y * (cols / 8) * 128 + thread;
     float4 sums[cols / 8];
 #pragma unroll
     for (int j = 0; j < cols / 8; ++j) sums[j] = __ldcs(src + 128 * j);
@@ -44,7 +45,8 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
     kittens::pdl::wait();
     // heads fastest: CTAs that run together write neighbouring rows of E
     const int block = blockIdx.y * gridDim.x + blockIdx.x, tile = block / p.heads, head = block - tile * p.heads, sequence = tile / p.row_tiles;
-    const int64_t first = static_cast<int64_t>(tile - sequence * p.row_tiles) * backward_rows, columns = static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows;
+    const int64_t first = static_cast<int64_t>(tile - sequence * p.row_tiles) * backward_rows;
+    const int64_t columns = static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows;
     const int rows = static_cast<int>(min(static_cast<int64_t>(backward_rows), p.length - first));
     for (int e = 0; e < p.subnets; e += chunk) {
         const int count = min(chunk, p.subnets - e);

@@ -10,9 +10,9 @@
 namespace flashmhf {
 
 // Tokens of one tile of 64 in q (strided) and in the dense [T, H, ...] tensors.
-struct GateTile {
+struct TokenTile {
     int sequence, first, rows;
-    __device__ __forceinline__ GateTile(const GateParams &g, int tile)
+    __device__ __forceinline__ TokenTile(const GateParams &g, int tile)
         : sequence(tile / g.row_tiles), first((tile - sequence * g.row_tiles) * backward_rows),
           rows(static_cast<int>(min(static_cast<int64_t>(backward_rows), g.length - first))) {}
     __device__ __forceinline__ int64_t q_offset(const GateParams &g, int head, int row) const {
@@ -29,7 +29,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, d_h == 256
     using to = kittens::base_types::convertor<T2, float2>;
     using from = kittens::base_types::convertor<float2, T2>;
     const int head = blockIdx.y, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = threadIdx.x / 32 * 16 + g;
-    const GateTile tile(p, blockIdx.x);
+    const TokenTile tile(p, blockIdx.x);
     T2 q[d_h / 16][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -160,7 +160,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
     float dw[d_h / 16][dw_blocks][4] = {};
 #pragma unroll 1
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const GateTile tile(p, index);
+        const TokenTile tile(p, index);
         const int first_row = 16 * warp, row[2] = {min(first_row + g, tile.rows - 1), min(first_row + g + 8, tile.rows - 1)};
         __syncwarp();  // the previous tile's Q and staged rows have been read
         if (p.dw) {

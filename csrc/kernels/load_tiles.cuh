@@ -35,7 +35,8 @@ __device__ __forceinline__ void begin(const ForwardParams &p) {
 
 // By one thread. CTAs that share the tiles fetch a part of the rows of each and multicast it. Every instruction of the loop over the tiles
 // delays the refill of a slot: ptxas keeps coordinates in uniform registers only if this thread is on its own from the beginning.
-template <int d_h, typename T, bool multicast> __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p) {
+template <int d_h, typename T, bool multicast>
+__device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
@@ -118,8 +119,8 @@ template <int d_h> __device__ __forceinline__ void unit_scale(GateTile<d_h> &til
     for (int row = from + kittens::laneid(); row < to; row += 32) tile.scale[row] = 1.f;
 }
 
-// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it, by one warp: lanes along the sub-networks. A burst of loads clogs the
-// path that all warps share (6 % of a run at T = 32,256), so a few at a time, through registers; but in a hurry (fp32 only) all at once, by
+// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it, by one warp: lanes along the sub-networks. A
+// burst of loads clogs the path that all warps share (6 % of a run at T = 32,256), so a few at a time, through registers; but in a hurry (fp32 only) all at once, by
 // copies that need no register, complete after wait_gate().
 template <int d_h, typename T> __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first,
                                                                          bool hurry, GateTile<d_h> &dst) {

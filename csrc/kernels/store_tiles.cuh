@@ -47,7 +47,8 @@ struct Pieces {
 };
 
 // The sums of a warpgroup, to the rings of the CTAs that add them; no ring holds tiles any more.
-template <int d_h> __device__ __forceinline__ void send_shares(float4 *shares, kittens::semaphore &full, const OutputTile<d_h> &o, const ForwardParams &p, int warpgroup) {
+template <int d_h>
+__device__ __forceinline__ void send_shares(float4 *shares, kittens::semaphore &full, const OutputTile<d_h> &o, const ForwardParams &p, int warpgroup) {
     const Pieces pieces = Pieces::of<d_h>(p);
     const int thread = kittens::warpgroup::laneid(), rank = kittens::cluster_ctarank();
     int number = warpgroup * pieces.of_tile / pieces.sharers, cta = warpgroup * pieces.of_tile - number * pieces.sharers;
