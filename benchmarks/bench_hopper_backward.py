@@ -18,7 +18,7 @@ import time
 
 import torch
 import torch.utils.checkpoint
-from bench_hopper_forward import DEVICE, FLAGSHIP, LIMIT, in_turns, problem
+from bench_hopper_forward import DEVICE, FLAGSHIP, LIMIT, burst, in_turns, problem
 
 MATMUL_FLOP = 2 * 8192**3
 SHAPES = {
@@ -40,20 +40,7 @@ LIMITS = {name: LIMIT[torch.bfloat16] for name in NAMES} | {"dr": 1e-5}
 
 def sustained(f, seconds):
     """Median milliseconds of f over the second half of a block of back-to-back calls."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    f()
-    start.record()
-    f()
-    end.record()
-    torch.cuda.synchronize()
-    n = max(6, int(seconds * 1e3 / start.elapsed_time(end)))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
-    events[0].record()
-    for event in events[1:]:
-        f()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events[n // 2 :], events[n // 2 + 1 :], strict=False))
+    return burst(f, seconds * 1e3, skip=0.5)
 
 
 def exact_head(grad_out, q, k, u, v, r):

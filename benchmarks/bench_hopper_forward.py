@@ -51,8 +51,11 @@ def error(out, q, k, u, v, r, samples=512):
     return ((out[rows].double() - expected).norm() / expected.norm()).item()
 
 
-def burst(f, ms):
-    """Median milliseconds of f over about ms milliseconds of back-to-back calls, with an event every 2 ms or more: events take time too."""
+def burst(f, ms, skip=0.0):
+    """Median milliseconds of f over about ms milliseconds of back-to-back calls, without the first ``skip`` of them.
+
+    With an event every 2 ms or more: events take time too.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     f()
     start.record()
@@ -61,7 +64,7 @@ def burst(f, ms):
     torch.cuda.synchronize()
     one = max(start.elapsed_time(end), 1e-3)
     calls = max(1, int(2 / one))
-    n = max(3, int(ms / one / calls))
+    n = max(6 if skip else 3, int(ms / one / calls))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
     events[0].record()
     for event in events[1:]:
@@ -69,7 +72,8 @@ def burst(f, ms):
             f()
         event.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / calls
+    kept = events[int(skip * n) :]
+    return statistics.median(a.elapsed_time(b) for a, b in zip(kept, kept[1:], strict=False)) / calls
 
 
 def in_turns(subjects, rounds=5, ms=40):

@@ -13,8 +13,8 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(co
     const int first = s.first_owner(index), last = s.last_owner(index);
     const RowTile tile(p, s.waves * s.clusters + index, rank, wg);
     const int row = fragment_row(threadIdx.x);
-    launch_dependents();  // the next call's forward, which waits for this kernel
-    wait_for_prerequisites();
+    kittens::pdl::arrive();  // the next call's forward, which waits for this kernel
+    kittens::pdl::wait();
     if (first == last || !holds_token(p, tile.sequence, tile.token + row)) return;
 
     float4 sum = {0.f, 0.f, 0.f, 0.f};

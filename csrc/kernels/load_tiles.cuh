@@ -29,8 +29,8 @@ template <bool multicast, typename Tile> __device__ __forceinline__ void load_ro
 __device__ __forceinline__ void begin(const ForwardParams &p) {
     cta_sync();
     if (p.row_ctas > 1) cluster_sync();
-    launch_dependents();
-    wait_for_prerequisites();
+    kittens::pdl::arrive();
+    kittens::pdl::wait();
 }
 
 // By one thread. CTAs that share the tiles fetch a part of the rows of each and multicast it. Every instruction of the loop over the tiles
