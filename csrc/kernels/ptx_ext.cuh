@@ -1,5 +1,5 @@
-// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync, single-word copies, pins that keep the compiler from
-// moving register accesses across asynchronous products, and the order of clusters and dependent launches.
+// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync with its transposing loads and moves, small copies, pins
+// that keep the compiler from moving register accesses across asynchronous products, and barriers of CTAs and clusters.
 #pragma once
 
 #include "kittens.cuh"
