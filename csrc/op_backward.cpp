@@ -146,8 +146,6 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
         g.scale = floats(places.scale);
         g.dr_sums = p.dr_sums;
         g.dr = floats(places.dr);
-        g.dq = p.dq;
-        g.dq_heads = p.dq_heads;
         g.dw_parts = floats(places.dw_parts);
         g.dw_part_count = plan.router_parts;
         if (router.dw) g.dw = at_head(*router.dw, 0, first);

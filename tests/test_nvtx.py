@@ -51,8 +51,7 @@ def test_hopper_ranges(tmp_path, enabled):
     environment = os.environ | {"FLASHMHF_NVTX": enabled, "NVTX_INJECTION64_PATH": str(tool)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    seen = [line for line in done.stderr.splitlines() if line == "pop" or line.startswith("push flashmhf")]
-    expected = ["push flashmhf gated_forward", "pop", "push flashmhf gated_backward", "pop"]
-    # PyTorch may mark ranges of its own, whose ends look the same
-    ours = [line for line in seen if line != "pop"]
-    assert ours == (expected[::2] if enabled == "1" else []) and seen.count("pop") >= len(ours)
+    lines = done.stderr.splitlines()
+    ours = [line for line in lines if line.startswith("push flashmhf")]
+    assert ours == (["push flashmhf gated_forward", "push flashmhf gated_backward"] if enabled == "1" else [])
+    assert lines.count("pop") >= len(ours)  # PyTorch may mark ranges of its own, whose ends look the same

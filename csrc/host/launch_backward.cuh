@@ -95,6 +95,8 @@ template <int d_h, typename T> cudaError_t finish_query(const BackwardLaunch &l,
     GateParams g = l.gate;
     g.query_tiles = tiles;
     g.query_parts = parts;
+    g.dq = l.params.dq;
+    g.dq_heads = l.params.dq_heads;
     const int chunks = g.dw ? (g.subnets + gate_dw_columns<d_h> - 1) / gate_dw_columns<d_h> : 1;
     if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128, sizeof(GateGradShared<d_h, T>),
                                           l.stream, g))

@@ -284,9 +284,9 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 #pragma unroll 8
                     for (int j = 0; j < cols / 8; ++j) {
                         float4 &staged = shared.staged.fragment(j, thread);
-                        float sum[4];
-                        auto add = [&](float4 v) { sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w; };
-                        sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+                        float dq[4];
+                        auto add = [&](float4 v) { dq[0] += v.x, dq[1] += v.y, dq[2] += v.z, dq[3] += v.w; };
+                        dq[0] = dq[1] = dq[2] = dq[3] = 0.f;
                         if (first == 0) {
                             const float4 *src = tile_parts + (column / 8 + j) * 128;
                             for (int part = 0; part < p.query_parts; ++part) add(__ldcs(src + part * (backward_rows * d_h / 4)));
@@ -295,11 +295,11 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
                         for (int s = 0; s < steps; ++s) {
                             if (first + 16 * s >= p.subnets) break;
                             const uint4 w = shared.w[s][column / 8 + j][lane];
-                            mma_16x8(sum, high[s], w.x, w.y);
-                            mma_16x8(sum, high[s], w.z, w.w);
-                            mma_16x8(sum, low[s], w.x, w.y);
+                            mma_16x8(dq, high[s], w.x, w.y);
+                            mma_16x8(dq, high[s], w.z, w.w);
+                            mma_16x8(dq, low[s], w.x, w.y);
                         }
-                        staged = {sum[0], sum[1], sum[2], sum[3]};
+                        staged = {dq[0], dq[1], dq[2], dq[3]};
                     }
                 }
                 __syncwarp();

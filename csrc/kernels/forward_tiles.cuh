@@ -266,7 +266,7 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
         if (warp == 0) {
             begin(p);
             const WeightMaps weights{&map_k, &map_u, &map_v};
-            if (kittens::laneid() == 0) {
+            if (kittens::laneid() == 0) {  // where multicast is always, both are one instance
                 if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true>(shared, weights, p);
                 else load_weights<d_h, T, P::always_multicast>(shared, weights, p);
             }

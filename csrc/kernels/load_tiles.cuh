@@ -120,8 +120,8 @@ template <int d_h> __device__ __forceinline__ void unit_scale(GateTile<d_h> &til
 }
 
 // R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it, by one warp: lanes along the sub-networks. A
-// burst of loads clogs the path that all warps share (6 % of a run at T = 32,256), so a few at a time, through registers; but in a hurry (fp32 only) all at once, by
-// copies that need no register, complete after wait_gate().
+// burst of loads clogs the path that all warps share (6 % of a run at T = 32,256), so a few at a time, through registers; but in a hurry
+// (fp32 only) all at once, by copies that need no register, complete after wait_gate().
 template <int d_h, typename T> __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first,
                                                                          bool hurry, GateTile<d_h> &dst) {
     constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk, batch = step == 1 ? 4 : 16 / step;
