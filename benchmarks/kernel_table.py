@@ -54,6 +54,8 @@ def table() -> str:
         f"runs at {swiglu} times the rate of an eager cuBLAS SwiGLU of d_ff 8192 in the same run. Largest error against float64: "
         f"{max(forward['errors'].values()):.2e} (forward, T up to {max(map(int, forward['errors'])):,})."
     )
+    if "changed_since" in forward:
+        note += " " + forward["changed_since"]
     return "\n".join([BEGIN, *lines, "", note, END])
 
 
