@@ -27,7 +27,7 @@ template <bool multicast, typename Tile> __device__ __forceinline__ void load_ro
 
 // When the barriers of the cluster are there, and the kernel before this one has finished: what comes before ran under its tail.
 __device__ __forceinline__ void begin(const ForwardParams &p) {
-    cta_sync();
+    start_sync();
     if (p.row_ctas > 1) cluster_sync();
     kittens::pdl::arrive();
     kittens::pdl::wait();

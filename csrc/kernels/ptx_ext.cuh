@@ -75,8 +75,6 @@ __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wai
 __device__ __forceinline__ void wait_sleeping(kittens::semaphore &sem, int parity) {
     while (!kittens::try_wait(sem, parity)) __nanosleep(64);
 }
-// All threads of the CTA, warps converged, from any place in the code.
-__device__ __forceinline__ void cta_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
 // All threads of the cluster, warps converged; a launch without clusters has clusters of one CTA. Orders no memory accesses: for the
 // start, after fence_semaphore_init, and for buffers whose readers have finished.
 __device__ __forceinline__ void cluster_sync() {
