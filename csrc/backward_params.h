@@ -24,6 +24,9 @@ struct BackwardParams {
     int whole, parts;
     float *query_sums;         // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
     float *dr_sums;            // [H, E, batch * row_tiles * 64] fp32, zeroed; null without R
+    // Deterministic: CTAs whose additions to a tile are complete, zeroed. Null: any order.
+    uint32_t *query_turns;     // [H][batch * row_tiles]
+    uint32_t *dr_turns;        // [H * E][batch * row_tiles]
     float *weight_parts;       // [items - whole][parts][dK, dU, dV][64 * d_h] fp32 in fragment order
     void *dk, *du, *dv;        // [H, E, d_e, d_h] in the element type, or fp32 buffers to add to
     bool accumulate;

@@ -19,10 +19,18 @@ constexpr int64_t max_parts = 768;
 // What a launch costs besides its CTAs, in tiles (80 us at d_h = 128 on an H200): they do not end together, and the kernels before and after
 // them drain and fill the device.
 constexpr int64_t launch_overhead_tiles = 40;
+// How long a CTA waits for the one before it in deterministic sums of dQ, in tiles (1.6 us at d_h = 128): the first ones of a launch start together.
+constexpr double turn_tiles = 0.9;
 // A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
 constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
 // Time that saving memory may cost.
 constexpr double allowed_loss = 0.01;
+
+// The predicted time of a launch, in tiles of all eight products.
+double launch_time(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task) {
+    if (!task.fused()) return task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8;
+    return plan.inter_time + (task.turns ? turn_tiles * shape.subnets * plan.subnet_tiles : 0);
+}
 
 }  // namespace
 
@@ -75,6 +83,8 @@ BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardP
     BackwardWorkspace w{};
     w.query = take(fused || parts, tiles * (fused ? 1 : plan.token_parts) * tile);
     w.dr_sums = take(fused && task.gate, tiles * shape.subnets * backward_rows);
+    w.query_turns = take(fused && task.turns, tiles);
+    w.dr_turns = take(fused && task.turns && task.gate, tiles * shape.subnets);
     w.sums_floats = fused ? end : 0;
     w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
     w.r = take(task.router, tokens * shape.subnets);
@@ -83,6 +93,15 @@ BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardP
     w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * task.head_dim * shape.subnets);
     w.floats = end;
     return w;
+}
+
+bool takes_turns(const BackwardShape &shape, const BackwardTask &task, int sms) {
+    if (!task.deterministic || !task.may_fuse()) return false;
+    const BackwardPlan plan = plan_backward(shape, sms);
+    BackwardTask pair = task, turns = task;
+    pair.turns = false;
+    turns.turns = true;
+    return launch_time(shape, plan, turns) < launch_time(shape, plan, pair);
 }
 
 HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task, int sms) {
@@ -98,8 +117,7 @@ HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task
             BackwardShape group = shape;
             group.heads = static_cast<int>(heads);
             const BackwardPlan plan = plan_backward(group, sms);
-            const double time = task.fused() ? plan.inter_time : task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8;
-            all.time += groups * (time + launch_overhead_tiles);
+            all.time += groups * (launch_time(group, plan, task) + launch_overhead_tiles);
             all.floats = std::max(all.floats, backward_workspace(group, plan, task).floats);
         }
         return all;

@@ -20,7 +20,9 @@ struct BackwardTask {
     bool tokens, weights;  // needed: dQ and dR; dK, dU and dV
     bool gate, router;     // R is not all ones; R comes from W, whose gradient is needed with the weights'
     bool deterministic;
-    bool fused() const { return tokens && weights && !deterministic && head_dim < 256; }  // one kernel for everything
+    bool turns;            // deterministic, by the fused kernel whose CTAs add in turn; see takes_turns()
+    bool fused() const { return may_fuse() && (!deterministic || turns); }  // one kernel for everything
+    bool may_fuse() const { return tokens && weights && head_dim < 256; }
 };
 
 struct BackwardPlan {
@@ -48,6 +50,9 @@ FLASHMHF_HOST_DEVICE TokenShare token_share(int block, int items, int whole, int
             static_cast<int>(static_cast<int64_t>(tiles) * (part + 1) / parts), true};
 }
 
+// Whether a deterministic task is faster in turns than in two kernels without atomics.
+bool takes_turns(const BackwardShape &shape, const BackwardTask &task, int sms);
+
 // One launch for all heads of `shape`. Throws std::invalid_argument for shapes beyond the index range.
 BackwardPlan plan_backward(const BackwardShape &shape, int sms);
 
@@ -55,10 +60,11 @@ BackwardPlan plan_backward(const BackwardShape &shape, int sms);
 struct BackwardWorkspace {
     static constexpr int64_t none = -1;
     int64_t query;         // sums of dQ tiles (fused), or their parts
-    int64_t dr_sums;       // right behind `query`: one memset clears both
+    int64_t dr_sums;       // right behind `query`: one memset clears both, and the turns
+    int64_t query_turns, dr_turns;
     int64_t weight_parts;  // of split items
     int64_t r, scale, dr, dw_parts;  // the router's; no dr beside dr_sums
-    int64_t sums_floats;   // of query and dr_sums together, where they are sums
+    int64_t sums_floats;   // of all that is cleared
     int64_t floats;        // of everything
 };
 BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task);

@@ -118,6 +118,8 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
     p.accumulate = call.accumulate;
     (launch.fused ? p.query_sums : p.query_parts) = floats(places.query);
     p.dr_sums = floats(places.dr_sums);
+    p.query_turns = reinterpret_cast<uint32_t *>(floats(places.query_turns));
+    p.dr_turns = reinterpret_cast<uint32_t *>(floats(places.dr_turns));
     p.weight_parts = floats(places.weight_parts);
     if (call.needs_dq) p.dq = at_head(call.grads.dq, head_axis, first);
     if (task.weights) {
@@ -197,7 +199,7 @@ Grads run(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor
         return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(q, std::vector<int64_t>{0});
     };
     const int device = q.get_device_index();
-    Call call{{static_cast<int>(sizes.head_dim), needs_tokens, needs_weights, r || router, router != nullptr, deterministic},
+    Call call{{static_cast<int>(sizes.head_dim), needs_tokens, needs_weights, r || router, router != nullptr, deterministic, false},
               {}, sizes, q, k, u, v, grad_out, 0, 0, r, needs_dq, {grad(q, needs_dq), grad(r ? *r : q, needs_tokens && r)}, out, accumulate, router,
               current_stream(device)};
     if (sizes.tokens == 0 || (!needs_tokens && !needs_weights)) {
@@ -214,7 +216,9 @@ Grads run(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor
 
     int sms = 0;
     check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    const HeadGroups groups = plan_head_groups(shape_of_heads(call, static_cast<int>(sizes.heads)), call.task, sms);
+    const BackwardShape all_heads = shape_of_heads(call, static_cast<int>(sizes.heads));
+    call.task.turns = takes_turns(all_heads, call.task, sms);
+    const HeadGroups groups = plan_head_groups(all_heads, call.task, sms);
     std::vector<BackwardPlan> plans;
     int64_t floats = 0;
     for (int i = 0; i < groups.count; ++i) {

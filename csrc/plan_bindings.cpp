@@ -80,8 +80,8 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
 // Where each buffer begins, or None.
 py::dict workspace(const flashmhf::BackwardWorkspace &w) {
     py::dict d;
-    const std::pair<const char *, int64_t> places[] = {{"query", w.query}, {"dr_sums", w.dr_sums}, {"weight_parts", w.weight_parts}, {"r", w.r},
-                                                       {"scale", w.scale}, {"dr", w.dr}, {"dw_parts", w.dw_parts}};
+    const std::pair<const char *, int64_t> places[] = {{"query", w.query}, {"dr_sums", w.dr_sums}, {"query_turns", w.query_turns}, {"dr_turns", w.dr_turns},
+                                                       {"weight_parts", w.weight_parts}, {"r", w.r}, {"scale", w.scale}, {"dr", w.dr}, {"dw_parts", w.dw_parts}};
     for (const auto &[name, place] : places) d[name] = place == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(place);
     d["sums_floats"] = w.sums_floats;
     d["floats"] = w.floats;
@@ -90,8 +90,9 @@ py::dict workspace(const flashmhf::BackwardWorkspace &w) {
 
 py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens, bool weights, bool gate,
                           bool router, bool deterministic, int sms) {
-    const flashmhf::BackwardTask task{head_dim, tokens, weights, gate || router, router, deterministic};
+    flashmhf::BackwardTask task{head_dim, tokens, weights, gate || router, router, deterministic, false};
     flashmhf::BackwardShape shape{batch, length, heads, subnets, subnet_dim};
+    task.turns = flashmhf::takes_turns(shape, task, sms);
     const flashmhf::HeadGroups groups = flashmhf::plan_head_groups(shape, task, sms);
     py::list sizes, workspaces;
     py::dict d;
@@ -102,6 +103,7 @@ py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim
     }
     d["heads"] = sizes;
     d["workspaces"] = workspaces;
+    d["turns"] = task.turns;
     return d;
 }
 
@@ -127,8 +129,8 @@ PYBIND11_MODULE(_plan, m) {
     m.def("plan_head_groups", &plan_head_groups, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
           py::arg("subnet_dim"), py::arg("tokens") = true, py::arg("weights") = true, py::arg("gate") = false, py::arg("router") = false,
           py::arg("deterministic") = false, py::arg("sms") = 132,
-          "The groups of heads (begin, end) that a backward call launches one after the other, and the fp32 workspace of each: where its\n"
-          "buffers begin, in floats, or None.");
+          "The groups of heads (begin, end) that a backward call launches one after the other, whether CTAs add in turn, and the fp32\n"
+          "workspace of each launch: where its buffers begin, in floats, or None.");
     m.def("backward_policies", [] {
         using namespace flashmhf;
         return py::make_tuple(inter_policy<64, all_grads>("all"), inter_policy<96, all_grads>("all"), inter_policy<128, all_grads>("all"),

@@ -76,15 +76,21 @@ GROUP_SHAPES = [
 ]
 
 
-def buffers_of(shape, task, heads, p):
+def may_fuse(shape, task):
+    return task.get("tokens", True) and task.get("weights", True) and shape["head_dim"] < 256
+
+
+def buffers_of(shape, task, heads, p, turns):
     """Floats that the kernels of a launch use of each buffer."""
     head_dim = shape["head_dim"]
-    fused = not task.get("deterministic") and task.get("tokens", True) and task.get("weights", True) and head_dim < 256
+    fused = may_fuse(shape, task) and (turns or not task.get("deterministic"))
     tiles = shape["batch"] * p["row_tiles"] * heads
     tokens = shape["batch"] * shape["length"] * heads
     return {
         "query": tiles * 64 * head_dim * (1 if fused else p["token_parts"]),
         "dr_sums": tiles * 64 * shape["subnets"],
+        "query_turns": tiles,
+        "dr_turns": tiles * shape["subnets"],
         "weight_parts": (p["items"] - p["whole"]) * p["parts"] * 3 * 64 * head_dim,
         "r": tokens * shape["subnets"],
         "scale": tokens,
@@ -104,15 +110,27 @@ def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, tas
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
     for heads, places in zip(sizes, p["workspaces"], strict=True):
         one = plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
-        used = buffers_of(shape, task, heads, one)
+        used = buffers_of(shape, task, heads, one, p["turns"])
         ranges = sorted((places[name], places[name] + size, name) for name, size in used.items() if places[name] is not None)
         for (_, end, name), (begin, _, following) in zip(ranges, ranges[1:], strict=False):
             assert end <= begin, f"{name} reaches into {following}"
         assert all(begin % 64 == 0 for begin, _, _ in ranges)
         assert not ranges or max(end for _, end, _ in ranges) <= places["floats"]
         if places["sums_floats"]:
-            parts = [used[name] for name in ("query", "dr_sums") if places[name] is not None]
-            assert places["query"] == 0 and places["sums_floats"] == sum(parts)
+            cleared = [name for name in ("query", "dr_sums", "query_turns", "dr_turns") if places[name] is not None]
+            assert places["query"] == 0 and p["turns"] == ("query_turns" in cleared)
+            assert max(places[name] + used[name] for name in cleared) <= places["sums_floats"]
+            others = [places[name] for name in used if name not in cleared and places[name] is not None]
+            assert all(place >= places["sums_floats"] for place in others)
+
+
+def test_deterministic_sums_take_turns_where_they_are_fast():
+    def turns(length, **task):
+        return plan.plan_head_groups(1, length, **(FLAGSHIP | task), gate=True)["turns"]
+
+    assert turns(32256, deterministic=True) and turns(3072, deterministic=True)
+    assert not turns(64, deterministic=True)  # all CTAs of a head would wait for each other at one tile
+    assert not turns(32256) and not turns(32256, deterministic=True, head_dim=256) and not turns(32256, deterministic=True, tokens=False)
 
 
 @pytest.mark.parametrize("shape", GROUP_SHAPES)

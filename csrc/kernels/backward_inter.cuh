@@ -11,6 +11,8 @@
 // S hands tile i over only after it has issued its own products of tile i + 1. Then the pipe's order is S(i + 1), Q(i), W(i), and
 // the latter two cover the elementwise part of tile i + 1. The proxy fence of the hand-over then waits for stores that are long done.
 //
+// Deterministic sums: the CTAs of a head take turns in adding to a tile, in the order of their items.
+//
 // Power sets the clock, so moving fewer bytes is faster: the CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows of
 // one head and walk over the same tokens; one fetches the Q tiles for both, the other the dO tiles.
 #pragma once
@@ -82,6 +84,22 @@ struct InterWork : TokenShare {
     __device__ __forceinline__ void release(kittens::semaphore &slot_empty) const {
         kittens::arrive(slot_empty);
         if (pair) tma::arrive_remote(slot_empty, rank ^ 1);
+    }
+};
+
+// The turns of a CTA at a row of tiles: the one before it in the order of the items, whose block number is lower, has added its part. So the
+// first block that has not finished never waits for one that has not started, whatever else runs on the device. By one thread.
+struct Turns {
+    uint32_t *taken;  // for the tile: CTAs that have added to it; null: no order
+    uint32_t before;  // CTAs before this one
+    __device__ __forceinline__ Turns(uint32_t *counts, int64_t first_tile, int before) : taken(counts ? counts + first_tile : nullptr), before(before) {}
+    __device__ __forceinline__ void await() const {
+        if (taken)
+            while (load_acquire(taken) != before) __nanosleep(32);
+    }
+    // What this thread has seen done is done for the next.
+    __device__ __forceinline__ void pass() {
+        if (taken) store_release(taken++, before + 1);
     }
 };
 
@@ -252,15 +270,21 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 g.advance();
             }
         } else if (P::query && warp_in_role == 1 && leader) {
-            float *sums = p.query_sums + (static_cast<int64_t>(work.head) * p.batch * p.row_tiles + work.begin) * backward_rows * d_h;
+            const int64_t first_tile = static_cast<int64_t>(work.head) * p.batch * p.row_tiles + work.begin;
+            float *sums = p.query_sums + first_tile * backward_rows * d_h;
+            Turns turns(p.query_turns, first_tile, work.subnet * p.subnet_tiles + work.row / backward_rows);
             uint32_t phase = 0;
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it) {
+                turns.await();
                 wait(shared.staged_full, phase);
+                if (turns.taken) tma::fence_global();
                 tma::reduce_add_async(sums, shared.staged, sizeof(shared.staged));
                 kittens::tma::store_commit_group();
                 kittens::tma::store_async_read_wait<0>();
                 arrive(shared.staged_empty);
+                if (turns.taken) kittens::tma::store_async_wait<0>();
+                turns.pass();
                 sums += backward_rows * d_h;
                 phase ^= 1;
             }
@@ -296,12 +320,16 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
             }
         } else if (P::query && warp_in_role == 3) {
             const int64_t tiles = static_cast<int64_t>(p.batch) * p.row_tiles;
+            const int64_t first_tile = (static_cast<int64_t>(work.head) * p.subnets + work.subnet) * tiles + work.begin;
             float *sums = p.dr_sums;
-            if (sums) sums += ((static_cast<int64_t>(work.head) * p.subnets + work.subnet) * tiles + work.begin) * backward_rows + lane;
+            if (sums) sums += first_tile * backward_rows + lane;
+            Turns turns(p.dr_turns, first_tile, work.row / backward_rows);
             Ring<2> buffer;
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it) {
+                if (leader) turns.await();
                 wait(shared.grads_full[buffer.slot][1], buffer.phase);
+                __syncwarp();  // all lanes after the leader's turn
                 if (sums) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -311,7 +339,10 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                     sums += backward_rows;
                 }
                 __syncwarp();
-                if (leader) arrive(shared.grads_empty[buffer.slot]);
+                if (leader) {
+                    arrive(shared.grads_empty[buffer.slot]);
+                    turns.pass();
+                }
                 buffer.advance();
             }
         }

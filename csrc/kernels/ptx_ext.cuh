@@ -71,6 +71,14 @@ __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bo
 }
 __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Flags in global memory: what came before the store, here and in threads that this one has synchronised with, is there after the load.
+__device__ __forceinline__ void store_release(uint32_t *flag, uint32_t x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(x) : "memory"); }
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *flag) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+    return x;
+}
+
 // For a thread with time to spare: kittens::wait polls, which takes issue slots and energy from the warps that share the scheduler.
 __device__ __forceinline__ void wait_sleeping(kittens::semaphore &sem, int parity) {
     while (!kittens::try_wait(sem, parity)) __nanosleep(64);
