@@ -117,7 +117,7 @@ struct SplitPair {
 
 // Shared memory of flashmhf_gate_grad: what all warps read, and what each has for its own 16 rows.
 template <int d_h, typename T> struct GateGradShared {
-    static constexpr int chunk = gate_chunk_columns, cols = collect_columns<d_h>;
+    static constexpr int chunk = gate_chunk_columns, cols = gate_staged_columns<d_h>;
     uint4 w[chunk / 16][d_h / 8][32];              // B fragments of W^T: high terms of k and k + 8, low terms of both
     alignas(16) T q[backward_rows][d_h + 8];       // padded: ldmatrix reads eight rows from eight different groups of banks
     StagedTile<cols> staged;
@@ -162,7 +162,15 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const TokenTile tile(p, index);
         const int first_row = 16 * warp, row[2] = {min(first_row + g, tile.rows - 1), min(first_row + g + 8, tile.rows - 1)};
+        const float4 *dq_tile = reinterpret_cast<const float4 *>(p.query_tiles) +
+                                (static_cast<int64_t>(head) * tiles + index) * p.query_parts * (backward_rows * d_h / 4) + thread;
+        auto fetch_dq = [&](int column) {
+#pragma unroll
+            for (int j = 0; j < cols / 8; ++j) copy_16_bytes_async(&shared.staged.fragment(j, thread), dq_tile + (column / 8 + j) * 128);
+        };
         __syncwarp();  // the previous tile's Q and staged rows have been read
+        constexpr bool early = d_h < 256;  // arrives with R and dR, where that leaves registers
+        if (early && needs_dq) fetch_dq(0);
         if (p.dw) {
             for (int i = lane; i < 16 * (d_h / 8); i += 32) {
                 const int r = first_row + i / (d_h / 8), c = i % (d_h / 8) * 8;
@@ -226,11 +234,31 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
                     }
         };
 
+        if (!early && needs_dq) fetch_dq(0);
         if (p.dw) {
             if (!one_chunk) load(dw_first);
             gradients();
             wait_copied_words();
             __syncwarp();
+            // dP of 8 sub-networks as the B operand: rows 0-7, then 8-15, of this warp's tokens
+            auto transposed = [&](const bf16_2 (&x)[steps][4], int n, uint32_t (&b)[2]) {
+                // with one chunk the fragments hold all sub-networks, else those from dw_first on
+                const int s = n / 2 + (dw_columns < chunk && one_chunk ? static_cast<int>(blockIdx.z) * dw_steps : 0);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    uint32_t word = 0;
+#pragma unroll
+                    for (int i = 0; i < steps; ++i)
+                        if (i == s) word = reinterpret_cast<const uint32_t &>(x[i][n % 2 * 2 + half]);
+                    b[half] = transpose_8x8(word);
+                }
+            };
+            constexpr bool ahead = d_h < 256;  // once for all rows of dW, where that leaves registers
+            uint32_t b_high[dw_blocks][2], b_low[dw_blocks][2];
+            if constexpr (ahead) {
+#pragma unroll
+                for (int n = 0; n < dw_blocks; ++n) transposed(high, n, b_high[n]), transposed(low, n, b_low[n]);
+            }
 #pragma unroll
             for (int m = 0; m < d_h / 16; ++m) {
                 typename kittens::base_types::packing<T>::packed_type q[4];
@@ -248,19 +276,10 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 #pragma unroll
                 for (int n = 0; n < dw_blocks; ++n) {
                     if (dw_first + 8 * n >= p.subnets) break;
-                    // with one chunk the fragments hold all sub-networks, else those from dw_first on
-                    const int s = n / 2 + (dw_columns < chunk && one_chunk ? static_cast<int>(blockIdx.z) * dw_steps : 0), pair = n % 2 * 2;
-                    auto transposed = [&](const bf16_2 (&x)[steps][4], int half) {
-                        uint32_t word = 0;
-#pragma unroll
-                        for (int i = 0; i < steps; ++i)
-                            if (i == s) word = reinterpret_cast<const uint32_t &>(x[i][pair + half]);
-                        return transpose_8x8(word);
-                    };
-                    const uint32_t b0 = transposed(high, 0), b1 = transposed(high, 1);
-                    mma_16x8(dw[m][n], q_high, b0, b1);
-                    mma_16x8(dw[m][n], q_high, transposed(low, 0), transposed(low, 1));
-                    if constexpr (!std::is_same_v<T, kittens::bf16>) mma_16x8(dw[m][n], q_low, b0, b1);
+                    if constexpr (!ahead) transposed(high, n, b_high[n]), transposed(low, n, b_low[n]);
+                    mma_16x8(dw[m][n], q_high, b_high[n][0], b_high[n][1]);
+                    mma_16x8(dw[m][n], q_high, b_low[n][0], b_low[n][1]);
+                    if constexpr (!std::is_same_v<T, kittens::bf16>) mma_16x8(dw[m][n], q_low, b_high[n][0], b_high[n][1]);
                 }
             }
         }
@@ -268,11 +287,13 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
         if (needs_dq) {
             if (!p.dw && one_chunk) gradients();
             const int64_t start = tile.sequence * p.dense_batch + tile.first * p.dense_token;
-            const float4 *tile_parts = reinterpret_cast<const float4 *>(p.query_tiles) +
-                                       (static_cast<int64_t>(head) * tiles + index) * p.query_parts * (backward_rows * d_h / 4) + thread;
 #pragma unroll 1
             for (int column = 0; column < d_h; column += cols) {
-                __syncwarp();  // the columns before have been read
+                if (column > 0) {
+                    __syncwarp();  // the columns before have been read
+                    fetch_dq(column);
+                }
+                if (column > 0 || !p.dw) wait_copied_words();
                 for (int first = 0; first < p.subnets; first += chunk) {
                     if (!one_chunk) {
                         __syncthreads();
@@ -281,16 +302,16 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
                         load(first);
                         gradients();
                     }
-#pragma unroll 8
+#pragma unroll(d_h == 256 ? 1 : 4)  // more would spill
                     for (int j = 0; j < cols / 8; ++j) {
                         float4 &staged = shared.staged.fragment(j, thread);
                         float dq[4];
                         auto add = [&](float4 v) { dq[0] += v.x, dq[1] += v.y, dq[2] += v.z, dq[3] += v.w; };
                         dq[0] = dq[1] = dq[2] = dq[3] = 0.f;
-                        if (first == 0) {
-                            const float4 *src = tile_parts + (column / 8 + j) * 128;
-                            for (int part = 0; part < p.query_parts; ++part) add(__ldcs(src + part * (backward_rows * d_h / 4)));
-                        } else add(staged);
+                        add(staged);
+                        if (first == 0)
+                            for (int part = 1; part < p.query_parts; ++part)
+                                add(__ldcs(dq_tile + (column / 8 + j) * 128 + part * (backward_rows * d_h / 4)));
 #pragma unroll
                         for (int s = 0; s < steps; ++s) {
                             if (first + 16 * s >= p.subnets) break;

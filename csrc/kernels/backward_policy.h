@@ -9,6 +9,8 @@ constexpr int backward_shared_memory_limit = 227 * 1024;
 // Sub-networks that the router's kernels hold in registers at once, and of those the ones whose dW a CTA accumulates: 128 registers of it.
 constexpr int gate_chunk_columns = 32;
 template <int d_h> constexpr int gate_dw_columns = d_h == 256 ? 16 : 32;
+// Columns of dQ that the router's kernel has in shared memory at once; two CTAs of it share an SM.
+template <int d_h> constexpr int gate_staged_columns = d_h == 256 ? 64 : d_h;
 // Columns of an fp32 tile that are staged at once on their way to rows.
 template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
 
