@@ -19,8 +19,9 @@ constexpr int64_t max_parts = 768;
 // What a launch costs besides its CTAs, in tiles (80 us at d_h = 128 on an H200): they do not end together, and the kernels before and after
 // them drain and fill the device.
 constexpr int64_t launch_overhead_tiles = 40;
-// How long a CTA waits for the one before it in deterministic sums of dQ, in tiles (1.6 us at d_h = 128): the first ones of a launch start together.
-constexpr double turn_tiles = 0.9;
+// Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind one
+// another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
+constexpr double turns_slowdown = 1.16, turn_tiles = 5, pair_slowdown = 1.30;
 // A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
 constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
 // Time that saving memory may cost.
@@ -28,8 +29,8 @@ constexpr double allowed_loss = 0.01;
 
 // The predicted time of a launch, in tiles of all eight products.
 double launch_time(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task) {
-    if (!task.fused()) return task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8;
-    return plan.inter_time + (task.turns ? turn_tiles * shape.subnets * plan.subnet_tiles : 0);
+    if (!task.fused()) return pair_slowdown * 8 / 11 * (task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8);
+    return task.turns ? turns_slowdown * plan.inter_time + turn_tiles * shape.subnets * plan.subnet_tiles : plan.inter_time;
 }
 
 }  // namespace
@@ -96,7 +97,7 @@ BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardP
 }
 
 bool takes_turns(const BackwardShape &shape, const BackwardTask &task, int sms) {
-    if (!task.deterministic || !task.may_fuse()) return false;
+    if (!task.deterministic || !task.may_fuse() || task.head_dim == 64) return false;  // there a tile is shorter than a turn
     const BackwardPlan plan = plan_backward(shape, sms);
     BackwardTask pair = task, turns = task;
     pair.turns = false;
