@@ -29,7 +29,6 @@ template <bool multicast, typename Tile> __device__ __forceinline__ void load_ro
 __device__ __forceinline__ void begin(const ForwardParams &p) {
     start_sync();
     if (p.row_ctas > 1) cluster_sync();
-    kittens::pdl::arrive();
     kittens::pdl::wait();
 }
 
@@ -95,6 +94,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         }
     }
     if (P::q_in_registers && subnet_v >= 0) send_v();
+    kittens::pdl::arrive();  // not before: with few tokens, what the next kernel prefetches would be gone from the L2 behind these tiles
 }
 
 // First of the two rows (the other is 8 below) of the accumulators of a thread of a warpgroup.
