@@ -2,6 +2,7 @@
 #pragma once
 
 #include "host/launch_backward.h"
+#include "host/launch_kernel.cuh"
 #include "kernels/backward_collect.cuh"
 #include "kernels/backward_gate.cuh"
 #include "kernels/backward_inter.cuh"
@@ -9,32 +10,6 @@
 
 namespace flashmhf {
 namespace {
-
-// early: the kernel may start while the one before it in the stream still runs; it waits for it (griddepcontrol.wait) where it must.
-template <typename Kernel, typename... Args>
-cudaError_t launch_clusters(int cluster_size, bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream,
-                            const Args &...args) {
-    if (shared_memory > 0)
-        if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory))) return error;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_memory;
-    config.stream = stream;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = cluster_size;
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = attributes;
-    config.numAttrs = 1 + early;
-    return cudaLaunchKernelEx(&config, kernel, args...);
-}
-template <typename Kernel, typename... Args>
-cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
-    return launch_clusters(1, early, kernel, grid, threads, shared_memory, stream, args...);
-}
 
 template <int d_h, int outputs, typename T> cudaError_t launch_inter(const BackwardLaunch &l, bool early) {
     const BackwardMaps maps{l.q, l.grad_out, l.k, l.u, l.v};
