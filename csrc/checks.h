@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include "kernels/policy.h"
+#include "project_params.h"
 
 namespace flashmhf {
 
@@ -140,6 +141,28 @@ inline bool readable(const Tensor &x, const TokenAxes &axes, int64_t batch_strid
 inline void check_readable(const Tensor &q, const TokenAxes &axes) {
     STD_TORCH_CHECK(readable(q, axes, axes.q_batch, axes.q_token),
                     "q's last dimension must be contiguous, and its strides and storage offset positive multiples of 16 bytes");
+}
+
+// x: [T, K], rows at any stride of whole 16 bytes; w: [N, K] and bias [N], contiguous, in x's type.
+inline void check_projection(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, "x must be bfloat16 or float16");
+    STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
+    STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
+    STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
+    STD_TORCH_CHECK(x.dim() == 2 && x.size(0) <= project_tokens, "x must be [T, K] with T at most ", project_tokens, ", is ", shape_of(x));
+    STD_TORCH_CHECK(w.dim() == 2 && w.size(1) == x.size(1), "w must be [N, K] with K = ", x.size(1), ", is ", shape_of(w));
+    auto supported = [](int64_t size, int64_t most) { return size > 0 && size % project_multiple == 0 && size <= most; };
+    STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), project_inner), "w is ", shape_of(w), "; supported: multiples of ",
+                    project_multiple, ", K up to ", project_inner);
+    STD_TORCH_CHECK(w.is_contiguous() && aligned(w.data_ptr()), "w must be contiguous and start at a multiple of 16 bytes");
+    const bool rows = x.size(0) <= 1 || x.stride(0) * element_bytes % 16 == 0;
+    STD_TORCH_CHECK(x.size(0) == 0 || (x.stride(1) == 1 && rows && aligned(x.data_ptr())),
+                    "x's last dimension must be contiguous, its rows at multiples of 16 bytes");
+    if (!bias) return;
+    STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x");
+    STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == x.get_device_index(), "bias must be on the same CUDA device as x");
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == w.size(0) && bias->is_contiguous(), "bias must be [N] with N = ", w.size(0),
+                    " and contiguous, is ", shape_of(*bias));
 }
 
 }  // namespace flashmhf

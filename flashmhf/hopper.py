@@ -24,6 +24,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
+PROJECT_TOKENS = 64  # that project takes at most
+PROJECT_MULTIPLE, PROJECT_INNER = 64, 65536  # of the sizes of its weight; K at most
 
 
 @functools.cache
@@ -148,3 +150,42 @@ def backward_accumulate_(
 ) -> tuple[Tensor, Tensor]:
     _check_layout(q, k, u, v, r)
     return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, deterministic, *needs, dk, du, dv)
+
+
+def refuse_projection(x: Tensor, w: Tensor, bias: Tensor | None) -> TypeError | ValueError | None:
+    """Why :func:`project` does not take x [T, K], w [N, K] and bias [N]; None when it does."""
+    if x.dtype not in DTYPES:
+        return TypeError(f"x has dtype {name_of(x.dtype)}; supported: {', '.join(map(name_of, DTYPES))}")
+    if x.dim() != 2 or x.shape[0] > PROJECT_TOKENS:
+        return ValueError(f"x has shape {list(x.shape)}; supported: [T, K] with T up to {PROJECT_TOKENS}")
+    for name, tensor in (("w", w),) if bias is None else (("w", w), ("bias", bias)):
+        if tensor.dtype != x.dtype:
+            return TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {name_of(x.dtype)} (x's dtype)")
+        if tensor.device != x.device:
+            return ValueError(f"{name} is on {tensor.device} but x is on {x.device}; all tensors must be on one device")
+        if not tensor.is_contiguous():
+            return ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+    if w.dim() != 2 or w.shape[1] != x.shape[1]:
+        return ValueError(f"w has shape {list(w.shape)}; expected [N, K] with K = {x.shape[1]} from x")
+    features, inner = w.shape
+    if not features or not inner or features % PROJECT_MULTIPLE or inner % PROJECT_MULTIPLE or inner > PROJECT_INNER:
+        return ValueError(f"w has shape {list(w.shape)}; supported: multiples of {PROJECT_MULTIPLE}, K up to {PROJECT_INNER}")
+    if bias is not None and bias.shape != (features,):
+        return ValueError(f"bias has shape {list(bias.shape)}; expected [{features}] (N)")
+    if w.data_ptr() % TMA_ALIGNMENT:
+        return ValueError(f"w has storage offset {w.storage_offset()}; supported: multiples of {TMA_ALIGNMENT} bytes")
+    rows = x.shape[0] <= 1 or x.stride(0) * x.element_size() % TMA_ALIGNMENT == 0
+    if len(x) and (x.stride(1) != 1 or not rows or x.data_ptr() % TMA_ALIGNMENT):
+        return ValueError(
+            f"x has strides {list(x.stride())} and storage offset {x.storage_offset()}; supported: rows of contiguous elements "
+            f"at multiples of {TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // x.element_size()} elements)"
+        )
+    return None
+
+
+def project(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias for few tokens, without autograd; it starts under the kernel before it and lets the next one do so."""
+    refusal = refuse_projection(x, w, bias)
+    if refusal is not None:
+        raise refusal
+    return torch.ops.flashmhf_hopper.project(x, w, bias)

@@ -1,0 +1,29 @@
+// Definitions for host/launch_project.h; included by the instances only.
+#pragma once
+
+#include "host/launch_kernel.cuh"
+#include "host/launch_project.h"
+#include "kernels/project_rows.cuh"
+
+namespace flashmhf {
+namespace {
+
+template <int max_tokens, typename T> cudaError_t launch_few(const ProjectParams &p, cudaStream_t stream) {
+    using P = ProjectPolicy<max_tokens>;
+    // An SM divides its memory between L1 and shared memory as its CTAs ask; beside a CTA of the forward kernel only in this way.
+    auto *kernel = project<max_tokens, T>;
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared)) return error;
+    return launch_clusters(P::cluster, true, kernel, dim3(p.features / P::tile), P::threads, 0, stream, p);
+}
+
+}  // namespace
+
+template <bool bf16> cudaError_t launch_project(const ProjectParams &p, cudaStream_t stream) {
+    using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
+    if (p.tokens <= 8) return launch_few<8, T>(p, stream);
+    if (p.tokens <= 16) return launch_few<16, T>(p, stream);
+    if (p.tokens <= 32) return launch_few<32, T>(p, stream);
+    return launch_few<project_tokens, T>(p, stream);
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,28 @@
+// check -> allocate -> launch
+#include "checks.h"
+#include "host/device.h"
+#include "host/launch_project.h"
+#include "operators.h"
+
+namespace flashmhf {
+
+Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+    check_projection(x, w, bias);
+    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const NvtxRange nvtx("flashmhf project");
+    check_capability(x.get_device_index());
+    Tensor out = torch::stable::new_empty(x, {x.size(0), w.size(0)});
+    if (x.size(0) == 0) return out;
+
+    ProjectParams params{};
+    params.x = x.data_ptr(), params.w = w.data_ptr(), params.out = out.data_ptr();
+    params.bias = bias ? bias->data_ptr() : nullptr;
+    params.tokens = static_cast<int>(x.size(0));
+    params.inner = static_cast<int>(w.size(1)), params.features = static_cast<int>(w.size(0));
+    params.x_stride = x.stride(0);
+    auto launch = x.scalar_type() == ScalarType::BFloat16 ? launch_project<true> : launch_project<false>;
+    check_cuda(launch(params, current_stream(x.get_device_index())));
+    return out;
+}
+
+}  // namespace flashmhf
