@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from . import ops, reference, router  # noqa: F401  (ops registers the operators)
+from . import backends, hopper, ops, reference, router  # noqa: F401  (ops registers the operators)
 
 INITIALIZER_RANGE = 0.02
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
@@ -246,18 +246,44 @@ class FlashMHF(_MultiHead):
         """x [..., d_model] -> [..., d_model]."""
         if self._in_chunks(x):
             return self._forward_chunks(x)
+        if self._few_tokens(x):
+            return self._forward_few_tokens(x)
         return self.out_proj(self._mix(self.split_heads(x)).flatten(-2))
 
-    def _in_chunks(self, x: Tensor) -> bool:
-        """Whether the result may be written in place chunk by chunk: enough tokens, eager, no gradient, autocast or transform."""
-        if torch.compiler.is_compiling() or x.dim() < 2 or x.numel() <= CHUNK_TOKENS * self.d_model:
-            return False
+    def _plain_inference(self, x: Tensor) -> bool:
+        """Whether only the values of the result matter: eager, no gradient, autocast or transform, projections that are just products."""
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return False
         transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
         if transformed or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
             return False
         return _is_plain(self.in_proj) and _is_plain(self.out_proj)
+
+    def _in_chunks(self, x: Tensor) -> bool:
+        """Whether the result may be written in place chunk by chunk: enough tokens, and plain inference."""
+        if torch.compiler.is_compiling() or x.dim() < 2 or x.numel() <= CHUNK_TOKENS * self.d_model:
+            return False
+        return self._plain_inference(x)
+
+    def _few_tokens(self, x: Tensor) -> bool:
+        """Whether the projections take the hopper back end's kernel for few tokens.
+
+        Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on it.
+        """
+        if torch.compiler.is_compiling() or not 0 < x.numel() <= hopper.PROJECT_TOKENS * self.d_model or x.shape[-1:] != (self.d_model,):
+            return False
+        if self.backend not in ("auto", "hopper") or x.dtype not in hopper.DTYPES or not self._plain_inference(x):
+            return False
+        sizes = (self.head_dim, self.subnet_dim, self.num_subnets, self.num_heads)
+        if backends.select(self.backend, x.device, x.dtype, *sizes) is not hopper:
+            return False
+        rows = x.reshape(-1, self.d_model)
+        return all(hopper.refuse_projection(rows, linear.weight, linear.bias) is None for linear in (self.in_proj, self.out_proj))
+
+    def _forward_few_tokens(self, x: Tensor) -> Tensor:
+        q = hopper.project(x.reshape(-1, self.d_model), self.in_proj.weight, self.in_proj.bias)
+        mixed = self._mix(q.view(*x.shape[:-1], self.num_heads, self.head_dim))
+        return hopper.project(mixed.view(-1, self.d_model), self.out_proj.weight, self.out_proj.bias).view(x.shape)
 
     def _forward_chunks(self, x: Tensor) -> Tensor:
         """Peak memory: the result and one chunk of S. Q of a chunk lies where its result will be."""
