@@ -63,15 +63,18 @@ template <int d_h, typename T> struct ForwardConsumer {
     }
     // Leaves the sums of an item where they belong, and the buffer of Q to the producer.
     __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
-        if (item.part < 0) stage_output(shared.q[wg], o);
+        // Read while the record is this item's: with the buffer of Q the producer gets it, too.
+        const int part = item.part;
+        const bool stores = holds_token(p, item.sequence, item.token + fragment_row(warpgroup::laneid()));
+        if (part < 0) stage_output(shared.q[wg], o);
         release_q();
         if (P::may_share && p.schedule.sharers > 1) {
             cluster_sync();  // every ring has been read for the last time
             send_shares<d_h>(shared.shares(), shared.semaphores.shares_full, o, p, wg);
             kittens::wait(shared.semaphores.shares_full, 0);
             add_shares<d_h, T>(shared.shares(), p, wg);
-        } else if (item.part >= 0) {
-            store_part<d_h>(o, p, item, kittens::clusterIdx().x, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
+        } else if (part >= 0 && stores) {
+            store_part<d_h>(o, p, kittens::clusterIdx().x, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
         }
     }
     __device__ __forceinline__ void run() {

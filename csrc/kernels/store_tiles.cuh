@@ -19,11 +19,9 @@ template <int d_h> __device__ __forceinline__ float4 fragment_quad(const OutputT
     return {low.x, low.y, high.x, high.y};
 }
 
-template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, const Item &item, int cluster, int rank,
+template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, int cluster, int part, int rank,
                                                                int warpgroup) {
-    const int thread = kittens::warpgroup::laneid();
-    if (!holds_token(p, item.sequence, item.token + fragment_row(thread))) return;
-    auto *dst = reinterpret_cast<float4 *>(p.partials + part_offset<d_h>(p, cluster, item.part, rank, warpgroup)) + thread;
+    auto *dst = reinterpret_cast<float4 *>(p.partials + part_offset<d_h>(p, cluster, part, rank, warpgroup)) + kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) __stcg(dst + 128 * j, fragment_quad<d_h>(o, j));
 }
