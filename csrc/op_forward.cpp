@@ -44,9 +44,9 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
     Device device;
     check_cuda(describe_device(problem.shape.head_dim, &device));
     const ForwardPlan plan = plan_forward(problem.shape, device);
-    std::optional<Tensor> partials;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
-    if (plan.partials) partials = torch::stable::new_empty(q, {plan.partials}, ScalarType::Float);
-    const ForwardLaunch launch = prepare_forward(problem, plan, partials ? static_cast<float *>(partials->data_ptr()) : nullptr);
+    std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
+    if (plan.partials) workspace = torch::stable::new_empty(q, {plan.workspace()}, ScalarType::Float);
+    const ForwardLaunch launch = prepare_forward(problem, plan, workspace ? static_cast<float *>(workspace->data_ptr()) : nullptr);
     check_cuda(launch_forward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
     return out;
 }

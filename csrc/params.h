@@ -35,6 +35,7 @@ struct ForwardParams {
     int64_t r_batch, r_token, r_head;  // strides of R in elements
     float eps;                // of the normalisation, for W
     float *partials;          // [splits][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
+    uint32_t *flags;          // [splits][2][row_ctas], when the clusters add them up: 1 where a part has been stored
 };
 
 }  // namespace flashmhf

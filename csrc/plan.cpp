@@ -14,9 +14,10 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Footprint {
     int shared_memory, consumers;
-    bool may_share;
+    bool may_share, may_add_parts;
 };
-template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::consumers, ForwardPolicy<d_h>::may_share};
+template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::consumers, ForwardPolicy<d_h>::may_share,
+                                                    ForwardPolicy<d_h>::may_add_parts};
 
 Footprint footprint_of(int head_dim) {
     switch (head_dim) {
@@ -37,6 +38,11 @@ int checked(int64_t x, const char *what) {
 constexpr int shortest_part = 2;
 // What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
 constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
+// And where the clusters add them up under whole items: the kernel that clears the flags.
+constexpr int clear_tiles(int head_dim) { return 128 / head_dim; }
+// Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128. Both
+// grow with d_h.
+constexpr int tiles_a_part = 8;
 
 // What going on to another item costs a cluster, 4 to 5 us when the others do not do so at the same time.
 constexpr int gap_tiles(int head_dim) { return 640 / head_dim; }
@@ -57,7 +63,7 @@ int plan_sharers(int64_t items, int heads, int inter_tiles, int head_dim, const 
     return 1;
 }
 
-ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim) {
+ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim, bool may_add_parts) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
     s.sharers = 1;
@@ -67,8 +73,14 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
     if (s.rest > 0) {
         int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
         s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / shortest_part)));
-        if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + combine_tiles(head_dim)) s.splits = s.rest;
-        if (tiles / s.splits >= 4 * gap_tiles(head_dim)) s.gap = gap_tiles(head_dim);
+        const int64_t parts = ceil_div(inter_tiles, tiles / s.splits) + 1;  // of an item, at most
+        const bool adds = may_add_parts && parts <= most_parts && parts * tiles_a_part <= int64_t{s.waves} * inter_tiles;
+        const int gap = gap_tiles(head_dim);
+        auto spaced = [&]() { return tiles / s.splits >= 4 * gap; };  // spans too short for gaps may take two times to go on to an item
+        const int adding = adds ? clear_tiles(head_dim) + (spaced() ? 0 : gap) : combine_tiles(head_dim);
+        if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;
+        s.adds_parts = adds && s.splits > s.rest;
+        if (spaced()) s.gap = gap;
         tiles += static_cast<int64_t>(s.rest) * s.gap;
         checked(tiles, "the split range");
         s.quotient = static_cast<int>(tiles / s.splits);
@@ -111,9 +123,10 @@ ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
         plan.schedule.remainder = inter_tiles % sharers;
         return plan;
     }
-    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim);
+    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim, footprint.may_add_parts);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
+    if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
     return plan;
 }
 

@@ -29,6 +29,8 @@ struct ForwardPlan {
     int subnet_tiles;          // of 64 inner units, of a sub-network
     ForwardSchedule schedule;
     int64_t partials;          // fp32 elements of workspace; 0: nothing is split
+    int flags;                 // of 4 bytes, behind them; 0: the clusters do not add up parts themselves
+    int64_t workspace() const { return partials + flags; }  // in units of 4 bytes
     int shared_memory;         // bytes a CTA
 };
 

@@ -25,6 +25,7 @@ template <int d_h> py::dict policy() {
     d["consumer_registers"] = P::consumer_registers;
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
+    d["may_add_parts"] = P::may_add_parts;
     return d;
 }
 
@@ -46,6 +47,8 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     d["rest"] = s.rest;
     d["splits"] = s.splits;
     d["partials"] = plan.partials;
+    d["flags"] = plan.flags;
+    d["workspace"] = plan.workspace();
     d["shared_memory"] = plan.shared_memory;
     py::list work;
     for (const auto &w : flashmhf::enumerate_work(s)) work.append(py::make_tuple(w.cluster, w.sharer, w.work.item, w.work.begin, w.work.end, w.work.part));
@@ -53,6 +56,9 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     py::list owners;  // of the items after the whole waves: first and last cluster
     for (int i = 0; i < s.rest; ++i) owners.append(py::make_tuple(s.first_owner(i), s.last_owner(i)));
     d["owners"] = owners;
+    py::list adds;  // the one of these items that a cluster adds up, or -1
+    for (int cluster = 0; cluster < s.clusters; ++cluster) adds.append(s.adds_parts ? s.ends_item(cluster) : -1);
+    d["adds"] = adds;
     return d;
 }
 

@@ -14,6 +14,12 @@ SHAPES = [  # batch, length, heads, head_dim, subnets, subnet_dim
     (1, 129, 2, 64, 22, 64),
     (1, 1536, 16, 128, 22, 384),
     (1, 1537, 16, 128, 22, 384),
+    (1, 3072, 16, 128, 22, 384),
+    (1, 12288, 16, 128, 22, 384),
+    (1, 2000, 8, 96, 7, 384),
+    (2, 5000, 6, 64, 15, 256),
+    (1, 4288, 16, 128, 8, 256),
+    (1, 5000, 3, 256, 22, 384),
     (1, 32256, 16, 128, 22, 384),
     (8, 192, 6, 96, 8, 256),
     (3, 200, 5, 256, 7, 112),
@@ -70,12 +76,64 @@ def test_every_tile_once_and_balanced(shape, device):
             for _, _, cluster, part in pieces:
                 assert part in (0, 1) and (cluster, part) not in parts
                 parts.add((cluster, part))
-    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than it saves
-    combine = 512 // head_dim
+    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than it saves: combine
+    # 512 / d_h tiles, clear_flags 128 / d_h, and going on to a second item 640 / d_h, which a cluster with parts of two is spared
+    loss = max((128 + 640) // head_dim, 2)
     stream = heads * p["inter_tiles"] * 9 // 5 // device[0]  # fewer CTAs suffice where memory is the bound
-    gap = 640 // head_dim  # what a cluster with parts of two items is spared
-    assert max(load.values()) <= max(-(-items * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + max(combine, gap, 2)
+    assert max(load.values()) <= max(-(-items * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + loss
     assert (p["partials"] > 0) == (len(whole) < items)
+    assert p["partials"] == (p["splits"] * 2 * rows * 64 * head_dim if len(whole) < items else 0)
+    assert p["workspace"] == p["partials"] + p["flags"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_come_first_and_are_added_behind_by_the_last_cluster(shape, device):
+    p = plan.plan_forward(*shape, clusters=device)
+    whole = p["waves"] * p["clusters"]  # items in waves
+    parts, behind = collections.defaultdict(list), set()
+    for cluster, _, item, begin, end, part in p["work"]:
+        if item < whole:
+            behind.add(cluster)
+            continue
+        assert cluster not in behind, "a span comes first"
+        if end - begin < p["inter_tiles"]:
+            parts[item].append((cluster, part))
+    for cluster in range(p["clusters"]):
+        assert sum(cluster == c for pieces in parts.values() for c, _ in pieces) <= 2
+    if not p["flags"]:
+        assert set(p["adds"]) <= {-1}
+        return
+    assert p["waves"] >= 1 and p["splits"] > p["rest"] and p["sharers"] == 1
+    assert p["flags"] == p["splits"] * 2 * p["row_ctas"]
+    adders = collections.defaultdict(list)
+    for cluster, index in enumerate(p["adds"]):
+        if index >= 0:
+            adders[whole + index].append(cluster)
+    assert set(adders) == set(parts)
+    for item, pieces in parts.items():
+        first, last = p["owners"][item - whole]
+        clusters = sorted(cluster for cluster, _ in pieces)
+        assert clusters == list(range(first, last + 1)) and 2 <= len(clusters) <= 32
+        assert adders[item] == [last], "it waits for no cluster behind it"
+        # where the adding cluster looks for them: only the first can hold its part as the second of its span
+        assert all(part == 0 for cluster, part in pieces if cluster > first)
+        assert len(clusters) * 8 <= p["waves"] * p["inter_tiles"], "the whole items are too short to add under"
+
+
+@pytest.mark.parametrize(
+    ("shape", "adds"),
+    [
+        ((1, 1536, 16, 128, 22, 384), True),
+        ((1, 3072, 16, 128, 22, 384), True),
+        ((1, 1536, 6, 96, 22, 384), False),  # no whole wave
+        ((1, 1536, 16, 128, 3, 384), False),  # whole items of 18 tiles
+        ((1, 1536, 16, 256, 22, 384), False),  # no room in shared memory
+    ],
+)
+def test_which_kernel_adds_parts(shape, adds):
+    p = plan.plan_forward(*shape)
+    assert p["partials"] and bool(p["flags"]) == adds
 
 
 def test_empty():
@@ -112,3 +170,6 @@ def test_budgets():
         assert policy["producer_registers"] + policy["consumers"] * policy["consumer_registers"] == warpgroups * policy["launch_registers"]
         assert 128 * warpgroups * policy["launch_registers"] <= 65536
         assert policy["tile_registers"] < policy["consumer_registers"]
+        # a block of clear_flags finds room beside the kernel: 1 KB of shared memory, a warp of 32 registers
+        assert not policy["may_add_parts"] or policy["shared_memory"] <= 226 * 1024
+        assert not policy["may_add_parts"] or 128 * warpgroups * policy["launch_registers"] + 32 * 32 <= 65536

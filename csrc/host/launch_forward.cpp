@@ -9,7 +9,7 @@
 
 namespace flashmhf {
 
-ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *partials) {
+ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const ForwardShape &s = problem.shape;
     const int d_h = s.head_dim, swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
     auto rows = [&](const char *what, const void *data, int64_t head, int64_t token, int64_t batch) {
@@ -52,7 +52,8 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.r_token = problem.r_token;
     p.r_head = problem.r_head;
     p.eps = problem.eps;
-    p.partials = partials;
+    p.partials = workspace;
+    p.flags = plan.flags ? reinterpret_cast<uint32_t *>(workspace + plan.partials) : nullptr;
 
     // fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
     auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % 16 == 0); };

@@ -8,7 +8,7 @@
 namespace flashmhf {
 namespace {
 
-// Both kernels may be started before their predecessor has finished; they wait for that before they touch any data.
+// All kernels may be started before their predecessor has finished; they wait for that before they touch any data.
 cudaLaunchAttribute early_start() {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -32,6 +32,16 @@ template <int d_h, typename T> cudaError_t configure(cudaLaunchConfig_t &config)
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
     cudaLaunchAttribute attributes[] = {early_start(), clusters_of(l.plan.cluster_size)};
+    if constexpr (ForwardPolicy<d_h>::may_add_parts)
+        if (l.plan.flags) {
+            cudaLaunchConfig_t before{};
+            before.gridDim = dim3(1);
+            before.blockDim = dim3(clear_threads);
+            before.stream = stream;
+            before.attrs = attributes;
+            before.numAttrs = 1;
+            if (cudaError_t error = cudaLaunchKernelEx(&before, clear_flags, l.params.flags, l.plan.flags)) return error;
+        }
     cudaLaunchConfig_t config{};
     if (cudaError_t error = configure<d_h, T>(config)) return error;
     config.gridDim = dim3(s.clusters * l.plan.cluster_size);
@@ -40,7 +50,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
     config.attrs = attributes;
     config.numAttrs = 2;
     if (cudaError_t error = cudaLaunchKernelEx(&config, forward<d_h, T>, l.q, l.k, l.u, l.v, l.out, l.r, l.params)) return error;
-    if (l.plan.partials == 0) return cudaSuccess;
+    if (l.plan.partials == 0 || l.plan.flags) return cudaSuccess;
 
     const int64_t tiles = l.params.batch * int64_t{l.plan.row_tiles}, of_item = l.plan.row_ctas * l.plan.consumers;
     cudaLaunchConfig_t after{};

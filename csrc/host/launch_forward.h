@@ -30,8 +30,8 @@ struct ForwardLaunch {
     ForwardParams params;
 };
 
-// partials: plan.partials floats, or null when there are none. Throws std::runtime_error when the driver refuses a tensor map.
-ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *partials);
+// workspace: of plan.workspace() floats, or null when it has none. Throws std::runtime_error when the driver refuses a tensor map.
+ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream);
 cudaError_t describe_device(int head_dim, Device *device);  // the current device; remembered
 

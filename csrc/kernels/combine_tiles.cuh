@@ -1,4 +1,5 @@
-// Adds the fp32 parts of split items in the order of their clusters and writes the output. One block: 8 columns of one row tile.
+// Adds the fp32 parts of split items in the order of their clusters and writes the output, where the forward kernel does not (add_parts.cuh).
+// One block: 8 columns of one row tile.
 #pragma once
 
 #include "kernels/ptx_ext.cuh"
@@ -21,8 +22,7 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(co
 #pragma unroll 8
     for (int c = first; c <= last; ++c) {
         const float *part = p.partials + part_offset<d_h>(p, c, s.part_of(c, index), rank, wg);
-        const float4 x = __ldcg(reinterpret_cast<const float4 *>(part) + 128 * column + threadIdx.x);
-        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        add(sum, __ldcg(reinterpret_cast<const float4 *>(part) + 128 * column + threadIdx.x));
     }
     store_quad<d_h, T>(sum, p, tile, row, 8 * column + threadIdx.x % 4 * 2);
 }

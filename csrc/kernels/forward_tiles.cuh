@@ -1,6 +1,6 @@
 // The forward kernel: out[t, h] = sum_e r[t, h, e] sum_j silu(q.k_ej) (q.u_ej) v_ej, accumulated in fp32.
 //
-//   producer warpgroup     warp 0: K, U, V tiles into the ring     others: Q and R of the next item
+//   producer warpgroup     warp 0: K, U, V tiles into the ring     1, 2: Q and R of the next item     3: sums of the parts of split items
 //   consumer warpgroup     64 token rows; tile i of the item's inner range:
 //                            issue  [M|N] = Q [K;U]^T  of tile i     (both in flight from here on)
 //                            issue  O += A V           of tile i - 1
@@ -11,6 +11,7 @@
 // share an item's inner range and add their sums.
 #pragma once
 
+#include "kernels/add_parts.cuh"
 #include "kernels/gate_rows.cuh"
 #include "kernels/load_tiles.cuh"
 #include "kernels/store_tiles.cuh"
@@ -73,8 +74,12 @@ template <int d_h, typename T> struct ForwardConsumer {
             send_shares<d_h>(shared.shares(), shared.semaphores.shares_full, o, p, wg);
             kittens::wait(shared.semaphores.shares_full, 0);
             add_shares<d_h, T>(shared.shares(), p, wg);
-        } else if (part >= 0 && stores) {
-            store_part<d_h>(o, p, kittens::clusterIdx().x, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
+        } else if (part >= 0) {
+            if (stores) store_part<d_h>(o, p, kittens::clusterIdx().x, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
+            if (P::may_add_parts) {
+                __syncwarp();
+                if (lane == 0) kittens::arrive(shared.semaphores.part_stored[part]);
+            }
         }
     }
     __device__ __forceinline__ void run() {
@@ -258,6 +263,8 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
         }
         for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
         kittens::warp::init_semaphore(sem.shares_full, full_arrivals);
+        for (auto &stored : sem.part_stored) kittens::warp::init_semaphore(stored, 4 * p.consumers);
+        for (int i = 0; i < P::piece_slots; ++i) kittens::warp::init_semaphore(sem.piece_full[i], full_arrivals);
         tma::fence_semaphore_init();
         if (p.schedule.sharers > 1 && kittens::laneid() == 0)
             kittens::tma::expect_bytes(sem.shares_full, Pieces::of<d_h>(p).bytes(kittens::cluster_ctarank()));
@@ -277,6 +284,8 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
             load_rows_of_items<d_h, T>(shared, &map_q, &map_r, &map_out, p, warp - 1);
         } else {
             begin(p);
+            if constexpr (P::may_add_parts)
+                if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
         }
         __syncwarp();
         if (p.cluster_size > 1) cluster_sync();  // pairs: no CTA leaves while the other can still signal it; sharers: see finish()

@@ -37,8 +37,13 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int gate_tile_bytes = (gate_chunk_bytes + tile_rows * 4 + gate_alignment - 1) / gate_alignment * gate_alignment;
     static constexpr int gate_bytes = gate_buffers * consumers * gate_tile_bytes;
 
-    static constexpr int shared_memory = slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + barrier_bytes;
-    static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
+    // A warp of the producer adds up the parts of split items under the whole ones. They come in pieces of 8 columns of a row tile: as many
+    // at a time as leave one kilobyte, which is what a block of clear_flags takes that waits beside this kernel. d_h = 256 has no room.
+    static constexpr bool may_add_parts = q_in_registers;
+    static constexpr int piece_bytes = tile_rows * 8 * 4, piece_slots = may_add_parts ? 6 : 0;
+
+    static constexpr int shared_memory = slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
+    static_assert(shared_memory + (may_add_parts ? 1024 : 0) <= shared_memory_limit, "does not fit the shared memory of an SM");
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
     static constexpr int launch_registers = 65536 / threads / 8 * 8;

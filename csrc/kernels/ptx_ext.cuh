@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bo
 }
 __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Flags in global memory: what came before the store, here and in threads that this one has synchronised with, is there after the load.
+// A flag in global memory: what came before the store, here and in threads that this one has synchronised with, is there after the load.
 __device__ __forceinline__ void store_release(uint32_t *flag, uint32_t x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(x) : "memory"); }
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *flag) {
     uint32_t x;

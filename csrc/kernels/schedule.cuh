@@ -1,10 +1,14 @@
 // Which cluster does what: the same code runs in every role of the kernel, in the combine kernel, and on the host for the tests.
 //
-// Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from L2 at a time. Whole items
-// go first, wave by wave: item = wave * clusters + cluster. The items that do not fill a wave are laid end to end along the inner
-// dimension and cut into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the
-// time of `gap` tiles: that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the
-// clusters, so a result depends on the shape and the device only.
+// Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from L2 at a time. They go in
+// waves: item = wave * clusters + cluster. The last items, which do not fill a wave, are laid end to end along the inner dimension and cut
+// into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the time of `gap` tiles:
+// that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the clusters, so a result depends
+// on the shape and the device only.
+//
+// A cluster takes its span first, then its whole items: under these the parts are added up, by the cluster that holds an item's last part.
+// It waits for parts of clusters before it only. Those were launched before it, and leave their parts without waiting for anybody: they
+// come however few clusters the device runs at a time. Where that does not pay the combine kernel adds the parts.
 //
 // Where all items run at once, and are few, the CTAs of a cluster divide the inner range of its one item among them, and add their sums
 // in the order of their ranks.
@@ -19,6 +23,7 @@
 namespace flashmhf {
 
 constexpr int max_sharers = 8;  // CTAs of a cluster; more are not portable
+constexpr int most_parts = 32;  // of an item that the clusters add up: a lane for each
 
 struct ForwardSchedule {
     int inter_tiles;  // of a head: E * ceil(d_e / 64)
@@ -28,6 +33,7 @@ struct ForwardSchedule {
     int splits;       // clusters that share the rest; rest <= splits <= clusters
     int sharers;      // CTAs of a cluster that divide the inner range of its item; more than 1: one wave, no rest
     int gap;          // tiles
+    bool adds_parts;  // the clusters add up the parts of split items; otherwise the combine kernel does
     int quotient, remainder;  // rest * (gap + inter_tiles) = splits * quotient + remainder, or inter_tiles = sharers * quotient + remainder
 
     // First tile of a cluster's span, in the gaps and tiles of the rest laid end to end; or of a sharer's, in the tiles of an item.
@@ -44,6 +50,13 @@ struct ForwardSchedule {
     FLASHMHF_HOST_DEVICE int last_owner(int index) const { return owner((index + 1) * (gap + inter_tiles) - 1); }
     // Where a cluster keeps its part of item `index` of the rest: 0 for the first item of its span, 1 for the second.
     FLASHMHF_HOST_DEVICE int part_of(int cluster, int index) const { return span_begin(cluster) / (gap + inter_tiles) != index; }
+    // The split item of the rest whose last part a cluster holds, or -1. It is the first of its span: a second one would end there only if
+    // it began there too, and be whole.
+    FLASHMHF_HOST_DEVICE int ends_item(int cluster) const {
+        if (cluster >= splits) return -1;
+        const int index = span_begin(cluster) / (gap + inter_tiles);
+        return first_owner(index) < cluster && last_owner(index) == cluster ? index : -1;
+    }
 };
 
 struct Work {
@@ -61,18 +74,19 @@ struct WorkCursor {
     }
     // The same cluster every time (a caller may have no register for it), and the CTA's rank in it.
     FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int rank) {
-        if (wave < s.waves) {
-            work = {wave++ * s.clusters + cluster, 0, s.inter_tiles, 0};
-            if (s.sharers > 1) work.begin = s.span_begin(rank), work.end = s.span_begin(rank + 1);
-            return true;
-        }
         const int stop = cluster < s.splits ? s.span_begin(cluster + 1) : 0;
-        if (tile >= stop) return false;
-        const int index = tile / (s.gap + s.inter_tiles), first = index * (s.gap + s.inter_tiles) + s.gap;
-        if (first >= stop) return false;
-        work = {s.waves * s.clusters + index, tile < first ? 0 : tile - first, s.inter_tiles < stop - first ? s.inter_tiles : stop - first,
-                s.part_of(cluster, index)};
-        tile = first + work.end;
+        if (tile < stop) {
+            const int index = tile / (s.gap + s.inter_tiles), first = index * (s.gap + s.inter_tiles) + s.gap;
+            if (first < stop) {
+                work = {s.waves * s.clusters + index, tile < first ? 0 : tile - first,
+                        s.inter_tiles < stop - first ? s.inter_tiles : stop - first, s.part_of(cluster, index)};
+                tile = first + work.end;
+                return true;
+            }
+        }
+        if (wave == s.waves) return false;
+        work = {wave++ * s.clusters + cluster, 0, s.inter_tiles, 0};
+        if (s.sharers > 1) work.begin = s.span_begin(rank), work.end = s.span_begin(rank + 1);
         return true;
     }
 };

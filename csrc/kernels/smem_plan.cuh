@@ -33,13 +33,14 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     using Q = tile<tile_rows, d_h>;
 
     struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], shares_full;
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], shares_full, part_stored[2], piece_full[P::piece_slots];
     };
 
     // Q in registers: a slot is [K;U] of one tile, then V of the tile before it. Otherwise: half of [K;U], or V.
     uint8_t ring[P::slots][P::slot_bytes];
     Q q[P::consumers];  // and the output on its way out
     GateTile<d_h> gate[P::gate_buffers][P::consumers];
+    float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];  // of parts that are being added up
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
     Semaphores semaphores;
 

@@ -13,6 +13,8 @@ template <int d_h> __device__ __forceinline__ size_t part_offset(const ForwardPa
     return static_cast<size_t>(((cluster * 2 + part) * p.row_ctas + rank) * p.consumers + warpgroup) * (tile_rows * d_h);
 }
 
+__device__ __forceinline__ void add(float4 &sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
 template <int d_h> __device__ __forceinline__ float4 fragment_quad(const OutputTile<d_h> &o, int j) {
     const auto &pair = o.tiles[0][j / 2].data;
     const float2 low = pair[j % 2 * 2], high = pair[j % 2 * 2 + 1];
@@ -26,13 +28,19 @@ template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d
     for (int j = 0; j < d_h / 8; ++j) __stcg(dst + 128 * j, fragment_quad<d_h>(o, j));
 }
 
+// Where the output has a row and a column of a row tile.
+template <int d_h, typename T> __device__ __forceinline__ T *output_at(const ForwardParams &p, const RowTile &tile, int row, int column) {
+    return static_cast<T *>(p.out) + tile.sequence * p.out_batch + (tile.token + row) * p.out_token + tile.head * d_h + column;
+}
+template <typename T> __device__ __forceinline__ void store_pair(T *dst, float x, float y) {
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    *reinterpret_cast<T2 *>(dst) = kittens::base_types::convertor<T2, float2>::convert(float2{x, y});
+}
 // Two columns of rows `row` and `row + 8` of a row tile, as in a float4 above, to the output.
 template <int d_h, typename T> __device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, const RowTile &tile, int row, int column) {
-    using T2 = typename kittens::base_types::packing<T>::packed_type;
-    using to = kittens::base_types::convertor<T2, float2>;
-    T *dst = static_cast<T *>(p.out) + tile.sequence * p.out_batch + (tile.token + row) * p.out_token + tile.head * d_h + column;
-    *reinterpret_cast<T2 *>(dst) = to::convert(float2{sum.x, sum.y});
-    if (holds_token(p, tile.sequence, tile.token + row + 8)) *reinterpret_cast<T2 *>(dst + 8 * p.out_token) = to::convert(float2{sum.z, sum.w});
+    T *dst = output_at<d_h, T>(p, tile, row, column);
+    store_pair(dst, sum.x, sum.y);
+    if (holds_token(p, tile.sequence, tile.token + row + 8)) store_pair(dst + 8 * p.out_token, sum.z, sum.w);
 }
 
 // Sharers of an item add their sums in pieces of 8 columns of a row tile, 128 float4s as above: piece i (of all warpgroups) goes to CTA
@@ -66,10 +74,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_shares(const 
         if (!holds_token(p, tile.sequence, tile.token + row)) continue;
         float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
-        for (int c = 0; c < pieces.sharers; ++c) {
-            const float4 x = shares[(number * pieces.sharers + c) * 128 + thread];
-            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-        }
+        for (int c = 0; c < pieces.sharers; ++c) add(sum, shares[(number * pieces.sharers + c) * 128 + thread]);
         store_quad<d_h, T>(sum, p, tile, row, i % pieces.of_tile * 8 + thread % 4 * 2);
     }
 }

@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) { return stati
 
 // Makes this thread's ordinary stores to shared memory visible to wgmma and bulk copies; every writing thread calls it before the barrier.
 __device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Between this thread's view of global memory and its bulk copies.
+// Orders this thread's bulk copies to and from global memory behind what ordinary stores have written, and what it has acquired.
 __device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // After init_semaphore: visible to the cluster and to bulk copies.
 __device__ __forceinline__ void fence_semaphore_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
