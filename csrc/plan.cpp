@@ -13,11 +13,11 @@ namespace {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Footprint {
-    int shared_memory, consumers;
+    int shared_memory, pieces, consumers;  // bytes; of parts, which a launch that adds none goes without
     bool may_share, may_add_parts;
 };
-template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::consumers, ForwardPolicy<d_h>::may_share,
-                                                    ForwardPolicy<d_h>::may_add_parts};
+template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
+                                                    ForwardPolicy<d_h>::consumers, ForwardPolicy<d_h>::may_share, ForwardPolicy<d_h>::may_add_parts};
 
 Footprint footprint_of(int head_dim) {
     switch (head_dim) {
@@ -94,7 +94,7 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
 ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
     ForwardPlan plan{};
     const Footprint footprint = footprint_of(shape.head_dim);
-    plan.shared_memory = footprint.shared_memory;
+    plan.shared_memory = footprint.shared_memory - footprint.pieces;
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows), "the sequence length");
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
     const int inter_tiles = checked(static_cast<int64_t>(plan.subnet_tiles) * shape.subnets, "E * d_e");
@@ -126,7 +126,10 @@ ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
     plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim, footprint.may_add_parts);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
-    if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
+    if (plan.schedule.adds_parts) {
+        plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
+        plan.shared_memory = footprint.shared_memory;
+    }
     return plan;
 }
 

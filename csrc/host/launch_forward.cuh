@@ -44,6 +44,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
         }
     cudaLaunchConfig_t config{};
     if (cudaError_t error = configure<d_h, T>(config)) return error;
+    config.dynamicSmemBytes = l.plan.shared_memory;
     config.gridDim = dim3(s.clusters * l.plan.cluster_size);
     config.blockDim = dim3(128 * (l.plan.consumers + 1));
     config.stream = stream;

@@ -246,7 +246,7 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
              const __grid_constant__ ForwardParams p) {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
-    static_assert(sizeof(Shared) <= (P::shared_memory + 1023) / 1024 * 1024 && sizeof(typename Shared::Semaphores) + sizeof(Shared::items) <= barrier_bytes);
+    static_assert(offsetof(Shared, pieces) + P::piece_slots * P::piece_bytes <= P::shared_memory);
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);
@@ -273,9 +273,9 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
     if (warpgroup == p.consumers) {
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
+        const WeightMaps weights{&map_k, &map_u, &map_v};
         if (warp == 0) {
             begin(p);
-            const WeightMaps weights{&map_k, &map_u, &map_v};
             if (kittens::laneid() == 0) {  // where multicast is always, both are one instance
                 if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true>(shared, weights, p);
                 else load_weights<d_h, T, P::always_multicast>(shared, weights, p);
@@ -283,7 +283,10 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
         } else if (warp <= p.consumers) {
             load_rows_of_items<d_h, T>(shared, &map_q, &map_r, &map_out, p, warp - 1);
         } else {
-            begin(p);
+            join_cluster(p);
+            if (warp == p.consumers + 1 && kittens::laneid() == 0) prefetch_weights<d_h>(weights, p);
+            __syncwarp();
+            kittens::pdl::wait();
             if constexpr (P::may_add_parts)
                 if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
         }
