@@ -52,6 +52,8 @@ struct GateParams {
     bool w_is_float;
     float eps;
     float *r, *scale;          // [T, H, E]; [T, H]: 1 / (sum_e sigmoid(P) + eps)
+    float *sums;               // to be cleared along with it: what the main kernels add to
+    int64_t sums_floats;
     const float *dr_sums, *dr; // [H, E, batch * row_tiles * 64], or null and [T, H, E]
     const float *query_tiles;  // [H][batch * row_tiles][query_parts][64 * d_h] fp32 in fragment order: dQ without the router's part
     int query_parts;

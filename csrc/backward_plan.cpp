@@ -22,6 +22,8 @@ constexpr int64_t launch_overhead_tiles = 40;
 // Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind one
 // another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
 constexpr double turns_slowdown = 1.16, turn_tiles = 5, pair_slowdown = 1.30;
+// CTAs of the kernel that computes R on an SM.
+constexpr int64_t gate_rows_ctas = 5;
 // A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
 constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
 // Time that saving memory may cost.
@@ -66,6 +68,7 @@ BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
     }
     plan.token_parts = static_cast<int>(token_parts);
     plan.token_time = shortest * 2 * 5 / 8;  // two token tiles, five of the eight products
+    plan.gate_rows_parts = static_cast<int>(ceil_div(gate_rows_ctas * sms, shape.heads));
     plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, tiles));
     return plan;
 }

@@ -33,6 +33,7 @@ struct BackwardPlan {
     int token_blocks;  // of two row tiles: CTAs of a head of the token-stationary kernel
     int token_parts;   // CTAs that share the sub-networks of a token block
     int router_parts;  // CTAs that share the tokens of a head's dW
+    int gate_rows_parts;  // CTAs that share the tokens of a head's R
     double inter_time, token_time;  // predicted makespans of the two kinds of kernels, in tiles of 64 x 64 of all eight products
     int inter_blocks() const { return whole + (items - whole) * parts; }
 };

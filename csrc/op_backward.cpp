@@ -146,6 +146,8 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
         g.eps = router.eps;
         g.r = floats(places.r);
         g.scale = floats(places.scale);
+        g.sums = p.query_sums;
+        g.sums_floats = places.sums_floats;
         g.dr_sums = p.dr_sums;
         g.dr = floats(places.dr);
         g.dw_parts = floats(places.dw_parts);

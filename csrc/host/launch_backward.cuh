@@ -1,6 +1,8 @@
 // Definitions for host/launch_backward.h; included by the instances only.
 #pragma once
 
+#include <algorithm>
+
 #include "host/launch_backward.h"
 #include "host/launch_kernel.cuh"
 #include "kernels/backward_collect.cuh"
@@ -83,12 +85,15 @@ template <int d_h, typename T> cudaError_t finish_query(const BackwardLaunch &l,
 
 template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l) {
     const BackwardParams &p = l.params;
-    if (l.gate.w)
-        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, dim3(p.batch * p.row_tiles, p.heads), 128, 0, l.stream, l.gate)) return error;
+    if (l.gate.w) {
+        const dim3 grid(std::min(l.plan.gate_rows_parts, p.batch * p.row_tiles), p.heads);
+        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, grid, 128, 0, l.stream, l.gate)) return error;
+    }
     if constexpr (d_h < 256) {
         if (l.fused) {
-            // dr_sums, if any, lie behind query_sums
-            if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
+            // dr_sums and turns, if any, lie behind query_sums
+            if (!l.gate.w)
+                if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;
             if (p.dr_sums && p.dr)
                 if (cudaError_t error = launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
