@@ -16,9 +16,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t cta_overhead_tiles = 4;
 // Parts of split items live in memory, 3 * 64 * d_h fp32 each: bound their number.
 constexpr int64_t max_parts = 768;
-// What a launch costs besides its CTAs, in tiles (80 us at d_h = 128 on an H200): they do not end together, and the kernels before and after
+// What a launch costs besides its CTAs, in tiles (150 us at d_h = 128 on an H200): they do not end together, and the kernels before and after
 // them drain and fill the device.
-constexpr int64_t launch_overhead_tiles = 40;
+constexpr int64_t launch_overhead_tiles = 80;
 // Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind one
 // another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
 constexpr double turns_slowdown = 1.16, turn_tiles = 5, pair_slowdown = 1.30;

@@ -87,19 +87,18 @@ struct InterWork : TokenShare {
     }
 };
 
-// The turns of a CTA at a row of tiles: the one before it in the order of the items, whose block number is lower, has added its part. So the
+// The turns of a CTA at the tiles of a sum: the one before it in the order of the items, whose block number is lower, has added its part. So the
 // first block that has not finished never waits for one that has not started, whatever else runs on the device. By one thread.
 struct Turns {
-    uint32_t *taken;  // for the tile: CTAs that have added to it; null: no order
+    uint32_t *taken;  // CTAs that have added to a tile; null: no order
     uint32_t before;  // CTAs before this one
-    __device__ __forceinline__ Turns(uint32_t *counts, int64_t first_tile, int before) : taken(counts ? counts + first_tile : nullptr), before(before) {}
-    __device__ __forceinline__ void await() const {
+    __device__ __forceinline__ void await(uint32_t tile) const {
         if (taken)
-            while (load_acquire(taken) != before) __nanosleep(32);
+            while (load_acquire(taken + tile) != before) __nanosleep(32);
     }
     // What this thread has seen done is done for the next.
-    __device__ __forceinline__ void pass() {
-        if (taken) store_release(taken++, before + 1);
+    __device__ __forceinline__ void pass(uint32_t tile) const {
+        if (taken) store_release(taken + tile, before + 1);
     }
 };
 
@@ -270,13 +269,13 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 g.advance();
             }
         } else if (P::query && warp_in_role == 1 && leader) {
-            const int64_t first_tile = static_cast<int64_t>(work.head) * p.batch * p.row_tiles + work.begin;
-            float *sums = p.query_sums + first_tile * backward_rows * d_h;
-            Turns turns(p.query_turns, first_tile, work.subnet * p.subnet_tiles + work.row / backward_rows);
+            uint32_t tile = work.head * p.batch * p.row_tiles + work.begin;
+            float *sums = p.query_sums + static_cast<int64_t>(tile) * backward_rows * d_h;
+            const Turns turns{p.query_turns, static_cast<uint32_t>(work.subnet * p.subnet_tiles + work.row / backward_rows)};
             uint32_t phase = 0;
 #pragma unroll 1
-            for (int it = work.begin; it < work.end; ++it) {
-                turns.await();
+            for (int it = work.begin; it < work.end; ++it, ++tile) {
+                turns.await(tile);
                 wait(shared.staged_full, phase);
                 if (turns.taken) tma::fence_global();
                 tma::reduce_add_async(sums, shared.staged, sizeof(shared.staged));
@@ -284,7 +283,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 kittens::tma::store_async_read_wait<0>();
                 arrive(shared.staged_empty);
                 if (turns.taken) kittens::tma::store_async_wait<0>();
-                turns.pass();
+                turns.pass(tile);
                 sums += backward_rows * d_h;
                 phase ^= 1;
             }
@@ -319,30 +318,29 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 q.advance();
             }
         } else if (P::query && warp_in_role == 3) {
-            const int64_t tiles = static_cast<int64_t>(p.batch) * p.row_tiles;
-            const int64_t first_tile = (static_cast<int64_t>(work.head) * p.subnets + work.subnet) * tiles + work.begin;
-            float *sums = p.dr_sums;
-            if (sums) sums += first_tile * backward_rows + lane;
-            Turns turns(p.dr_turns, first_tile, work.row / backward_rows);
+            uint32_t tile = (work.head * p.subnets + work.subnet) * p.batch * p.row_tiles + work.begin;
+            const Turns turns{p.dr_turns, static_cast<uint32_t>(work.row / backward_rows)};
             Ring<2> buffer;
 #pragma unroll 1
-            for (int it = work.begin; it < work.end; ++it) {
-                if (leader) turns.await();
+            for (int it = work.begin; it < work.end; ++it, ++tile) {
                 wait(shared.grads_full[buffer.slot][1], buffer.phase);
-                __syncwarp();  // all lanes after the leader's turn
-                if (sums) {
+                float dr[2];
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const float4 v = shared.dr[P::query ? buffer.slot : 0][lane + 32 * half];
-                        atomicAdd(sums + 32 * half, (v.x + v.y) + (v.z + v.w));
-                    }
-                    sums += backward_rows;
+                for (int half = 0; half < 2; ++half) {
+                    const float4 v = shared.dr[P::query ? buffer.slot : 0][lane + 32 * half];
+                    dr[half] = (v.x + v.y) + (v.z + v.w);
                 }
                 __syncwarp();
                 if (leader) {
                     arrive(shared.grads_empty[buffer.slot]);
-                    turns.pass();
+                    turns.await(tile);
                 }
+                __syncwarp();
+                if (p.dr_sums)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) atomicAdd(p.dr_sums + static_cast<int64_t>(tile) * backward_rows + lane + 32 * half, dr[half]);
+                __syncwarp();
+                if (leader) turns.pass(tile);
                 buffer.advance();
             }
         }

@@ -27,7 +27,5 @@ constexpr int q_full_arrivals = 2;  // the Q loader's expect_bytes; its warp aft
 // handing over the buffers (a waiting warp polls a semaphore, but sleeps at a named barrier); with the warpgroup before it, for its turn.
 __device__ __forceinline__ kittens::barrier<5> q_empty_barrier(int warpgroup) { return kittens::barrier<5>(1 + warpgroup); }
 __device__ __forceinline__ kittens::barrier<8> turn_barrier(int warpgroup) { return kittens::barrier<8>(3 + warpgroup); }
-// Of all warps, which come to it at different places of the code: synccheck takes barrier 0 for a __syncthreads that some have missed.
-__device__ __forceinline__ void start_sync() { asm volatile("bar.sync 5, %0;" ::"r"(blockDim.x) : "memory"); }
 
 }  // namespace flashmhf

@@ -269,13 +269,14 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
         if (p.schedule.sharers > 1 && kittens::laneid() == 0)
             kittens::tma::expect_bytes(sem.shares_full, Pieces::of<d_h>(p).bytes(kittens::cluster_ctarank()));
     }
+    __syncthreads();
 
     if (warpgroup == p.consumers) {
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
-        const WeightMaps weights{&map_k, &map_u, &map_v};
         if (warp == 0) {
             begin(p);
+            const WeightMaps weights{&map_k, &map_u, &map_v};
             if (kittens::laneid() == 0) {  // where multicast is always, both are one instance
                 if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true>(shared, weights, p);
                 else load_weights<d_h, T, P::always_multicast>(shared, weights, p);
@@ -283,10 +284,7 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
         } else if (warp <= p.consumers) {
             load_rows_of_items<d_h, T>(shared, &map_q, &map_r, &map_out, p, warp - 1);
         } else {
-            join_cluster(p);
-            if (warp == p.consumers + 1 && kittens::laneid() == 0) prefetch_weights<d_h>(weights, p);
-            __syncwarp();
-            kittens::pdl::wait();
+            begin(p);
             if constexpr (P::may_add_parts)
                 if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
         }

@@ -25,37 +25,10 @@ template <bool multicast, typename Tile> __device__ __forceinline__ void load_ro
     }
 }
 
-// The barriers of the cluster are there.
-__device__ __forceinline__ void join_cluster(const ForwardParams &p) {
-    start_sync();
-    if (p.row_ctas > 1) cluster_sync();
-}
-// And the kernel before this one has finished: what comes before ran under its tail.
+// When the barriers of the cluster are there, and the kernel before this one has finished: what comes before ran under its tail.
 __device__ __forceinline__ void begin(const ForwardParams &p) {
-    join_cluster(p);
+    if (p.row_ctas > 1) cluster_sync();
     kittens::pdl::wait();
-}
-
-// The first tiles of the first item to the L2, under the tail of the kernel before this one, by one thread. The L2 is where memory is
-// coherent: what that kernel should still write of them is not missed.
-template <int d_h> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
-    constexpr int tiles = 6;
-    const int rank = kittens::cluster_ctarank();
-    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
-    Work work;
-    if (!cursor.next(work, kittens::clusterIdx().x, rank)) return;
-    const int share = p.row_ctas > 1 ? tile_inter / p.row_ctas * rank : 0, end = min(work.end, work.begin + tiles);
-#pragma unroll 1
-    for (int tile = work.begin; tile < end; ++tile) {
-        const int subnet = tile / p.subnet_tiles, row = (tile - subnet * p.subnet_tiles) * tile_inter + share;
-#pragma unroll 1
-        for (int c = 0; c < d_h; c += ForwardPolicy<d_h>::panel_cols) {
-            const int3 at = {c, row, subnet + work.item / p.blocks * p.subnets};
-            tma::prefetch_box(maps.k, at);
-            tma::prefetch_box(maps.u, at);
-            tma::prefetch_box(maps.v, at);
-        }
-    }
 }
 
 // By one thread. CTAs that share the tiles fetch a part of the rows of each and multicast it. Every instruction of the loop over the tiles

@@ -72,10 +72,6 @@ __device__ __forceinline__ void reduce_add_async(float *dst, const void *src, ui
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
 }
-// A box of the tensor map to the L2.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap *map, int3 c) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
-}
 // bytes from src, both multiples of 16, to the L2: no more than a hint, right even before griddepcontrol.wait.
 __device__ __forceinline__ void prefetch_linear(const void *src, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
