@@ -6,7 +6,7 @@
 
 namespace flashmhf {
 
-Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool settled) {
     check_projection(x, w, bias);
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     const NvtxRange nvtx("flashmhf project");
@@ -20,6 +20,7 @@ Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bi
     params.tokens = static_cast<int>(x.size(0));
     params.inner = static_cast<int>(w.size(1)), params.features = static_cast<int>(w.size(0));
     params.x_stride = x.stride(0);
+    params.settled = settled;
     auto launch = x.scalar_type() == ScalarType::BFloat16 ? launch_project<true> : launch_project<false>;
     check_cuda(launch(params, current_stream(x.get_device_index())));
     return out;

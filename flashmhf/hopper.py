@@ -183,9 +183,14 @@ def refuse_projection(x: Tensor, w: Tensor, bias: Tensor | None) -> TypeError | 
     return None
 
 
-def project(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for few tokens, without autograd; it starts under the kernel before it and lets the next one do so."""
+def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, settled: bool = False) -> Tensor:
+    """x W^T + bias for few tokens, without autograd; it starts under the kernel before it and lets the next one do so.
+
+    ``settled``: whoever wrote w and bias has finished when this kernel starts, even if the kernel before it in the stream still runs; they
+    are then read at once. True right behind a forward of this back end, which starts nobody before all older kernels have finished and
+    writes its output only.
+    """
     refusal = refuse_projection(x, w, bias)
     if refusal is not None:
         raise refusal
-    return torch.ops.flashmhf_hopper.project(x, w, bias)
+    return torch.ops.flashmhf_hopper.project(x, w, bias, settled)

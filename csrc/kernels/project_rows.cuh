@@ -1,8 +1,10 @@
-// Projection of few tokens: out = x W^T + bias, one rounding. A CTA finishes 16 features of all tokens; bound by the time to bring W from the L2.
+// Projection of few tokens: out = x W^T + bias, one rounding. Latency rules, not bandwidth: after the wait for the kernel before there is one trip
+// to the L2 for every 2,048 k.
 //
-//   under the kernel before    the 16 rows of W to the L2, which stays coherent if that kernel writes them; no other data is touched
-//   a warp                     steps of 32 k: W and x from global memory straight to the fragments of mma.sync, `stages` steps in flight
-//   then                       sums over the warps through shared memory, over the cluster through remote shared memory, each in order
+//   under the kernel before    the rows of W to the L2, which stays coherent if that kernel writes them; with `settled`, to registers at once
+//   then                       x to shared memory by asynchronous copies, and W if it is not there: all of a chunk of k in flight together
+//   a warp                     16 features of all tokens over its share of the chunk: W in registers as fragments of mma.sync, x in shared memory
+//   at last                    the sums of 8 warps, wherever in the cluster, to the CTA that finishes their features, which adds them in order
 //
 // CTAs of a cluster compute 16 features each together: every one takes a share of k for all of them, so that x is not read whole by each CTA.
 #pragma once
@@ -13,167 +15,197 @@
 
 namespace flashmhf {
 
-// For up to max_tokens tokens. Beside a CTA of the forward kernel with one consumer warpgroup an SM has 22,528 registers left, 88 a thread, and
-// at d_h = 128 some 14,000 bytes of shared memory: up to 16 tokens that is enough for a CTA, so that either kernel starts under the other's tail.
-template <int max_tokens> struct ProjectPolicy {
+// For up to max_tokens tokens; one: all of k in one chunk. Beside a CTA of the forward kernel with one consumer warpgroup an SM has 22,528 registers
+// left, 88 a thread.
+template <int max_tokens, bool one> struct ProjectPolicy {
     static constexpr int warps = 8, threads = 32 * warps;
-    static constexpr int tile = 16, step = 32;  // features of an operand, k of two products
-    static constexpr int cluster = max_tokens > 8 ? 4 : 1, features = tile * cluster;
+    static constexpr int tile = 16, step = 32;               // features of a warp, k of two products
+    static constexpr int cluster = max_tokens > 2 ? 4 : 1;   // CTAs; a warp takes the features that one of them finishes,
+    static constexpr int slices = warps / cluster;           // and every slices-th step of its CTA
+    static constexpr int loads = 8, steps = loads * slices;  // at most, of a warp and of its CTA, in a chunk of k: 64 registers of W
+    static constexpr int groups = (max_tokens + 7) / 8;      // of 8 tokens
+    static constexpr int batch = groups > 1 ? 2 : 1, batches = groups / batch;  // of groups: taken together, as soon as their x is there
+    static constexpr int chains = 2;                       // sums of a group by turns: fewer products wait for one another
+    static constexpr int row_threads = threads / cluster;  // that copy a row of x, 16 bytes each
+    static constexpr int registers = !one ? 160 : max_tokens > 16 ? 128 : 88;
+    static_assert(batches * batch == groups && row_threads * 16 == steps * step * 2);
+    static_assert(project_multiple % (tile * cluster) == 0 && project_multiple % step == 0);
 
-    // What a warp computes: `tiles` of the cluster's features, `groups` of 8 tokens, every units-th step of k.
-    static constexpr int feature_parts = cluster > 1 ? 2 : 1, token_parts = max_tokens > 32 ? 2 : 1;
-    static constexpr int tiles = cluster / feature_parts, groups = max_tokens / 8 / token_parts;
-    static constexpr int slices = warps / (feature_parts * token_parts), units = cluster * slices;
-    static constexpr int stages = 64 / (4 * (2 * tiles + groups));  // 64 registers of operands
-    static constexpr int pitch = features + 4;                      // of sums: their stores meet no bank twice
-    static constexpr int registers = max_tokens > 16 ? 128 : 88;
-    static_assert(stages >= 2 && groups * token_parts * 8 == max_tokens && project_multiple % features == 0 && project_multiple % step == 0);
-    static_assert(cluster == 1 || groups % 2 == 0);
+    static int chunks(int inner) { return (inner / step + warps * loads - 1) / (warps * loads); }
+    static int steps_of(int inner) { return (inner / step + cluster * chunks(inner) - 1) / (cluster * chunks(inner)); }
+    __host__ __device__ static int batches_of(int tokens) { return batches == 1 ? 1 : (tokens + 8 * batch - 1) / (8 * batch); }
+    // Of a row of x: an odd number of 64 bytes, so that eight threads that read two rows together meet no bank twice.
+    __host__ __device__ static int pitch(int steps) { return (steps | 1) * step * 2; }
+    __host__ __device__ static int part_bytes(int tokens) { return warps * batches_of(tokens) * batch * 32 * int{sizeof(float4)}; }
+    static int shared_memory(const ProjectParams &p) { return part_bytes(p.tokens) + p.tokens * pitch(p.steps); }
 };
 
-template <int max_tokens> struct ProjectShared {
-    using P = ProjectPolicy<max_tokens>;
-    float sums[P::slices][P::token_parts][8][P::pitch];                                     // of a group of tokens, by warp
-    float4 shares[P::cluster][P::cluster > 1 ? P::groups * P::token_parts / 2 : 1][64];  // of the CTA's 16 features, by sender
-    kittens::semaphore shares_full;
-};
-
-// 16 bytes, of what nobody writes while this kernel runs past its wait.
+// 16 bytes from the L2, of what nobody writes while this kernel runs: with `settled`, another SM may have written them since this L1 was filled.
 __device__ __forceinline__ uint4 load_16_bytes(const void *p) {
     uint4 x;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+    return x;
+}
+// As in ptx_ext.cuh, to an address in shared memory.
+__device__ __forceinline__ void copy_16_bytes_async(uint32_t dst, const void *src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+// This thread's arrival, when its copies up to here are complete.
+__device__ __forceinline__ void arrive_after_copies(kittens::semaphore &sem) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(tma::shared_address(&sem)) : "memory");
+}
+
+__device__ __forceinline__ uint16_t load_2_bytes(const void *p) {
+    uint16_t x;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
     return x;
 }
 
-// d[16 features x 8 tokens] += w x^T over 32 k. Thread t of a quad holds k = 8t..8t + 7 of features g (low) and g + 8 (high) and of token g;
-// the products take them as k = 2t, 2t + 1, 2t + 8, 2t + 9: any order will do that is the same in both operands.
-template <typename T2> __device__ __forceinline__ void multiply_step(float (&d)[4], const uint4 &low, const uint4 &high, const uint4 &x) {
-    const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-    mma_16x8(d, reinterpret_cast<const T2(&)[4]>(first), x.x, x.y);
-    mma_16x8(d, reinterpret_cast<const T2(&)[4]>(second), x.z, x.w);
-}
-
-// Two neighbouring features: where their sums over the last of the parts begin, and of a token, rounded, to the output.
-template <typename T> __device__ __forceinline__ float2 load_bias(const ProjectParams &p, int feature) {
-    if (!p.bias) return {0.f, 0.f};
-    using to = kittens::base_types::convertor<float, T>;
-    const T *bias = static_cast<const T *>(p.bias) + feature;
-    return {to::convert(bias[0]), to::convert(bias[1])};
-}
-template <typename T> __device__ __forceinline__ void store_features(const ProjectParams &p, int token, int feature, float2 sum) {
-    using T2 = typename kittens::base_types::packing<T>::packed_type;
-    if (token >= p.tokens) return;
-    T *dst = static_cast<T *>(p.out) + static_cast<int64_t>(token) * p.features + feature;
-    *reinterpret_cast<T2 *>(dst) = kittens::base_types::convertor<T2, float2>::convert(sum);
-}
-
-template <int max_tokens, typename T> __global__ __maxnreg__(ProjectPolicy<max_tokens>::registers)
+template <int max_tokens, bool one, typename T> __global__ __maxnreg__((ProjectPolicy<max_tokens, one>::registers))
 void project(const __grid_constant__ ProjectParams p) {
-    using P = ProjectPolicy<max_tokens>;
+    using P = ProjectPolicy<max_tokens, one>;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    __shared__ ProjectShared<max_tokens> shared;
+    __shared__ kittens::semaphore x_full[P::batches], parts_full;
+    extern __shared__ __align__(128) uint8_t memory[];
+    auto *parts = reinterpret_cast<float4 *>(memory);  // [warp of the cluster by its share of k][group][lane]: the CTA's features
+    uint8_t *x = memory + P::part_bytes(p.tokens);     // [token][pitch]: the CTA's k of a chunk
     kittens::pdl::arrive();  // the next kernel waits for this one to end before it touches data
-    const int warp = __shfl_sync(kittens::MASK_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int rank = P::cluster > 1 ? kittens::cluster_ctarank() : 0;
+    const int warp = __shfl_sync(kittens::MASK_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int rank = P::cluster > 1 ? kittens::cluster_ctarank() : 0, owner = warp % P::cluster, slice = warp / P::cluster;
+    const int batches = P::batches_of(p.tokens), pitch = P::pitch(p.steps), column = blockIdx.x * P::tile + g;
 
-    if (threadIdx.x == P::threads - 1) {
-        const auto *rows = static_cast<const T *>(p.w) + static_cast<int64_t>(blockIdx.x) * P::tile * p.inner;
+    if (threadIdx.x == 0) {
+        for (auto &full : x_full) kittens::init_semaphore(full, P::threads);
+        kittens::init_semaphore(parts_full, 1);
+        tma::fence_semaphore_init();
+        kittens::tma::expect_bytes(parts_full, P::part_bytes(p.tokens));
+    }
+
+    // Fragments: thread t of a quad holds k = 8t..8t + 7 of a step, of features g (low) and g + 8 (high) and of token g; the two products take them
+    // as k = 2t, 2t + 1, 2t + 8, 2t + 9: any order will do that is the same in both operands.
+    uint4 low[P::loads], high[P::loads];
+    auto first_step = [&](int chunk) { return (chunk * P::cluster + rank) * p.steps; };
+    auto steps_here = [&](int chunk) { return min(p.steps, p.inner / P::step - first_step(chunk)); };  // none: 0 or less
+    const int row = (static_cast<int>(blockIdx.x) - rank + owner) * P::tile + g;
+    const T *w_low = static_cast<const T *>(p.w) + static_cast<int64_t>(row) * p.inner + (first_step(0) + slice) * P::step + 8 * t;
+    const T *w_high = w_low + int64_t{8} * p.inner;
+    auto load_w = [&](int chunk) {
+        const int steps = steps_here(chunk);
+        asm volatile("" : "+l"(w_low), "+l"(w_high));  // or ptxas computes every address anew
 #pragma unroll
-        for (int i = 0; i < 4; ++i) tma::prefetch_linear(rows + int64_t{i * P::tile / 4} * p.inner, P::tile / 4 * sizeof(T) * p.inner);
-    }
-    if constexpr (P::cluster > 1) {
-        if (threadIdx.x == 0) {
-            kittens::init_semaphore(shared.shares_full, 1);
-            tma::fence_semaphore_init();
-            kittens::tma::expect_bytes(shared.shares_full, sizeof(shared.shares));
+        for (int i = 0; i < P::loads; ++i) {
+            if (slice + i * P::slices >= steps) continue;
+            low[i] = load_16_bytes(w_low + i * P::slices * P::step);
+            high[i] = load_16_bytes(w_high + i * P::slices * P::step);
         }
-        __syncwarp();
-        cluster_sync();
+        w_low += P::cluster * p.steps * P::step, w_high += P::cluster * p.steps * P::step;
+    };
+    uint16_t bias[2] = {0, 0};  // not converted before they are used: one waits for neither
+    auto load_bias = [&]() {
+        const T *at = static_cast<const T *>(p.bias) + column;
+        if (p.bias) bias[0] = load_2_bytes(at), bias[1] = load_2_bytes(at + 8);
+    };
+
+    if (p.settled) load_w(0), load_bias();
+    // The rows of W that this CTA finishes, and those of one that may find no room until the kernel before has ended.
+    if (threadIdx.x == P::threads - 1) {
+        auto prefetch = [&](int cta) {
+            const T *rows = static_cast<const T *>(p.w) + static_cast<int64_t>(cta) * P::tile * p.inner;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) tma::prefetch_linear(rows + int64_t{i * P::tile / 4} * p.inner, P::tile / 4 * sizeof(T) * p.inner);
+        };
+        if (!p.settled || p.chunks > 1) prefetch(blockIdx.x);
+        prefetch((blockIdx.x + gridDim.x / 2) % gridDim.x);
     }
+    __syncwarp();
+    if constexpr (P::cluster > 1) cluster_sync();
+    else __syncthreads();
+
+    const int piece = threadIdx.x % P::row_threads, first_row = threadIdx.x / P::row_threads;
+    const T *src = static_cast<const T *>(p.x) + first_row * p.x_stride + first_step(0) * P::step + piece * 8;
+    const uint32_t dst = tma::shared_address(x) + first_row * pitch + piece * 16;
+    auto fetch_x = [&](int chunk, int b) {
+        const T *from = src + chunk * (P::cluster * p.steps * P::step);
+        if (piece * 8 < steps_here(chunk) * P::step) {
+#pragma unroll
+            for (int row = b * P::batch * 8; row < min((b + 1) * P::batch * 8, max_tokens); row += P::cluster)
+                if (first_row + row < p.tokens) copy_16_bytes_async(dst + row * pitch, from + row * p.x_stride);
+        }
+        arrive_after_copies(x_full[b]);
+    };
     kittens::pdl::wait();
 
-    const int feature_part = warp % P::feature_parts, token_part = warp / P::feature_parts % P::token_parts;
-    const int slice = warp / (P::feature_parts * P::token_parts), unit = rank * P::slices + slice;
-    const int g = lane / 4, t = lane % 4, token = token_part * P::groups * 8 + g;
-    const int feature = (static_cast<int>(blockIdx.x) - rank) * P::tile + feature_part * P::tiles * P::tile + g;  // of the thread's first row of W
-    const T *w = static_cast<const T *>(p.w) + static_cast<int64_t>(feature) * p.inner + unit * P::step + 8 * t;
-    const T *x = static_cast<const T *>(p.x) + token * p.x_stride + unit * P::step + 8 * t;
-    const int steps = (p.inner / P::step - unit + P::units - 1) / P::units;
-
-    uint4 low[P::stages][P::tiles], high[P::stages][P::tiles], rows[P::stages][P::groups];
-    float sum[P::tiles][P::groups][4] = {};
-    auto load = [&](int stage, int i) {
-        const int64_t k = int64_t{i} * (P::units * P::step);
+    float sum[P::groups][4] = {};
+    // Two products of every step of this warp for the tokens of a batch; rows of no token repeat the last one's, and nobody stores their sums.
+    auto multiply = [&](int b, int steps, auto all) {
+        float turns[P::batch][P::chains][4] = {};
+        const uint8_t *rows[P::batch];
 #pragma unroll
-        for (int m = 0; m < P::tiles; ++m) {
-            low[stage][m] = load_16_bytes(w + int64_t{m * P::tile} * p.inner + k);
-            high[stage][m] = load_16_bytes(w + int64_t{m * P::tile + 8} * p.inner + k);
+        for (int j = 0; j < P::batch; ++j) rows[j] = x + min((b * P::batch + j) * 8 + g, p.tokens - 1) * pitch + slice * (P::step * 2) + 16 * t;
+#pragma unroll
+        for (int i = 0; i < P::loads; ++i) {
+            if (!all.value && slice + i * P::slices >= steps) break;
+            const uint32_t first[4] = {low[i].x, high[i].x, low[i].y, high[i].y}, second[4] = {low[i].z, high[i].z, low[i].w, high[i].w};
+#pragma unroll
+            for (int j = 0; j < P::batch; ++j) {
+                const uint4 k = *reinterpret_cast<const uint4 *>(rows[j] + i * P::slices * P::step * 2);
+                mma_16x8(turns[j][2 * i % P::chains], reinterpret_cast<const T2(&)[4]>(first), k.x, k.y);
+                mma_16x8(turns[j][(2 * i + 1) % P::chains], reinterpret_cast<const T2(&)[4]>(second), k.z, k.w);
+            }
         }
 #pragma unroll
-        for (int j = 0; j < P::groups; ++j) rows[stage][j] = token + 8 * j < p.tokens ? load_16_bytes(x + 8 * j * p.x_stride + k) : uint4{0, 0, 0, 0};
+        for (int j = 0; j < P::batch; ++j)
+#pragma unroll
+            for (int c = 0; c < P::chains; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[b * P::batch + j][i] += turns[j][c][i];
     };
+    auto send = [&](int group) {
+        const auto &s = sum[group];
+        float4 *to = &parts[((rank * P::slices + slice) * batches * P::batch + group) * 32 + lane];
+        if constexpr (P::cluster > 1) tma::store_remote_async(to, float4{s[0], s[1], s[2], s[3]}, parts_full, owner);
+        else *to = float4{s[0], s[1], s[2], s[3]};
+    };
+
+    const int chunks = one ? 1 : p.chunks;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        if (chunk > 0) __syncthreads();  // x of the chunk before has been read
+        fetch_x(chunk, 0);
+        if (chunk > 0 || !p.settled) load_w(chunk);
 #pragma unroll
-    for (int stage = 0; stage < P::stages; ++stage)
-        if (stage < steps) load(stage, stage);
-    const int owner = threadIdx.x / 64, place = threadIdx.x % 64, row = place / 8, pair = 2 * (place % 8), column = blockIdx.x * P::tile + pair;
-    const float2 bias = load_bias<T>(p, column);
-    for (int first = 0; first < steps; first += P::stages) {
+        for (int b = 1; b < P::batches; ++b)
+            if (b < batches) fetch_x(chunk, b);
+        if (chunk == 0 && !p.settled) load_bias();
+        const int steps = steps_here(chunk);
 #pragma unroll
-        for (int stage = 0; stage < P::stages; ++stage) {
-            const int i = first + stage;
-            if (i >= steps) break;
+        for (int b = 0; b < P::batches; ++b) {
+            if (b >= batches) break;
+            kittens::wait(x_full[b], chunk & 1);
+            if (steps == P::steps) multiply(b, steps, std::true_type{});
+            else multiply(b, steps, std::false_type{});
+            if (chunk < chunks - 1) continue;
 #pragma unroll
-            for (int j = 0; j < P::groups; ++j)
-#pragma unroll
-                for (int m = 0; m < P::tiles; ++m) multiply_step<T2>(sum[m][j], low[stage][m], high[stage][m], rows[stage][j]);
-            if (i + P::stages < steps) load(stage, i + P::stages);
+            for (int j = 0; j < P::batch; ++j) send(b * P::batch + j);
         }
     }
 
-    // Sums over the slices of k of this CTA: thread i gets two features (of CTA i / 64 of the cluster) of a token of each group.
-    float2 total[P::groups * P::token_parts];
+    if constexpr (P::cluster > 1) kittens::wait(parts_full, 0);
+    else __syncthreads();
+    if (warp >= batches * P::batch) return;
+    const float from[2] = {kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bias[0])),
+                           kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bias[1]))};
+    float s[4] = {from[0], from[0], from[1], from[1]};
 #pragma unroll
-    for (int j = 0; j < P::groups; ++j) {
-        if (j > 0) __syncthreads();
-        auto &mine = shared.sums[slice][token_part];
-#pragma unroll
-        for (int m = 0; m < P::tiles; ++m) {
-            const int column = (feature_part * P::tiles + m) * P::tile + g;
-            mine[2 * t][column] = sum[m][j][0], mine[2 * t + 1][column] = sum[m][j][1];
-            mine[2 * t][column + 8] = sum[m][j][2], mine[2 * t + 1][column + 8] = sum[m][j][3];
-        }
-        __syncthreads();
-        if (owner >= P::cluster) continue;
-#pragma unroll
-        for (int part = 0; part < P::token_parts; ++part) {
-            float2 s = P::cluster == 1 ? bias : float2{0.f, 0.f};
-#pragma unroll
-            for (int i = 0; i < P::slices; ++i) {
-                const float2 v = *reinterpret_cast<const float2 *>(&shared.sums[i][part][row][owner * P::tile + pair]);
-                s.x += v.x, s.y += v.y;
-            }
-            total[part * P::groups + j] = s;
-        }
+    for (int i = 0; i < P::warps; ++i) {
+        const float4 part = parts[(i * batches * P::batch + warp) * 32 + lane];
+        s[0] += part.x, s[1] += part.y, s[2] += part.z, s[3] += part.w;
     }
-    if constexpr (P::cluster == 1) {
-        if (owner == 0) store_features<T>(p, row, column, total[0]);
-    } else {
-        constexpr int halves = P::groups * P::token_parts / 2;  // two groups travel together
 #pragma unroll
-        for (int h = 0; h < halves; ++h)
-            tma::store_remote_async(&shared.shares[rank][h][place], float4{total[2 * h].x, total[2 * h].y, total[2 * h + 1].x, total[2 * h + 1].y},
-                                    shared.shares_full, owner);
-        kittens::wait(shared.shares_full, 0);
-        for (int h = owner; h < halves; h += P::cluster) {
-            float4 s = {bias.x, bias.y, bias.x, bias.y};
-#pragma unroll
-            for (int c = 0; c < P::cluster; ++c) {
-                const float4 v = shared.shares[c][h][place];
-                s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
-            }
-            store_features<T>(p, 16 * h + row, column, float2{s.x, s.y});
-            store_features<T>(p, 16 * h + 8 + row, column, float2{s.z, s.w});
-        }
+    for (int i = 0; i < 4; ++i) {
+        const int token = warp * 8 + 2 * t + i % 2;
+        T *out = static_cast<T *>(p.out) + static_cast<int64_t>(token) * p.features + column + i / 2 * 8;
+        if (token < p.tokens) *out = kittens::base_types::convertor<T, float>::convert(s[i]);
     }
 }
 
