@@ -37,7 +37,7 @@ template <int max_tokens, bool one> struct ProjectPolicy {
     // Of a row of x: an odd number of 64 bytes, so that eight threads that read two rows together meet no bank twice.
     __host__ __device__ static int pitch(int steps) { return (steps | 1) * step * 2; }
     __host__ __device__ static int part_bytes(int tokens) { return warps * batches_of(tokens) * batch * 32 * int{sizeof(float4)}; }
-    static int shared_memory(const ProjectParams &p) { return part_bytes(p.tokens) + p.tokens * pitch(p.steps); }
+    static int shared_memory(int tokens, int steps) { return part_bytes(tokens) + tokens * pitch(steps); }
 };
 
 // 16 bytes from the L2, of what nobody writes while this kernel runs: with `settled`, another SM may have written them since this L1 was filled.
