@@ -129,7 +129,7 @@ def test_deterministic_sums_take_turns_where_they_are_fast():
         return plan.plan_head_groups(1, length, **(FLAGSHIP | task), gate=True)["turns"]
 
     assert turns(32256, deterministic=True) and turns(129_024, deterministic=True, head_dim=96)
-    assert not turns(64, deterministic=True) and not turns(3072, deterministic=True)  # the CTAs of a head would wait for each other most of the time
+    assert not turns(64, deterministic=True) and not turns(3072, deterministic=True)  # CTAs would mostly wait
     assert not turns(32256) and not turns(32256, deterministic=True, tokens=False)
     assert not any(turns(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
 
