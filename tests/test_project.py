@@ -57,7 +57,7 @@ def test_every_number_of_tokens(usable, dtype, bias):
     ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (65536, 64)]
 )
 def test_sizes(usable, dtype, inner, features):
-    for tokens in (1, 7, 8, 9, 16, 17, 32, 33, 64):
+    for tokens in (1, 2, 3, 7, 8, 9, 15, 16):
         check(*operands(tokens, inner, features, dtype, bias=True), f"T = {tokens}")
 
 
@@ -72,7 +72,7 @@ def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 13, 24, 64])
+@pytest.mark.parametrize("tokens", [1, 5, 13, 16])
 def test_equal_inputs_give_equal_bits(usable, tokens):
     inputs = operands(tokens, 2048, 2048, torch.bfloat16, bias=True)
     first = hopper.project(*inputs)
@@ -81,7 +81,7 @@ def test_equal_inputs_give_equal_bits(usable, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, tokens, graphed):
     """Each projection reads memory that the one two before it read and the one before it has overwritten; one writes a weight."""
@@ -124,7 +124,7 @@ def test_the_operator_checks_by_itself(usable):
         ((x.float(), w, None), "x must be bfloat16 or float16"),
         ((x, w.half(), None), "w must have the dtype of x"),
         ((x, w.cpu(), None), "w must be on the same CUDA device"),
-        ((x.repeat(9, 1), w, None), "T at most 64"),
+        ((x.repeat(9, 1), w, None), "T at most 16"),
         ((x, w[:, :64], None), "w must be"),
         ((x, w[:48], None), "multiples of 64"),
         ((x, w, bias[:32]), "bias must be"),
@@ -143,7 +143,7 @@ def zeros(*shape: int, dtype=torch.bfloat16, device="cpu") -> torch.Tensor:
     ("change", "error", "message"),
     [
         ({"x": zeros(8, 128, dtype=torch.float32)}, TypeError, "x has dtype float32; supported: bfloat16, float16"),
-        ({"x": zeros(65, 128)}, ValueError, r"x has shape \[65, 128\]; supported: \[T, K\] with T up to 64"),
+        ({"x": zeros(17, 128)}, ValueError, r"x has shape \[17, 128\]; supported: \[T, K\] with T up to 16"),
         ({"x": zeros(2, 4, 128)}, ValueError, r"x has shape \[2, 4, 128\]"),
         ({"w": zeros(64, 128, dtype=torch.float16)}, TypeError, r"w has dtype float16; supported: bfloat16 \(x's dtype\)"),
         ({"w": zeros(64, 64)}, ValueError, r"w has shape \[64, 64\]; expected \[N, K\] with K = 128"),
@@ -194,7 +194,7 @@ def projected(monkeypatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "q_norm": True}], ids=["plain", "bias and q_norm"])
-@pytest.mark.parametrize("leading", [(), (1,), (7,), (64,), (2, 5), (4, 4, 4)])
+@pytest.mark.parametrize("leading", [(), (1,), (7,), (16,), (2, 5), (4, 2, 2)])
 def test_module_takes_them_for_few_tokens(projected, leading, options):
     module, x = make(**options), torch.randn(*leading, 128).bfloat16()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -206,7 +206,7 @@ def test_module_takes_them_for_few_tokens(projected, leading, options):
 
 
 def test_views(projected):
-    module, wide = make(), torch.randn(6, 3, 160).bfloat16()
+    module, wide = make(), torch.randn(5, 3, 160).bfloat16()
     with torch.no_grad():
         for x in (wide[..., :128], wide[..., :128].transpose(0, 1)):
             assert torch.equal(module(x), plain(module, x))
@@ -218,7 +218,7 @@ def test_views(projected):
 def test_module_keeps_its_linear_layers_elsewhere(projected):
     x = torch.randn(5, 128).bfloat16()
     with torch.no_grad():
-        make()(torch.randn(65, 128).bfloat16())
+        make()(torch.randn(17, 128).bfloat16())
         make()(torch.randn(0, 128).bfloat16())
         make(torch.float32)(x.float())
         make(backend="eager")(x)
@@ -280,7 +280,7 @@ def test_a_module_on_a_cpu_is_as_before():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 7, 64, 65])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17])
 @pytest.mark.parametrize("bias", [False, True])
 def test_module_values(usable, monkeypatch, dtype, tokens, bias):
     calls = []
@@ -293,7 +293,7 @@ def test_module_values(usable, monkeypatch, dtype, tokens, bias):
         x = torch.randn(tokens, 512, device="cuda", dtype=dtype)
         with poisoned_memory():
             actual = module(x)
-        assert calls == ([tokens] * 2 if tokens <= 64 else [])
+        assert calls == ([tokens] * 2 if tokens <= 16 else [])
         module.backend = "eager"
         baseline = module(x)
         exact = module.double()(x.double())

@@ -44,7 +44,6 @@ template <bool bf16> cudaError_t launch_project(const ProjectParams &p, cudaStre
     using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
     if (p.tokens <= 2) return launch_few<2, T>(p, stream);
     if (p.tokens <= 8) return launch_few<8, T>(p, stream);
-    if (p.tokens <= 16) return launch_few<16, T>(p, stream);
     return launch_few<project_tokens, T>(p, stream);
 }
 

@@ -27,7 +27,7 @@ template <int max_tokens, bool one> struct ProjectPolicy {
     static constexpr int batch = groups > 1 ? 2 : 1, batches = groups / batch;  // of groups: taken together, as soon as their x is there
     static constexpr int chains = 2;                       // sums of a group by turns: fewer products wait for one another
     static constexpr int row_threads = threads / cluster;  // that copy a row of x, 16 bytes each
-    static constexpr int registers = !one ? 160 : max_tokens > 16 ? 128 : 88;
+    static constexpr int registers = one ? 88 : 160;
     static_assert(batches * batch == groups && row_threads * 16 == steps * step * 2);
     static_assert(project_multiple % (tile * cluster) == 0 && project_multiple % step == 0);
 
