@@ -27,7 +27,7 @@ def calls(p, backend) -> dict[str, tuple[torch.Tensor, ...]]:
 
 def check(p, alone, at_once) -> None:
     for name, expected in alone.items():
-        if name in ("backward", "gated_backward"):  # fp32 sums in any order
+        if name in p.references:  # fp32 sums in any order
             for actual, baseline, exact in zip(at_once[name], *p.references[name], strict=True):
                 assert_accurate(name, actual, baseline, exact, fixed_limits=True)
         else:
@@ -35,17 +35,26 @@ def check(p, alone, at_once) -> None:
                 assert torch.equal(a, b), name
 
 
-@pytest.fixture(params=[64, 1536])
+@pytest.fixture(params=[(64, 4, 128, 5, 144), (1536, 4, 128, 5, 144), (2500, 40, 128, 2, 192)], ids=str)
 def problems(request):
-    """Two, for so few tokens that forward and backward split their work over the whole device."""
-    both = [problem(request.param, 4, 128, 5, 144, torch.bfloat16, "cuda", seed=seed) for seed in range(2)]
+    """Two: of so few tokens that forward and backward split their work over the whole device; and where deterministic sums take turns."""
+    both = [problem(*request.param, torch.bfloat16, "cuda", seed=seed) for seed in range(2)]
     for p in both:
         p.references = {"backward": p.backward(), "gated_backward": p.gated_backward()}
     return both
 
 
-def test_two_streams(problems, gpu_backend):
+def alone_and_right(problems, gpu_backend):
     alone = [calls(p, gpu_backend) for p in problems]
+    for p, results in zip(problems, alone, strict=True):
+        for name, references in p.references.items():
+            for actual, baseline, exact in zip(results[f"deterministic {name}"], *references, strict=True):
+                assert_accurate(name, actual, baseline, exact, fixed_limits=True)
+    return alone
+
+
+def test_two_streams(problems, gpu_backend):
+    alone = alone_and_right(problems, gpu_backend)
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     results = [[], []]
@@ -63,7 +72,7 @@ def test_two_streams(problems, gpu_backend):
 
 
 def test_two_graphs(problems, gpu_backend):
-    alone = [calls(p, gpu_backend) for p in problems]
+    alone = alone_and_right(problems, gpu_backend)
     graphs, results = [torch.cuda.CUDAGraph() for _ in problems], [[], []]
     for p, graph, mine in zip(problems, graphs, results, strict=True):
         with torch.cuda.graph(graph):
