@@ -225,7 +225,7 @@ def test_hopper_backward_in_groups_of_heads(deterministic):
     target = Target("hopper", "cuda")
     if flashmhf.info().reasons["hopper"]:
         pytest.skip(flashmhf.info().reasons["hopper"])
-    batch, length, heads, subnets, subnet_dim = (4, 16000, 11, 11, 192) if deterministic else (3, 8200, 17, 7, 320)
+    batch, length, heads, subnets, subnet_dim = (4, 32000, 11, 22, 192) if deterministic else (3, 16400, 17, 14, 320)
     p = problem((batch, length), heads, 64, subnets, subnet_dim, torch.bfloat16, "cuda")
     p.q = token_views(p.q)["split of a projection"]
     padded = torch.full((batch, length, heads, subnets + 2), float("nan"), device="cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import poisoned_memory
-from numerics import assert_accurate, relative_l2
+from numerics import relative_l2
 from torch import nn
 
 import flashmhf
@@ -45,7 +45,7 @@ def check(x, w, bias, what=""):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_number_of_tokens(usable, dtype, bias):
-    for tokens in range(1, 65):
+    for tokens in range(1, hopper.PROJECT_TOKENS + 1):
         check(*operands(tokens, 512, 192, dtype, bias=bias), f"T = {tokens}")
     assert hopper.project(*operands(0, 512, 192, dtype, bias=bias)).shape == (0, 192)
 
@@ -62,7 +62,7 @@ def test_sizes(usable, dtype, inner, features):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 16, 29, 61])
+@pytest.mark.parametrize("tokens", [1, 5, 13, 16])
 def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
     x, w, bias = operands(tokens, 512, 128, torch.bfloat16, bias=True)
     memory = torch.full((tokens + 8, 3 * 512 + 8), float("nan"), device="cuda", dtype=x.dtype)
@@ -294,11 +294,10 @@ def test_module_values(usable, monkeypatch, dtype, tokens, bias):
         with poisoned_memory():
             actual = module(x)
         assert calls == ([tokens] * 2 if tokens <= 16 else [])
+        linear = plain(module, x)  # the same with cuBLAS's projections
         module.backend = "eager"
-        baseline = module(x)
         exact = module.double()(x.double())
-    # Q and S are rounded in between, in the materialising code too; the back end's own limits are those of one operator.
-    assert_accurate("module", actual, baseline, exact, fixed_limits=False)
+    assert relative_l2(actual, exact) <= 1.1 * relative_l2(linear, exact)
 
 
 @pytest.mark.gpu

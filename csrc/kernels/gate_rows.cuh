@@ -16,7 +16,7 @@ template <int d_h, typename T, bool halved> struct GateRows {
     using P = ForwardPolicy<d_h>;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using Tile = GateTile<d_h>;
-    static constexpr int chunk = P::gate_chunk, blocks = P::q_in_registers ? 4 : 1;  // of 8 sub-networks, computed together
+    static constexpr int chunk = P::gate_chunk;
 
     const ForwardParams &p;
     int index, left;  // column of the current sub-network, counted through the chunks from the item's first one; its tiles still to come
@@ -66,11 +66,10 @@ template <int d_h, typename T, bool halved> struct GateRows {
     template <typename Query> __device__ __forceinline__ void compute(const Item &item, int first, Tile &tile, Query &&query) {
         const int count = min(chunk, p.subnets - first);
         __syncwarp();
-        for (int e = 0; e < count; e += 8 * blocks) {
-            float s[blocks][4];
+        for (int e = 0; e < count; e += 8) {
+            float s[4];
             sigmoids(s, item, first + e, query);
-#pragma unroll
-            for (int b = 0; b < blocks; ++b) put(tile, s[b], e + 8 * b, count);
+            put(tile, s, e, count);
         }
         __syncwarp();
     }
@@ -80,19 +79,16 @@ template <int d_h, typename T, bool halved> struct GateRows {
         const int t = kittens::laneid() % 4;
         float2 sum = {0.f, 0.f};
         __syncwarp();
-        for (int e = 0; e < p.subnets; e += 8 * blocks) {
-            float s[blocks][4];
+        for (int e = 0; e < p.subnets; e += 8) {
+            float s[4];
             sigmoids(s, item, e, query);
 #pragma unroll
-            for (int b = 0; b < blocks; ++b) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    if (e + 8 * b + 2 * t + j < p.subnets) {
-                        sum.x += s[b][j];
-                        sum.y += s[b][2 + j];
-                    }
-                put(tile, s[b], e + 8 * b - first, min(chunk, p.subnets - first));
-            }
+            for (int j = 0; j < 2; ++j)
+                if (e + 2 * t + j < p.subnets) {
+                    sum.x += s[j];
+                    sum.y += s[2 + j];
+                }
+            put(tile, s, e - first, min(chunk, p.subnets - first));
         }
 #pragma unroll
         for (int d = 1; d < 4; d *= 2) {
@@ -104,30 +100,24 @@ template <int d_h, typename T, bool halved> struct GateRows {
         __syncwarp();
     }
 
-    // sigmoid(P) of sub-networks e + 8b.. + 7 in the fragment order of an accumulator: columns 2t, 2t + 1 of rows g, then of rows g + 8. All blocks
-    // of columns at once: an item begins with this, and one after the other would be a chain of loads and products.
-    template <typename Query> __device__ __forceinline__ void sigmoids(float (&s)[blocks][4], const Item &item, int e, Query &&query) {
+    // sigmoid(P) of sub-networks e..e + 7 in the fragment order of an accumulator: columns 2t, 2t + 1 of rows g, then of rows g + 8.
+    template <typename Query> __device__ __forceinline__ void sigmoids(float (&s)[4], const Item &item, int e, Query &&query) {
         const int lane = kittens::laneid();
-        const int64_t at = (static_cast<int64_t>(item.head) * d_h + 2 * (lane % 4)) * p.subnets;
-#pragma unroll
-        for (int b = 0; b < blocks; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
+        const int64_t at = (static_cast<int64_t>(item.head) * d_h + 2 * (lane % 4)) * p.subnets + min(e + lane / 4, p.subnets - 1);
+        s[0] = s[1] = s[2] = s[3] = 0.f;
         auto product = [&](auto *w, auto &&split) {
-#pragma unroll 2
+#pragma unroll 4
             for (int k = 0; k < d_h / 16; ++k) {
                 T2 q[4];
                 query(k, q);
-#pragma unroll
-                for (int b = 0; b < blocks; ++b) {
-                    if (e + 8 * b >= p.subnets) break;
-                    const auto *x = w + at + static_cast<int64_t>(16 * k) * p.subnets + min(e + 8 * b + lane / 4, p.subnets - 1);
-                    split(s[b], q, __ldg(x), __ldg(x + p.subnets), __ldg(x + 8 * p.subnets), __ldg(x + 9 * p.subnets));
-                }
+                const auto *x = w + at + static_cast<int64_t>(16 * k) * p.subnets;
+                split(q, __ldg(x), __ldg(x + p.subnets), __ldg(x + 8 * p.subnets), __ldg(x + 9 * p.subnets));
             }
         };
         if (p.gate == Gate::w_half) {
-            product(static_cast<const T *>(p.gate_data), [](float(&s)[4], const T2(&q)[4], T w0, T w1, T w2, T w3) { multiply(s, q, T2{w0, w1}, T2{w2, w3}); });
+            product(static_cast<const T *>(p.gate_data), [&](const T2(&q)[4], T w0, T w1, T w2, T w3) { multiply(s, q, T2{w0, w1}, T2{w2, w3}); });
         } else {  // W = its rounding plus a remainder: two products carry 16 (bf16) or 22 (fp16) bits of it
-            product(static_cast<const float *>(p.gate_data), [](float(&s)[4], const T2(&q)[4], float w0, float w1, float w2, float w3) {
+            product(static_cast<const float *>(p.gate_data), [&](const T2(&q)[4], float w0, float w1, float w2, float w3) {
                 using to = kittens::base_types::convertor<T2, float2>;
                 using from = kittens::base_types::convertor<float2, T2>;
                 const T2 high0 = to::convert(float2{w0, w1}), high1 = to::convert(float2{w2, w3});
@@ -137,9 +127,7 @@ template <int d_h, typename T, bool halved> struct GateRows {
             });
         }
 #pragma unroll
-        for (int b = 0; b < blocks; ++b)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) s[b][j] = sigmoid_fast(halved ? 2.f * s[b][j] : s[b][j]);
+        for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
     }
     __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], T2 b0, T2 b1) {
         mma_16x8(s, q, reinterpret_cast<const uint32_t &>(b0), reinterpret_cast<const uint32_t &>(b1));
