@@ -38,7 +38,8 @@ int checked(int64_t x, const char *what) {
 constexpr int shortest_part = 2;
 // What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
 constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
-// And where the clusters add them up under whole items: the kernel that clears the flags.
+// And where the clusters add them up under their one whole item: the kernel that clears the flags. With more waves spans come last: spans of
+// different lengths put the clusters out of step, and each item after them costs more than the second kernel.
 constexpr int clear_tiles(int head_dim) { return 128 / head_dim; }
 // Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128. Both
 // grow with d_h.
@@ -74,7 +75,7 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
         int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
         s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / shortest_part)));
         const int64_t parts = ceil_div(inter_tiles, tiles / s.splits) + 1;  // of an item, at most
-        const bool adds = may_add_parts && parts <= most_parts && parts * tiles_a_part <= int64_t{s.waves} * inter_tiles;
+        const bool adds = may_add_parts && s.waves == 1 && parts <= most_parts && parts * tiles_a_part <= inter_tiles;
         const int gap = gap_tiles(head_dim);
         auto spaced = [&]() { return tiles / s.splits >= 4 * gap; };  // spans too short for gaps may take two times to go on to an item
         const int adding = adds ? clear_tiles(head_dim) + (spaced() ? 0 : gap) : combine_tiles(head_dim);

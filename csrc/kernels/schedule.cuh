@@ -6,9 +6,10 @@
 // that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the clusters, so a result depends
 // on the shape and the device only.
 //
-// A cluster takes its span first, then its whole items: under these the parts are added up, by the cluster that holds an item's last part.
-// It waits for parts of clusters before it only. Those were launched before it, and leave their parts without waiting for anybody: they
-// come however few clusters the device runs at a time. Where that does not pay the combine kernel adds the parts.
+// Whole items go first, wave by wave, while the clusters are in step; the combine kernel adds the parts. With one wave a cluster takes its span
+// first and the whole item then, under which the parts are added up, by the cluster that holds an item's last part. It waits for parts of clusters
+// before it only. Those were launched before it, and leave their parts without waiting for anybody: they come however few clusters the device
+// runs at a time.
 //
 // Where all items run at once, and are few, the CTAs of a cluster divide the inner range of its one item among them, and add their sums
 // in the order of their ranks.
@@ -75,7 +76,7 @@ struct WorkCursor {
     // The same cluster every time (a caller may have no register for it), and the CTA's rank in it.
     FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int rank) {
         const int stop = cluster < s.splits ? s.span_begin(cluster + 1) : 0;
-        if (tile < stop) {
+        if ((s.adds_parts || wave == s.waves) && tile < stop) {
             const int index = tile / (s.gap + s.inter_tiles), first = index * (s.gap + s.inter_tiles) + s.gap;
             if (first < stop) {
                 work = {s.waves * s.clusters + index, tile < first ? 0 : tile - first,
