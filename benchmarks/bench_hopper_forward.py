@@ -1,6 +1,8 @@
 """The Hopper forward on its own: rate against a matrix product and eager SwiGLU, lengths, models, head dimensions, small T, errors.
 
-    $ python benchmarks/bench_hopper_forward.py --out benchmarks/results/forward_h200_2026-11-21.json [--library PATH]
+    $ python benchmarks/bench_hopper_forward.py --out benchmarks/results/forward_h200_2026-11-22.json [--library PATH]
+
+Writes a table beside it.
 
 Every figure is the median of five rounds in which all subjects of a group take turns, the order reversed every round, so that ratios hold
 while clocks drift. The power limit takes some 50 ms to settle: a turn of the lengths, which are compared with each other, lasts 100 ms.
@@ -96,6 +98,63 @@ def graph_of(f, n=16):
         for i in range(n):
             f(i)
     return graph
+
+
+def report(record: dict) -> str:
+    """The record as Markdown."""
+
+    def rows(header: tuple[str, ...], body: list[tuple]) -> list[str]:
+        return ["", *("| " + " | ".join(map(str, row)) + " |" for row in (header, ("---",) * len(header), *body))]
+
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    shapes = [(f"T={x['T']}", x) for x in record["flagship"]] + list(record["models"].items())
+    shapes += [(f"d_h={x['d_h']}", x) for x in record["head_dims"]]
+    fastest = record["models"]["flagship"]["tflops"]
+    lines = [
+        f"# Hopper forward on an H200, {record['date']}",
+        "",
+        f"{record['device']}, torch {record['torch']}, bf16, r fp32, sustained clocks, medians of five rounds in turns, by",
+        "`benchmarks/bench_hopper_forward.py`. FLOPs = 6·T·H·d_h·E·d_e. Matmul: 8192³ bf16 of the same rounds.",
+        *(["", record["changed_since"]] if "changed_since" in record else []),
+        *rows(
+            ("shape", "ms", "TFLOP/s", "÷ matmul", "÷ eager SwiGLU (cuBLAS)", "gate fused, ms"),
+            [
+                (
+                    f"{name}: T={x['T']}, H={x['H']}, E={x['E']}, d_e={x['d_e']}, d_h={x['d_h']}",
+                    ms(x["ms"]),
+                    f"{x['tflops']:.0f}",
+                    f"{x['x_matmul']:.3f}",
+                    ms(x.get("x_swiglu")),
+                    ms(x.get("gated_ms")),
+                )
+                for name, x in shapes
+            ],
+        ),
+        "",
+        "Rate ÷ the flagship's at T=32768: "
+        + ", ".join(f"{name} {x['tflops'] / fastest:.3f}" for name, x in record["models"].items() if name != "flagship")
+        + ".",
+        "",
+        "Lengths at batch 8 (flagship), turns of 100 ms:",
+        *rows(("T", "TFLOP/s", "÷ matmul"), [(x["T"], f"{x['tflops']:.0f}", f"{x['x_matmul']:.3f}") for x in record["lengths"]]),
+        "",
+        f"Lowest ÷ highest rate {record['lowest_rate_over_highest']:.3f}. Ragged T against the next multiple of 64: "
+        + ", ".join(f"{x['T']}: {x['time_ratio']:.3f}" for x in record["ragged"])
+        + ".",
+        "",
+        f"Few tokens, CUDA graph over four sets of weights, in turns; device copy {record['copy_gb_per_s']:.0f} GB/s:",
+        *rows(
+            ("T", "us", "bytes of K, U, V ÷ time ÷ copy", "gate fused, us"),
+            [(x["T"], f"{x['us']:.1f}", f"{x['weights_x_copy']:.3f}", f"{x['gated_us']:.1f}") for x in record["small"]],
+        ),
+        "",
+        "Relative L2 error against float64: "
+        + ", ".join(f"{value:.2e} at T={int(T):,}" for T, value in record["errors"].items())
+        + f". {record['different_of_1000_runs']} of 1000 runs differ.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -195,6 +254,7 @@ def main() -> int:
     record["different_of_1000_runs"] = different
     print(record["errors"], f"{different} of 1000 runs differ", flush=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(report(record))
     return 0 if all(row for row in record["flagship"] + record["lengths"] + record["head_dims"]) and not different else 1
 
 

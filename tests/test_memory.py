@@ -98,6 +98,6 @@ def test_training_memory_of_the_paper_module():
     ours, swiglu = measure(TRAINING)
     tokens = 2 * 8 * 4032 * 2048  # output, q, gradient of S, dq
     weights = 2 * (3 * 16 * 22 * 384 * 128 + 2048 * 2048)  # dk, du, dv, and out_proj's
-    workspace = 174 * 2**20
+    workspace = 176 * 2**20  # dW and rounding included
     assert ours <= 4 * tokens + weights + workspace, f"{ours / 2**20:.0f} MiB"
     assert swiglu >= 4 * ours, f"{swiglu / ours:.2f}"
