@@ -22,7 +22,7 @@ constexpr int64_t launch_overhead_tiles = 80;
 // Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind one
 // another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
 constexpr double turns_slowdown = 1.16, turn_tiles = 5, pair_slowdown = 1.27;
-// CTAs of the kernel that computes R on an SM.
+// CTAs of the kernel that computes R on an SM; at d_h = 256 three, and the others wait.
 constexpr int64_t gate_rows_ctas = 5;
 // A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
 constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;

@@ -61,7 +61,7 @@ BackwardPlan plan_backward(const BackwardShape &shape, int sms);
 struct BackwardWorkspace {
     static constexpr int64_t none = -1;
     int64_t query;         // sums of dQ tiles (fused), or their parts
-    int64_t dr_sums;       // right behind `query`: one memset clears both, and the turns
+    int64_t dr_sums;       // right behind `query`; all up to sums_floats is cleared at once
     int64_t query_turns, dr_turns;
     int64_t weight_parts;  // of split items
     int64_t r, scale, dr, dw_parts;  // the router's; no dr beside dr_sums

@@ -38,8 +38,8 @@ int checked(int64_t x, const char *what) {
 constexpr int shortest_part = 2;
 // What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
 constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
-// And where the clusters add them up under their one whole item: the kernel that clears the flags. With more waves spans come last: spans of
-// different lengths put the clusters out of step, and each item after them costs more than the second kernel.
+// And where the clusters add them up under their one whole item: the kernel that clears the flags. With more waves spans come last: first they
+// read slower, probably because spans of different lengths put the clusters out of step for all items after them.
 constexpr int clear_tiles(int head_dim) { return 128 / head_dim; }
 // Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128. Both
 // grow with d_h.

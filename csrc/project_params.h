@@ -5,7 +5,7 @@
 
 namespace flashmhf {
 
-constexpr int project_tokens = 16;    // at most: cuBLAS is faster for 64
+constexpr int project_tokens = 16;    // at most; measured: faster than cuBLAS at 16, slower at 64
 constexpr int project_multiple = 64;  // of the sizes of W: the features of a cluster, and the k of two steps
 constexpr int project_inner = 65536;  // k at most: a bulk prefetch of four rows of W takes less than 2^20 bytes
 

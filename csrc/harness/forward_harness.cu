@@ -115,8 +115,8 @@ template <typename T> int run(const Sizes &s, const std::string &gate, int launc
     check(flashmhf::describe_device(s.head_dim, &device));
     const flashmhf::ForwardPlan plan = flashmhf::plan_forward(problem.shape, device);
     const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, plan.partials ? allocate<float>(plan.workspace()) : nullptr);
-    std::printf("clusters %d of %d CTAs, %d waves, %d items split over %d clusters, %.1f MB of partial sums, added by %s\n", plan.schedule.clusters, plan.cluster_size,
-                plan.schedule.waves, plan.schedule.rest, plan.schedule.splits, plan.partials * 4e-6, plan.flags ? "forward" : "combine");
+    std::printf("clusters %d of %d CTAs, %d waves, %d items split over %d clusters, %.1f MB of partial sums, added by %s\n",
+                plan.schedule.clusters, plan.cluster_size, plan.schedule.waves, plan.schedule.rest, plan.schedule.splits, plan.partials * 4e-6, plan.flags ? "forward" : "combine");
 
     std::vector<cudaEvent_t> events(launches + 1);
     for (auto &event : events) check(cudaEventCreate(&event));

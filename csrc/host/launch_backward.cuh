@@ -18,6 +18,7 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const Backw
     using P = InterPolicy<d_h, outputs>;
     // both CTAs of a pair need the same head and the same tokens
     const bool pairs = P::pairs && l.params.subnets * l.params.subnet_tiles % 2 == 0 && l.plan.whole % 2 == 0;
+    if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, sizeof(InterShared<d_h, outputs, T>))) return error;
     return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
                            sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
 }
@@ -91,7 +92,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
     }
     if constexpr (d_h < 256) {
         if (l.fused) {
-            // dr_sums and turns, if any, lie behind query_sums
+            // dr_sums and turns, if any, lie behind query_sums; with a router gate_rows has cleared them
             if (!l.gate.w)
                 if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;

@@ -19,7 +19,7 @@ struct BackwardLaunch {
     CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
     BackwardParams params;
     GateParams gate;                 // gate.w: gated_backward
-    size_t sums_bytes;               // of params.query_sums and dr_sums together
+    size_t sums_bytes;               // to be cleared from params.query_sums on, by gate_rows where there is a router
     cudaStream_t stream;
 };
 

@@ -6,12 +6,15 @@
 namespace flashmhf {
 namespace {
 
+// The most that any launch of the kernel asks for, always the same: other threads may be about to launch it, too.
+template <typename Kernel> cudaError_t allow_shared_memory(Kernel kernel, size_t bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
 // early: the kernel may start while the one before it in the stream still runs; it waits for it (griddepcontrol.wait) where it must.
 template <typename Kernel, typename... Args>
 cudaError_t launch_clusters(int cluster_size, bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream,
                             const Args &...args) {
-    if (shared_memory > 0)
-        if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory))) return error;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
@@ -29,6 +32,8 @@ cudaError_t launch_clusters(int cluster_size, bool early, Kernel kernel, dim3 gr
 }
 template <typename Kernel, typename... Args>
 cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
+    if (shared_memory > 0)
+        if (cudaError_t error = allow_shared_memory(kernel, shared_memory)) return error;
     return launch_clusters(1, early, kernel, grid, threads, shared_memory, stream, args...);
 }
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "host/launch_kernel.cuh"
 #include "host/launch_project.h"
 #include "kernels/project_rows.cuh"
 
@@ -13,25 +14,12 @@ template <int max_tokens, bool one, typename T> cudaError_t launch_chunks(const 
     using P = ProjectPolicy<max_tokens, one>;
     ProjectParams params = p;
     params.chunks = P::chunks(p.inner), params.steps = P::steps_of(p.inner);
-    // An SM divides its memory between L1 and shared memory as its CTAs ask; beside a CTA of the forward kernel only in this way. The limit is
-    // that of all calls, not of this one (as launch_clusters would set it): another thread may be about to launch the kernel for more tokens.
+    // An SM divides its memory between L1 and shared memory as its CTAs ask; beside a CTA of the forward kernel only in this way.
     auto *kernel = project<max_tokens, one, T>;
-    constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout, limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return error;
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, limit, P::shared_memory(max_tokens, P::steps))) return error;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {P::cluster, 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(p.features / P::tile);
-    config.blockDim = dim3(P::threads);
-    config.dynamicSmemBytes = P::shared_memory(p.tokens, params.steps);
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, kernel, params);
+    if (cudaError_t error = allow_shared_memory(kernel, P::shared_memory(max_tokens, P::steps))) return error;
+    return launch_clusters(P::cluster, true, kernel, dim3(p.features / P::tile), P::threads, P::shared_memory(p.tokens, params.steps), stream, params);
 }
 template <int max_tokens, typename T> cudaError_t launch_few(const ProjectParams &p, cudaStream_t stream) {
     const bool one = ProjectPolicy<max_tokens, true>::chunks(p.inner) == 1;

@@ -88,7 +88,8 @@ struct InterWork : TokenShare {
 };
 
 // The turns of a CTA at the tiles of a sum: the one before it in the order of the items, whose block number is lower, has added its part. So the
-// first block that has not finished never waits for one that has not started, whatever else runs on the device. By one thread.
+// first block that has not finished never waits for one that has not started, whatever else runs on the device. (Blocks start in the order of
+// their numbers: how the hardware does it, not a promise of the programming model.) By one thread.
 struct Turns {
     uint32_t *taken;  // CTAs that have added to a tile; null: no order
     uint32_t before;  // CTAs before this one

@@ -14,7 +14,7 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(co
     const int first = s.first_owner(index), last = s.last_owner(index);
     const RowTile tile(p, s.waves * s.clusters + index, rank, wg);
     const int row = fragment_row(threadIdx.x);
-    kittens::pdl::arrive();  // the next call's forward, which waits for this kernel
+    kittens::pdl::arrive();  // the next kernel, which waits for this one before it touches what this one writes
     kittens::pdl::wait();
     if (first == last || !holds_token(p, tile.sequence, tile.token + row)) return;
 

@@ -12,6 +12,8 @@
 #pragma once
 
 #include "kernels/add_parts.cuh"
+#include <cstddef>
+
 #include "kernels/gate_rows.cuh"
 #include "kernels/load_tiles.cuh"
 #include "kernels/store_tiles.cuh"

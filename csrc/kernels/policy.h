@@ -37,8 +37,8 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int gate_tile_bytes = (gate_chunk_bytes + tile_rows * 4 + gate_alignment - 1) / gate_alignment * gate_alignment;
     static constexpr int gate_bytes = gate_buffers * consumers * gate_tile_bytes;
 
-    // A warp of the producer adds up the parts of split items under the whole ones. They come in pieces of 8 columns of a row tile: as many
-    // at a time as leave one kilobyte, which is what a block of clear_flags takes that waits beside this kernel. d_h = 256 has no room.
+    // A warp of the producer adds up the parts of split items under the whole ones. They come in pieces of 8 columns of a row tile, six at
+    // a time: at d_h = 128 more would not leave the kilobyte of a block of clear_flags that waits beside this kernel. d_h = 256 has no room.
     static constexpr bool may_add_parts = q_in_registers;
     static constexpr int piece_bytes = tile_rows * 8 * 4, piece_slots = may_add_parts ? 6 : 0;
 

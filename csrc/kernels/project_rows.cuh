@@ -24,20 +24,18 @@ template <int max_tokens, bool one> struct ProjectPolicy {
     static constexpr int slices = warps / cluster;           // and every slices-th step of its CTA
     static constexpr int loads = 8, steps = loads * slices;  // at most, of a warp and of its CTA, in a chunk of k: 64 registers of W
     static constexpr int groups = (max_tokens + 7) / 8;      // of 8 tokens
-    static constexpr int batch = groups > 1 ? 2 : 1, batches = groups / batch;  // of groups: taken together, as soon as their x is there
     static constexpr int chains = 2;                       // sums of a group by turns: fewer products wait for one another
     static constexpr int row_threads = threads / cluster;  // that copy a row of x, 16 bytes each
     static constexpr int registers = one ? 88 : 160;
-    static_assert(batches * batch == groups && row_threads * 16 == steps * step * 2);
+    static_assert(row_threads * 16 == steps * step * 2);
     static_assert(project_multiple % (tile * cluster) == 0 && project_multiple % step == 0);
 
     static int chunks(int inner) { return (inner / step + warps * loads - 1) / (warps * loads); }
     static int steps_of(int inner) { return (inner / step + cluster * chunks(inner) - 1) / (cluster * chunks(inner)); }
-    __host__ __device__ static int batches_of(int tokens) { return batches == 1 ? 1 : (tokens + 8 * batch - 1) / (8 * batch); }
     // Of a row of x: an odd number of 64 bytes, so that eight threads that read two rows together meet no bank twice.
     __host__ __device__ static int pitch(int steps) { return (steps | 1) * step * 2; }
-    __host__ __device__ static int part_bytes(int tokens) { return warps * batches_of(tokens) * batch * 32 * int{sizeof(float4)}; }
-    static int shared_memory(int tokens, int steps) { return part_bytes(tokens) + tokens * pitch(steps); }
+    static constexpr int part_bytes = warps * groups * 32 * int{sizeof(float4)};
+    static int shared_memory(int tokens, int steps) { return part_bytes + tokens * pitch(steps); }
 };
 
 // 16 bytes from the L2, of what nobody writes while this kernel runs: with `settled`, another SM may have written them since this L1 was filled.
@@ -65,20 +63,20 @@ template <int max_tokens, bool one, typename T> __global__ __maxnreg__((ProjectP
 void project(const __grid_constant__ ProjectParams p) {
     using P = ProjectPolicy<max_tokens, one>;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    __shared__ kittens::semaphore x_full[P::batches], parts_full;
+    __shared__ kittens::semaphore x_full, parts_full;
     extern __shared__ __align__(128) uint8_t memory[];
     auto *parts = reinterpret_cast<float4 *>(memory);  // [warp of the cluster by its share of k][group][lane]: the CTA's features
-    uint8_t *x = memory + P::part_bytes(p.tokens);     // [token][pitch]: the CTA's k of a chunk
-    kittens::pdl::arrive();  // the next kernel waits for this one to end before it touches data
+    uint8_t *x = memory + P::part_bytes;               // [token][pitch]: the CTA's k of a chunk
+    kittens::pdl::arrive();  // the next kernel waits for this one before it touches what this one reads or writes
     const int warp = __shfl_sync(kittens::MASK_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = P::cluster > 1 ? kittens::cluster_ctarank() : 0, owner = warp % P::cluster, slice = warp / P::cluster;
-    const int batches = P::batches_of(p.tokens), pitch = P::pitch(p.steps), column = blockIdx.x * P::tile + g;
+    const int pitch = P::pitch(p.steps), column = blockIdx.x * P::tile + g;
 
     if (threadIdx.x == 0) {
-        for (auto &full : x_full) kittens::init_semaphore(full, P::threads);
+        kittens::init_semaphore(x_full, P::threads);
         kittens::init_semaphore(parts_full, 1);
         tma::fence_semaphore_init();
-        kittens::tma::expect_bytes(parts_full, P::part_bytes(p.tokens));
+        if constexpr (P::cluster > 1) kittens::tma::expect_bytes(parts_full, P::part_bytes);
     }
 
     // Fragments: thread t of a quad holds k = 8t..8t + 7 of a step, of features g (low) and g + 8 (high) and of token g; the two products take them
@@ -124,45 +122,45 @@ void project(const __grid_constant__ ProjectParams p) {
     const int piece = threadIdx.x % P::row_threads, first_row = threadIdx.x / P::row_threads;
     const T *src = static_cast<const T *>(p.x) + first_row * p.x_stride + first_step(0) * P::step + piece * 8;
     const uint32_t dst = tma::shared_address(x) + first_row * pitch + piece * 16;
-    auto fetch_x = [&](int chunk, int b) {
+    auto fetch_x = [&](int chunk) {
         const T *from = src + chunk * (P::cluster * p.steps * P::step);
         if (piece * 8 < steps_here(chunk) * P::step) {
 #pragma unroll
-            for (int row = b * P::batch * 8; row < min((b + 1) * P::batch * 8, max_tokens); row += P::cluster)
+            for (int row = 0; row < max_tokens; row += P::cluster)
                 if (first_row + row < p.tokens) copy_16_bytes_async(dst + row * pitch, from + row * p.x_stride);
         }
-        arrive_after_copies(x_full[b]);
+        arrive_after_copies(x_full);
     };
     kittens::pdl::wait();
 
     float sum[P::groups][4] = {};
-    // Two products of every step of this warp for the tokens of a batch; rows of no token repeat the last one's, and nobody stores their sums.
-    auto multiply = [&](int b, int steps, auto all) {
-        float turns[P::batch][P::chains][4] = {};
-        const uint8_t *rows[P::batch];
+    // Two products of every step of this warp for all tokens; rows of no token repeat the last one's, and nobody stores their sums.
+    auto multiply = [&](int steps, auto all) {
+        float turns[P::groups][P::chains][4] = {};
+        const uint8_t *rows[P::groups];
 #pragma unroll
-        for (int j = 0; j < P::batch; ++j) rows[j] = x + min((b * P::batch + j) * 8 + g, p.tokens - 1) * pitch + slice * (P::step * 2) + 16 * t;
+        for (int j = 0; j < P::groups; ++j) rows[j] = x + min(j * 8 + g, p.tokens - 1) * pitch + slice * (P::step * 2) + 16 * t;
 #pragma unroll
         for (int i = 0; i < P::loads; ++i) {
             if (!all.value && slice + i * P::slices >= steps) break;
             const uint32_t first[4] = {low[i].x, high[i].x, low[i].y, high[i].y}, second[4] = {low[i].z, high[i].z, low[i].w, high[i].w};
 #pragma unroll
-            for (int j = 0; j < P::batch; ++j) {
+            for (int j = 0; j < P::groups; ++j) {
                 const uint4 k = *reinterpret_cast<const uint4 *>(rows[j] + i * P::slices * P::step * 2);
                 mma_16x8(turns[j][2 * i % P::chains], reinterpret_cast<const T2(&)[4]>(first), k.x, k.y);
                 mma_16x8(turns[j][(2 * i + 1) % P::chains], reinterpret_cast<const T2(&)[4]>(second), k.z, k.w);
             }
         }
 #pragma unroll
-        for (int j = 0; j < P::batch; ++j)
+        for (int j = 0; j < P::groups; ++j)
 #pragma unroll
             for (int c = 0; c < P::chains; ++c)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sum[b * P::batch + j][i] += turns[j][c][i];
+                for (int i = 0; i < 4; ++i) sum[j][i] += turns[j][c][i];
     };
     auto send = [&](int group) {
         const auto &s = sum[group];
-        float4 *to = &parts[((rank * P::slices + slice) * batches * P::batch + group) * 32 + lane];
+        float4 *to = &parts[((rank * P::slices + slice) * P::groups + group) * 32 + lane];
         if constexpr (P::cluster > 1) tma::store_remote_async(to, float4{s[0], s[1], s[2], s[3]}, parts_full, owner);
         else *to = float4{s[0], s[1], s[2], s[3]};
     };
@@ -171,34 +169,27 @@ void project(const __grid_constant__ ProjectParams p) {
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
         if (chunk > 0) __syncthreads();  // x of the chunk before has been read
-        fetch_x(chunk, 0);
+        fetch_x(chunk);
         if (chunk > 0 || !p.settled) load_w(chunk);
-#pragma unroll
-        for (int b = 1; b < P::batches; ++b)
-            if (b < batches) fetch_x(chunk, b);
         if (chunk == 0 && !p.settled) load_bias();
         const int steps = steps_here(chunk);
+        kittens::wait(x_full, chunk & 1);
+        if (steps == P::steps) multiply(steps, std::true_type{});
+        else multiply(steps, std::false_type{});
+        if (chunk < chunks - 1) continue;
 #pragma unroll
-        for (int b = 0; b < P::batches; ++b) {
-            if (b >= batches) break;
-            kittens::wait(x_full[b], chunk & 1);
-            if (steps == P::steps) multiply(b, steps, std::true_type{});
-            else multiply(b, steps, std::false_type{});
-            if (chunk < chunks - 1) continue;
-#pragma unroll
-            for (int j = 0; j < P::batch; ++j) send(b * P::batch + j);
-        }
+        for (int j = 0; j < P::groups; ++j) send(j);
     }
 
     if constexpr (P::cluster > 1) kittens::wait(parts_full, 0);
     else __syncthreads();
-    if (warp >= batches * P::batch) return;
+    if (warp >= P::groups) return;
     const float from[2] = {kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bias[0])),
                            kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bias[1]))};
     float s[4] = {from[0], from[0], from[1], from[1]};
 #pragma unroll
     for (int i = 0; i < P::warps; ++i) {
-        const float4 part = parts[(i * batches * P::batch + warp) * 32 + lane];
+        const float4 part = parts[(i * P::groups + warp) * 32 + lane];
         s[0] += part.x, s[1] += part.y, s[2] += part.z, s[3] += part.w;
     }
 #pragma unroll

@@ -6,7 +6,7 @@
 // that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the clusters, so a result depends
 // on the shape and the device only.
 //
-// Whole items go first, wave by wave, while the clusters are in step; the combine kernel adds the parts. With one wave a cluster takes its span
+// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave a cluster takes its span
 // first and the whole item then, under which the parts are added up, by the cluster that holds an item's last part. It waits for parts of clusters
 // before it only. Those were launched before it, and leave their parts without waiting for anybody: they come however few clusters the device
 // runs at a time.
