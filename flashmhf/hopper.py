@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
-PROJECT_TOKENS = 16  # that project takes at most; cuBLAS is faster for 64
+PROJECT_TOKENS = 16  # that project takes at most; measured: faster than cuBLAS at 16, slower at 64
 PROJECT_MULTIPLE, PROJECT_INNER = 64, 65536  # of the sizes of its weight; K at most
 
 
@@ -188,7 +188,7 @@ def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, settled: bool =
 
     ``settled``: whoever wrote w and bias has finished when this kernel starts, even if the kernel before it in the stream still runs; they
     are then read at once. True right behind a forward of this back end, which starts nobody before all older kernels have finished and
-    writes its output only.
+    writes nothing but its output and its own workspace.
     """
     refusal = refuse_projection(x, w, bias)
     if refusal is not None:

@@ -246,8 +246,9 @@ class FlashMHF(_MultiHead):
         """x [..., d_model] -> [..., d_model]."""
         if self._in_chunks(x):
             return self._forward_chunks(x)
-        if self._few_tokens(x):
-            return self._forward_few_tokens(x)
+        rows = self._few_rows(x)
+        if rows is not None:
+            return self._forward_few_tokens(rows, x.shape)
         return self.out_proj(self._mix(self.split_heads(x)).flatten(-2))
 
     def _plain_inference(self, x: Tensor) -> bool:
@@ -265,26 +266,27 @@ class FlashMHF(_MultiHead):
             return False
         return self._plain_inference(x)
 
-    def _few_tokens(self, x: Tensor) -> bool:
-        """Whether the projections take the hopper back end's kernel for few tokens.
+    def _few_rows(self, x: Tensor) -> Tensor | None:
+        """x as [T, d_model] where the projections take the hopper back end's kernel for few tokens, else None.
 
         Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on it.
         """
         if torch.compiler.is_compiling() or not 0 < x.numel() <= hopper.PROJECT_TOKENS * self.d_model or x.shape[-1:] != (self.d_model,):
-            return False
+            return None
         if self.backend not in ("auto", "hopper") or x.dtype not in hopper.DTYPES or not self._plain_inference(x):
-            return False
+            return None
         sizes = (self.head_dim, self.subnet_dim, self.num_subnets, self.num_heads)
         if backends.select(self.backend, x.device, x.dtype, *sizes) is not hopper:
-            return False
+            return None
         rows = x.reshape(-1, self.d_model)
-        return all(hopper.refuse_projection(rows, linear.weight, linear.bias) is None for linear in (self.in_proj, self.out_proj))
+        refused = (hopper.refuse_projection(rows, linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj))
+        return rows if all(reason is None for reason in refused) else None
 
-    def _forward_few_tokens(self, x: Tensor) -> Tensor:
-        q = hopper.project(x.reshape(-1, self.d_model), self.in_proj.weight, self.in_proj.bias)
-        mixed = self._mix(q.view(*x.shape[:-1], self.num_heads, self.head_dim))
-        # The kernel before this one is the operator's own: views launch nothing. Before in_proj there may be any.
-        return hopper.project(mixed.view(-1, self.d_model), self.out_proj.weight, self.out_proj.bias, settled=True).view(x.shape)
+    def _forward_few_tokens(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        q = hopper.project(rows, self.in_proj.weight, self.in_proj.bias)
+        mixed = self._mix(q.view(*shape[:-1], self.num_heads, self.head_dim))
+        # Whichever way _mix takes, its last kernel is the forward operator's, and views launch none. Before in_proj there may be any.
+        return hopper.project(mixed.view(-1, self.d_model), self.out_proj.weight, self.out_proj.bias, settled=True).view(shape)
 
     def _forward_chunks(self, x: Tensor) -> Tensor:
         """Peak memory: the result and one chunk of S. Q of a chunk lies where its result will be."""

@@ -131,6 +131,9 @@ def test_deterministic_sums_take_turns_where_they_are_fast():
     assert turns(32256, deterministic=True) and turns(129_024, deterministic=True, head_dim=96)
     assert not turns(64, deterministic=True) and not turns(3072, deterministic=True)  # CTAs would mostly wait
     assert not turns(32256) and not turns(32256, deterministic=True, tokens=False)
+    # what tests/test_concurrency.py and benchmarks/bench_hopper_backward.py count on
+    assert turns(2500, deterministic=True, heads=40, subnets=2, subnet_dim=192)
+    assert not turns(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
     assert not any(turns(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
 
 

@@ -84,7 +84,7 @@ def test_equal_inputs_give_equal_bits(usable, tokens):
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, tokens, graphed):
-    """Each projection reads memory that the one two before it read and the one before it has overwritten; one writes a weight."""
+    """Every result lies in memory that an earlier one has left; at the end the kernel before a projection writes its weight."""
     x, w, _ = operands(tokens, 1024, 1024, torch.bfloat16)
     weights = [w[torch.randperm(1024, device="cuda")].contiguous() for _ in range(6)]
     written = torch.empty_like(w)
