@@ -1,6 +1,6 @@
 """The Hopper backward on its own: rate against a matrix product, deterministic mode, the router's part, eager SwiGLU, small T, errors.
 
-    $ python benchmarks/bench_hopper_backward.py --out benchmarks/results/backward_h200_2026-11-21.json [--library PATH]
+    $ python benchmarks/bench_hopper_backward.py --out benchmarks/results/backward_h200_2026-11-22.json [--library PATH]
 
 Blocks of matmul, default, matmul, deterministic, matmul, each back to back; a block's figure is the median of its second half, so that the
 clocks are those that the subject itself sustains. Times include zeroing and post-processing. Nothing is recorded for wrong gradients.
