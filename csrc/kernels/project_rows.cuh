@@ -44,10 +44,6 @@ __device__ __forceinline__ uint4 load_16_bytes(const void *p) {
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
     return x;
 }
-// As in ptx_ext.cuh, to an address in shared memory.
-__device__ __forceinline__ void copy_16_bytes_async(uint32_t dst, const void *src) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
 // This thread's arrival, when its copies up to here are complete.
 __device__ __forceinline__ void arrive_after_copies(kittens::semaphore &sem) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(tma::shared_address(&sem)) : "memory");

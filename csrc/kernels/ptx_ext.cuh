@@ -62,8 +62,11 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
 }
 
 // From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; one word, or zero.
+__device__ __forceinline__ void copy_16_bytes_async(uint32_t shared_address, const void *src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(src) : "memory");
+}
 __device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src) : "memory");
+    copy_16_bytes_async(static_cast<uint32_t>(__cvta_generic_to_shared(dst)), src);
 }
 __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src), "r"(valid ? 4 : 0)
