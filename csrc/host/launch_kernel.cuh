@@ -11,6 +11,13 @@ template <typename Kernel> cudaError_t allow_shared_memory(Kernel kernel, size_t
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+inline cudaLaunchAttribute clusters_of(int size) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    return attribute;
+}
+
 // early: the kernel may start while the one before it in the stream still runs; it waits for it (griddepcontrol.wait) where it must.
 template <typename Kernel, typename... Args>
 cudaError_t launch_clusters(int cluster_size, bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream,
@@ -20,10 +27,7 @@ cudaError_t launch_clusters(int cluster_size, bool early, Kernel kernel, dim3 gr
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_memory;
     config.stream = stream;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = cluster_size;
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2]{clusters_of(cluster_size)};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;

@@ -322,9 +322,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 #pragma unroll(d_h == 256 ? 1 : 4)  // more would spill
                     for (int j = 0; j < cols / 8; ++j) {
                         float4 &staged = shared.staged.fragment(j, thread);
-                        float dq[4];
+                        float dq[4] = {};
                         auto add = [&](float4 v) { dq[0] += v.x, dq[1] += v.y, dq[2] += v.z, dq[3] += v.w; };
-                        dq[0] = dq[1] = dq[2] = dq[3] = 0.f;
                         add(staged);
                         if (first == 0)
                             for (int part = 1; part < p.query_parts; ++part)
