@@ -152,12 +152,12 @@ inline void check_projection(const Tensor &x, const Tensor &w, const std::option
     STD_TORCH_CHECK(x.dim() == 2 && x.size(0) <= project_tokens, "x must be [T, K] with T at most ", project_tokens, ", is ", shape_of(x));
     STD_TORCH_CHECK(w.dim() == 2 && w.size(1) == x.size(1), "w must be [N, K] with K = ", x.size(1), ", is ", shape_of(w));
     auto supported = [](int64_t size, int64_t most) { return size > 0 && size % project_multiple == 0 && size <= most; };
-    STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), project_inner), "w is ", shape_of(w), "; supported: multiples of ",
-                    project_multiple, ", K up to ", project_inner);
+    STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), INT32_MAX), "w is ", shape_of(w), "; supported: multiples of ",
+                    project_multiple);
     STD_TORCH_CHECK(w.is_contiguous() && aligned(w.data_ptr()), "w must be contiguous and start at a multiple of 16 bytes");
-    const bool rows = x.size(0) <= 1 || x.stride(0) * element_bytes % 16 == 0;
+    const bool rows = x.size(0) <= 1 || (x.stride(0) > 0 && x.stride(0) * element_bytes % 16 == 0);
     STD_TORCH_CHECK(x.size(0) == 0 || (x.stride(1) == 1 && rows && aligned(x.data_ptr())),
-                    "x's last dimension must be contiguous, its rows at multiples of 16 bytes");
+                    "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
     if (!bias) return;
     STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x");
     STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == x.get_device_index(), "bias must be on the same CUDA device as x");

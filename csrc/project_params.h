@@ -5,9 +5,8 @@
 
 namespace flashmhf {
 
-constexpr int project_tokens = 16;    // at most; measured: faster than cuBLAS at 16, slower at 64
-constexpr int project_multiple = 64;  // of the sizes of W: the features of a cluster, and the k of two steps
-constexpr int project_inner = 65536;  // k at most: a bulk prefetch of four rows of W takes less than 2^20 bytes
+constexpr int project_tokens = 64;    // at most
+constexpr int project_multiple = 64;  // of the sizes of W: the features of a cluster, and the k of a tile
 
 struct ProjectParams {
     const void *x;     // [tokens, inner], rows x_stride elements apart, a multiple of 8
@@ -17,9 +16,6 @@ struct ProjectParams {
     int tokens, inner, features;
     int64_t x_stride;
     bool settled;  // no kernel that may still run when this one starts writes w or bias: they are read at once
-
-    // Set by the launch: a CTA takes the k of one chunk after the other, at most `steps` times 32 of each.
-    int chunks, steps;
 };
 
 }  // namespace flashmhf

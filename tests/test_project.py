@@ -50,29 +50,28 @@ def test_every_number_of_tokens(usable, dtype, bias):
     assert hopper.project(*operands(0, 512, 192, dtype, bias=bias)).shape == (0, 192)
 
 
-# K shorter than the steps of all warps, not divided by them evenly, longer than what is in flight; one and many clusters
+# Less k than CTAs of a cluster, not divided by them evenly, more than what is in flight; one and many clusters
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (65536, 64)]
+    ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (131072, 64)]
 )
 def test_sizes(usable, dtype, inner, features):
-    for tokens in (1, 2, 3, 7, 8, 9, 15, 16):
+    for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64):
         check(*operands(tokens, inner, features, dtype, bias=True), f"T = {tokens}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 13, 16])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 29, 60])
 def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
     x, w, bias = operands(tokens, 512, 128, torch.bfloat16, bias=True)
     memory = torch.full((tokens + 8, 3 * 512 + 8), float("nan"), device="cuda", dtype=x.dtype)
     memory[:tokens, 512:1024] = x
     assert torch.equal(check(memory[:tokens, 512:1024], w, bias), hopper.project(x, w, bias))
-    check(x[:1].expand(tokens, -1), w, bias)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 13, 16])
+@pytest.mark.parametrize("tokens", [1, 13, 32, 64])
 def test_equal_inputs_give_equal_bits(usable, tokens):
     inputs = operands(tokens, 2048, 2048, torch.bfloat16, bias=True)
     first = hopper.project(*inputs)
@@ -81,7 +80,7 @@ def test_equal_inputs_give_equal_bits(usable, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, tokens, graphed):
     """Every result lies in memory that an earlier one has left; at the end the kernel before a projection writes its weight."""
@@ -124,7 +123,7 @@ def test_the_operator_checks_by_itself(usable):
         ((x.float(), w, None), "x must be bfloat16 or float16"),
         ((x, w.half(), None), "w must have the dtype of x"),
         ((x, w.cpu(), None), "w must be on the same CUDA device"),
-        ((x.repeat(9, 1), w, None), "T at most 16"),
+        ((x.repeat(9, 1), w, None), "T at most 64"),
         ((x, w[:, :64], None), "w must be"),
         ((x, w[:48], None), "multiples of 64"),
         ((x, w, bias[:32]), "bias must be"),
@@ -143,11 +142,11 @@ def zeros(*shape: int, dtype=torch.bfloat16, device="cpu") -> torch.Tensor:
     ("change", "error", "message"),
     [
         ({"x": zeros(8, 128, dtype=torch.float32)}, TypeError, "x has dtype float32; supported: bfloat16, float16"),
-        ({"x": zeros(17, 128)}, ValueError, r"x has shape \[17, 128\]; supported: \[T, K\] with T up to 16"),
+        ({"x": zeros(65, 128)}, ValueError, r"x has shape \[65, 128\]; supported: \[T, K\] with T up to 64"),
         ({"x": zeros(2, 4, 128)}, ValueError, r"x has shape \[2, 4, 128\]"),
         ({"w": zeros(64, 128, dtype=torch.float16)}, TypeError, r"w has dtype float16; supported: bfloat16 \(x's dtype\)"),
         ({"w": zeros(64, 64)}, ValueError, r"w has shape \[64, 64\]; expected \[N, K\] with K = 128"),
-        ({"w": zeros(72, 128)}, ValueError, r"w has shape \[72, 128\]; supported: multiples of 64, K up to 65536"),
+        ({"w": zeros(72, 128)}, ValueError, r"w has shape \[72, 128\]; supported: multiples of 64"),
         ({"w": zeros(128, 64).t()}, ValueError, r"w has strides \[1, 64\].*must be contiguous"),
         ({"w": zeros(64 * 128 + 1)[1:].view(64, 128)}, ValueError, "w has storage offset 1; supported: multiples of 16 bytes"),
         ({"w": zeros(64, 128, device="meta")}, ValueError, "w is on meta but x is on cpu"),
@@ -155,6 +154,7 @@ def zeros(*shape: int, dtype=torch.bfloat16, device="cpu") -> torch.Tensor:
         ({"bias": zeros(64, dtype=torch.float64)}, TypeError, "bias has dtype float64"),
         ({"x": zeros(8, 132)[:, :128]}, ValueError, r"x has strides \[132, 1\].*multiples of 16 bytes \(8 elements\)"),
         ({"x": zeros(8, 256)[:, ::2]}, ValueError, r"x has strides \[256, 2\]"),
+        ({"x": zeros(1, 128).expand(8, -1)}, ValueError, r"x has strides \[0, 1\].*at positive multiples of 16 bytes"),
     ],
 )
 def test_refusals(change, error, message):
@@ -194,7 +194,7 @@ def projected(monkeypatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "q_norm": True}], ids=["plain", "bias and q_norm"])
-@pytest.mark.parametrize("leading", [(), (1,), (7,), (16,), (2, 5), (4, 2, 2)])
+@pytest.mark.parametrize("leading", [(), (1,), (7,), (64,), (2, 5), (4, 2, 2)])
 def test_module_takes_them_for_few_tokens(projected, leading, options):
     module, x = make(**options), torch.randn(*leading, 128).bfloat16()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -218,7 +218,7 @@ def test_views(projected):
 def test_module_keeps_its_linear_layers_elsewhere(projected):
     x = torch.randn(5, 128).bfloat16()
     with torch.no_grad():
-        make()(torch.randn(17, 128).bfloat16())
+        make()(torch.randn(65, 128).bfloat16())
         make()(torch.randn(0, 128).bfloat16())
         make(torch.float32)(x.float())
         make(backend="eager")(x)
@@ -280,7 +280,7 @@ def test_a_module_on_a_cpu_is_as_before():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 7, 16, 17])
+@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65])
 @pytest.mark.parametrize("bias", [False, True])
 def test_module_values(usable, monkeypatch, dtype, tokens, bias):
     calls = []
@@ -293,7 +293,7 @@ def test_module_values(usable, monkeypatch, dtype, tokens, bias):
         x = torch.randn(tokens, 512, device="cuda", dtype=dtype)
         with poisoned_memory():
             actual = module(x)
-        assert calls == ([tokens] * 2 if tokens <= 16 else [])
+        assert calls == ([tokens] * 2 if tokens <= 64 else [])
         linear = plain(module, x)  # the same with cuBLAS's projections
         module.backend = "eager"
         exact = module.double()(x.double())

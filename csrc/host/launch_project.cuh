@@ -5,34 +5,28 @@
 
 #include "host/launch_kernel.cuh"
 #include "host/launch_project.h"
-#include "kernels/project_rows.cuh"
+#include "host/tensor_map.h"
+#include "kernels/project_tiles.cuh"
 
 namespace flashmhf {
 namespace {
 
-template <int max_tokens, bool one, typename T> cudaError_t launch_chunks(const ProjectParams &p, cudaStream_t stream) {
-    using P = ProjectPolicy<max_tokens, one>;
-    ProjectParams params = p;
-    params.chunks = P::chunks(p.inner), params.steps = P::steps_of(p.inner);
-    // An SM divides its memory between L1 and shared memory as its CTAs ask; beside a CTA of the forward kernel only in this way.
-    auto *kernel = project<max_tokens, one, T>;
-    constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return error;
-    if (cudaError_t error = allow_shared_memory(kernel, P::shared_memory(max_tokens, P::steps))) return error;
-    return launch_clusters(P::cluster, true, kernel, dim3(p.features / P::tile), P::threads, P::shared_memory(p.tokens, params.steps), stream, params);
-}
-template <int max_tokens, typename T> cudaError_t launch_few(const ProjectParams &p, cudaStream_t stream) {
-    const bool one = ProjectPolicy<max_tokens, true>::chunks(p.inner) == 1;
-    return one ? launch_chunks<max_tokens, true, T>(p, stream) : launch_chunks<max_tokens, false, T>(p, stream);
+template <int max_tokens, typename T> cudaError_t launch_tiles(const ProjectParams &p, cudaStream_t stream) {
+    using P = ProjectTilePolicy<max_tokens>;
+    const MapType type = map_type(std::is_same_v<T, kittens::bf16>);
+    const CUtensorMap map_w = tensor_map("w", p.w, type, {{p.inner, 1, P::step}, {p.features, p.inner, P::features}}, 128);
+    const CUtensorMap map_x = tensor_map("x", p.x, type, {{p.inner, 1, P::step}, {p.tokens, p.x_stride, max_tokens}}, 128);
+    constexpr size_t bytes = sizeof(ProjectTileShared<max_tokens, T>);
+    if (cudaError_t error = allow_shared_memory(project_tiles<max_tokens, T>, bytes)) return error;
+    return launch_clusters(P::cluster, true, project_tiles<max_tokens, T>, dim3(p.features / P::features * P::cluster), P::threads, bytes, stream, map_w,
+                           map_x, p);
 }
 
 }  // namespace
 
 template <bool bf16> cudaError_t launch_project(const ProjectParams &p, cudaStream_t stream) {
     using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
-    if (p.tokens <= 2) return launch_few<2, T>(p, stream);
-    if (p.tokens <= 8) return launch_few<8, T>(p, stream);
-    return launch_few<project_tokens, T>(p, stream);
+    return p.tokens <= 16 ? launch_tiles<16, T>(p, stream) : p.tokens <= 32 ? launch_tiles<32, T>(p, stream) : launch_tiles<project_tokens, T>(p, stream);
 }
 
 }  // namespace flashmhf

@@ -8,17 +8,9 @@ namespace flashmhf {
 
 template <int d_h> using OutputTile = kittens::rt_fl<16, d_h>;
 
-// Float4 j of thread i of the warpgroup holds the fragment's accumulators 4j..4j + 3: columns 8j + 2 (i % 4), + 1 of row g and of row g + 8.
+// Float4 j of thread i of the warpgroup is quad j of its fragment.
 template <int d_h> __device__ __forceinline__ size_t part_offset(const ForwardParams &p, int cluster, int part, int rank, int warpgroup) {
     return static_cast<size_t>(((cluster * 2 + part) * p.row_ctas + rank) * p.consumers + warpgroup) * (tile_rows * d_h);
-}
-
-__device__ __forceinline__ void add(float4 &sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
-
-template <int d_h> __device__ __forceinline__ float4 fragment_quad(const OutputTile<d_h> &o, int j) {
-    const auto &pair = o.tiles[0][j / 2].data;
-    const float2 low = pair[j % 2 * 2], high = pair[j % 2 * 2 + 1];
-    return {low.x, low.y, high.x, high.y};
 }
 
 template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, int cluster, int part, int rank,

@@ -1,0 +1,19 @@
+// Where the accumulators of a 64-row product of a warpgroup lie.
+#pragma once
+
+#include "kittens.cuh"
+
+namespace flashmhf {
+
+// First of the two rows (the other is 8 below) of a thread of the warpgroup.
+__device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+
+// Accumulators 4j..4j + 3 of a thread: columns 8j + 2 (thread % 4), + 1 of its first row, then of its second.
+template <int columns> __device__ __forceinline__ float4 fragment_quad(const kittens::rt_fl<16, columns> &o, int j) {
+    const auto &pair = o.tiles[0][j / 2].data;
+    const float2 low = pair[j % 2 * 2], high = pair[j % 2 * 2 + 1];
+    return {low.x, low.y, high.x, high.y};
+}
+__device__ __forceinline__ void add(float4 &sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
+}  // namespace flashmhf
