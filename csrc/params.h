@@ -34,6 +34,7 @@ struct ForwardParams {
     bool gate_tiles;          // the producer reads R by TMA, as a matrix of H * E columns
     int64_t r_batch, r_token, r_head;  // strides of R in elements
     float eps;                // of the normalisation, for W
+    int router_bytes;         // of W of a head, where it fits shared memory; 0: it does not, or is not needed
     float *partials;          // [splits][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
     uint32_t *flags;          // [splits][2][row_ctas], when the clusters add them up: 1 where a part has been stored
 };

@@ -13,10 +13,11 @@ namespace {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Footprint {
-    int shared_memory, pieces, consumers;  // bytes; of parts, which a launch that adds none goes without
+    int shared_memory, pieces, spare_gate, consumers;  // bytes: all; of them, of parts that are added; of them, of the gate of a second item
     bool may_share, may_add_parts;
 };
 template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
+                                                    (ForwardPolicy<d_h>::gate_buffers - 1) * ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::gate_tile_bytes,
                                                     ForwardPolicy<d_h>::consumers, ForwardPolicy<d_h>::may_share, ForwardPolicy<d_h>::may_add_parts};
 
 Footprint footprint_of(int head_dim) {
@@ -96,6 +97,8 @@ ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
     ForwardPlan plan{};
     const Footprint footprint = footprint_of(shape.head_dim);
     plan.shared_memory = footprint.shared_memory - footprint.pieces;
+    plan.pieces = footprint.pieces;
+    plan.spare_gate = footprint.spare_gate;
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows), "the sequence length");
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
     const int inter_tiles = checked(static_cast<int64_t>(plan.subnet_tiles) * shape.subnets, "E * d_e");
@@ -129,7 +132,6 @@ ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
         plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
     if (plan.schedule.adds_parts) {
         plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
-        plan.shared_memory = footprint.shared_memory;
     }
     return plan;
 }

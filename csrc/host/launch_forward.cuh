@@ -17,7 +17,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
             if (cudaError_t error = launch_kernel(true, clear_flags, dim3(1), clear_threads, 0, stream, l.params.flags, l.plan.flags)) return error;
     if (cudaError_t error = allow_shared_memory(forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
     if (cudaError_t error = launch_clusters(l.plan.cluster_size, true, forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size), 128 * (l.plan.consumers + 1),
-                                            l.plan.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
+                                            l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
         return error;
     if (l.plan.partials == 0 || l.plan.flags) return cudaSuccess;
 

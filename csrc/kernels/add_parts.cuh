@@ -34,11 +34,14 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         // The consumers' arrivals release their stores to this thread, and its own release hands them on to the device.
         WorkCursor cursor(s, cluster);
         Work work;
+        int told = 0;
         while (cursor.next(work, cluster, 0) && work.item >= s.waves * s.clusters)
             if (work.end - work.begin < s.inter_tiles) {
                 wait_sleeping(sem.part_stored[work.part], 0);
                 store_release(part_flag(p, cluster, work.part, rank()), 1);
+                ++told;
             }
+        if (p.router_bytes) wait_sleeping(sem.w_empty, told & 1);  // the whole item's W has been read from where the pieces will be
     }
     __syncwarp();
     const int index = s.ends_item(cluster);

@@ -18,9 +18,10 @@ template <int N> struct Ring {
     }
 };
 
-constexpr int full_arrivals = 1;    // the loader's expect_bytes; the copies complete the rest (slots, pieces, shares)
+constexpr int full_arrivals = 1;    // the loader's expect_bytes; the copies complete the rest (slots, pieces, shares, w)
 constexpr int q_full_arrivals = 2;  // the Q loader's expect_bytes; its warp after the weights of the sub-networks
 // slot_empty: one thread of each consumer warpgroup, of every CTA of the cluster
+// w_empty: one thread of each consumer warp, when it has the weights of an item
 // part_stored: one thread of each consumer warp. Each completes once a launch at most: consumers cannot get ahead of who waits for it
 
 // Named barriers; 0 is __syncthreads. Of a consumer warpgroup with the warp that loads its Q, for

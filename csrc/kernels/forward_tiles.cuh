@@ -52,6 +52,11 @@ template <int d_h, typename T> struct ForwardConsumer {
     __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
     __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
     __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
+    template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, halved> &gate, Query &&query) {
+        if (P::gate_early && p.router_bytes) kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
+        gate.begin(this_item(), gate_buffer(), shared.router(p), query);
+        if (P::gate_early && p.router_bytes && lane == 0) kittens::arrive(shared.semaphores.w_empty);
+    }
     // Q has been read; the buffer is empty, or holds an output for the producer to store.
     __device__ __forceinline__ void release_q() { kittens::arrive(q_empty_barrier(wg)); }
     // Once an item the warpgroups issue their products one after the other: side by side they would reach their elementwise parts, and leave
@@ -123,7 +128,7 @@ template <int d_h, typename T> struct ForwardConsumer {
         pin(mn);
         release_q();
         while (true) {
-            gate.begin(this_item(), gate_buffer(), query);
+            begin_gate(gate, query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
             // here: [M|N] of the item's first tile
@@ -206,7 +211,7 @@ template <int d_h, typename T> struct ForwardConsumer {
             await_turn(this_item());
             issue_ku();
             pass_turn(this_item());
-            gate.begin(this_item(), gate_buffer(), query);
+            begin_gate(gate, query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
             release_next(), release_next();
@@ -264,6 +269,8 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
             kittens::warp::init_semaphore(sem.slot_empty[i], p.consumers * p.row_ctas);
         }
         for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
+        kittens::warp::init_semaphore(sem.w_full, full_arrivals);
+        kittens::warp::init_semaphore(sem.w_empty, 4 * p.consumers);
         kittens::warp::init_semaphore(sem.shares_full, full_arrivals);
         for (auto &stored : sem.part_stored) kittens::warp::init_semaphore(stored, 4 * p.consumers);
         for (int i = 0; i < P::piece_slots; ++i) kittens::warp::init_semaphore(sem.piece_full[i], full_arrivals);
@@ -277,8 +284,10 @@ void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ 
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
-            begin(p);
             const WeightMaps weights{&map_k, &map_u, &map_v};
+            if (p.schedule.sharers == 1 && kittens::laneid() == 0) prefetch_weights<d_h>(weights, p);
+            __syncwarp();
+            begin(p);
             if (kittens::laneid() == 0) {  // where multicast is always, both are one instance
                 if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true>(shared, weights, p);
                 else load_weights<d_h, T, P::always_multicast>(shared, weights, p);

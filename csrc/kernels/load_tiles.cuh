@@ -2,7 +2,9 @@
 // rows of an item, Q and the weights of the first sub-networks, and sends off the outputs.
 #pragma once
 
+#include "kernels/fragments.cuh"
 #include "kernels/ptx_ext.cuh"
+#include "kernels/router_rows.cuh"
 #include "kernels/smem_plan.cuh"
 #include "kernels/tma_ext.cuh"
 #include "params.h"
@@ -29,6 +31,21 @@ template <bool multicast, typename Tile> __device__ __forceinline__ void load_ro
 __device__ __forceinline__ void begin(const ForwardParams &p) {
     if (p.row_ctas > 1) cluster_sync();
     kittens::pdl::wait();
+}
+
+// The tiles that fill the ring for the first time, to the L2: a hint, right even while the kernel before this one writes them. By one thread.
+template <int d_h> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
+    using P = ForwardPolicy<d_h>;
+    const int share = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
+    Work work;
+    if (!WorkCursor(p.schedule, kittens::clusterIdx().x).next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return;
+#pragma unroll 1
+    for (int i = work.begin; i < min(work.end, work.begin + P::slots); ++i) {
+        const int subnet = i / p.subnet_tiles, row = (i - subnet * p.subnet_tiles) * tile_inter + share;
+        for (const CUtensorMap *map : {maps.k, maps.u, maps.v})
+#pragma unroll
+            for (int c = 0; c < d_h; c += P::panel_cols) tma::prefetch_tile(map, int3{c, row, subnet + work.item / p.blocks * p.subnets});
+    }
 }
 
 // By one thread. CTAs that share the tiles fetch a part of the rows of each and multicast it. Every instruction of the loop over the tiles
@@ -95,9 +112,6 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     if (P::q_in_registers && subnet_v >= 0) send_v();
     kittens::pdl::arrive();  // not before: with few tokens, what the next kernel prefetches would be gone from the L2 behind these tiles
 }
-
-// First of the two rows (the other is 8 below) of the accumulators of a thread of a warpgroup.
-__device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 
 // The row tile of a warpgroup: head, sequence and first token. The last tiles of a launch may lie behind the last sequence: their rows read
 // as zeros and are not stored.
@@ -173,15 +187,23 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
     const bool leader = kittens::laneid() == 0;
     auto &full = shared.semaphores.q_full[warpgroup];
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
-    constexpr int patience = 48 * 128 / d_h;  // tiles of an item under which the next one's weights can come at leisure, 25 us
+    constexpr int patience = 24 * 128 / d_h;  // tiles of an item under which the next one's weights can come at leisure, 25 us
+    const bool stages = P::gate_early && p.router_bytes > 0 && leader && warpgroup == 0;
     int count = 0, ahead = 0;
+    // W of the head of the current item: one for all consumers.
+    auto load_router = [&]() {
+        auto &w_full = shared.semaphores.w_full;
+        kittens::tma::expect_bytes(w_full, p.router_bytes);
+        const void *w = router_of<d_h, T>(p, shared.items[count % 2][0].head);
+        kittens::tma::load_async(shared.router(p), const_cast<void *>(w), p.router_bytes, w_full);
+    };
     auto next_item = [&]() {
         Work work;
         if (!cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return false;
         const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
         const int part = p.schedule.sharers == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
-        const int column = p.gate_tiles ? (rows.head * p.subnets + work.begin / p.subnet_tiles) % 4 : 0;
-        if (leader) shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, column, rows.head, rows.sequence, rows.token};
+        const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
+        if (leader) shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
         return true;
     };
     // Waits until the buffer holds no Q to be read, but, from item `index` on, an output: sends that off.
@@ -196,11 +218,12 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
     constexpr int lag = P::q_in_registers ? 2 : 1;  // Q is read an item ahead, or not
     bool more = next_item();
     begin(p);
+    if (stages && more) load_router();
     while (more) {
         const Item &item = shared.items[count % 2][warpgroup];
         auto &gate = shared.gate[count % P::gate_buffers][warpgroup];
         __syncwarp();
-        const int first = item.begin / p.subnet_tiles;
+        const int first = item.subnet;
         if (leader) {
             kittens::tma::expect_bytes(full, P::row_tile_bytes + (p.gate_tiles ? P::gate_chunk_bytes : 0));
 #pragma unroll
@@ -219,6 +242,10 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
             }
         }
         if (leader) kittens::arrive(full);
+        if (stages && count > 0) {
+            wait_sleeping(shared.semaphores.w_empty, count - 1 & 1);
+            load_router();
+        }
         ahead = item.end - item.begin;
         ++count;
         take_over(count - lag);

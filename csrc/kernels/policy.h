@@ -9,7 +9,7 @@ constexpr int tile_inter = 64;      // inner units of a tile; K and U stacked ma
 constexpr int element_bytes = 2;    // bf16 or fp16
 
 constexpr int shared_memory_limit = 227 * 1024;
-constexpr int barrier_bytes = 320;  // all semaphores and item records of a CTA, rounded up
+constexpr int barrier_bytes = 384;  // all semaphores and item records of a CTA, rounded up
 
 template <int d_h> struct ForwardPolicy {
     static_assert(d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256, "head dimensions with a policy");

@@ -11,6 +11,7 @@ namespace flashmhf {
 struct Item {
     int begin, end;             // inner tiles; end = 0: the work is done
     int part;                   // of a split item, as in Work; -1: a whole item, whose output the producer stores
+    int subnet;                 // of the first tile
     int gate_column;            // where the gate tile has the weights of the first sub-network
     int head, sequence, token;  // of the warpgroup's first row
 };
@@ -22,7 +23,7 @@ template <int d_h> struct alignas(ForwardPolicy<d_h>::gate_alignment) GateTile {
     float weights[tile_rows * chunk];
     float scale[tile_rows];  // of a row
 
-    __device__ __forceinline__ float &at(int row, int subnet) { return weights[row * chunk + (chunk == 32 ? subnet ^ row % 8 * 4 : subnet)]; }
+    __device__ __forceinline__ float &at(unsigned row, int subnet) { return weights[row * chunk + (chunk == 32 ? subnet ^ row % 8 * 4 : subnet)]; }
 };
 
 template <int d_h, typename T> struct alignas(1024) ForwardShared {
@@ -34,6 +35,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
 
     struct Semaphores {
         kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], shares_full, part_stored[2], piece_full[P::piece_slots];
+        kittens::semaphore w_full, w_empty;  // for the router
     };
 
     // Q in registers: a slot is [K;U] of one tile, then V of the tile before it. Otherwise: half of [K;U], or V.
@@ -46,6 +48,10 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
 
     // Sums of the sharers of an item, when the ring has no more tiles to hold: as in store_tiles.cuh.
     static_assert(!P::may_share || (P::consumers * d_h / 8 + max_sharers - 1) * tile_rows * 32 <= sizeof(ring));
+    // W of the current item's head: where the pieces will be, but where there is just one item, where another one's gate would.
+    __device__ void *router(const ForwardParams &p) {
+        return p.schedule.sharers > 1 ? static_cast<void *>(gate[P::gate_buffers - 1]) : static_cast<void *>(pieces);
+    }
     __device__ float4 *shares() { return reinterpret_cast<float4 *>(ring); }
     __device__ KU &ku(int slot) { return *reinterpret_cast<KU *>(ring[slot]); }
     __device__ V &v(int slot) { return *reinterpret_cast<V *>(ring[slot] + (P::q_in_registers ? P::ku_bytes : 0)); }

@@ -76,6 +76,12 @@ __device__ __forceinline__ void reduce_add_async(float *dst, const void *src, ui
 __device__ __forceinline__ void prefetch_linear(const void *src, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int2 c) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c.x), "r"(c.y) : "memory");
+}
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int3 c) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+}
 // dst[0 .. bytes) = src, without the proxy fence of kittens::tma::store_async.
 __device__ __forceinline__ void store_linear_async(void *dst, const void *src, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
