@@ -36,7 +36,8 @@ struct ForwardParams {
     float eps;                // of the normalisation, for W
     int router_bytes;         // of W of a head, where it fits shared memory; 0: it does not, or is not needed
     float *partials;          // [splits][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
-    uint32_t *flags;          // [splits][2][row_ctas], when the clusters add them up: 1 where a part has been stored
+    uint64_t *flags;          // [splits][2][row_ctas], when the clusters add them up: `token` where a part has been stored
+    uint64_t token;           // of 64 random bits, of this launch and its replays alone: whatever the workspace holds, it is not that
 };
 
 }  // namespace flashmhf

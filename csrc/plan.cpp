@@ -39,15 +39,14 @@ int checked(int64_t x, const char *what) {
 constexpr int shortest_part = 2;
 // What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
 constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
-// And where the clusters add them up under their one whole item: the kernel that clears the flags. With more waves spans come last: first they
-// read slower, probably because spans of different lengths put the clusters out of step for all items after them.
-constexpr int clear_tiles(int head_dim) { return 128 / head_dim; }
+// Nothing where the clusters add them up under their one whole item. With more waves spans come last: first they read slower, probably because
+// spans of different lengths put the clusters out of step for all items after them.
 // Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128. Both
 // grow with d_h.
 constexpr int tiles_a_part = 8;
 
-// What going on to another item costs a cluster, 4 to 5 us when the others do not do so at the same time.
-constexpr int gap_tiles(int head_dim) { return 640 / head_dim; }
+// What going on to another item costs a cluster, some 4 us when the others do not do so at the same time.
+constexpr int gap_tiles(int head_dim) { return 512 / head_dim; }
 
 // Tiles in sequence when the last `rest` items are cut into equal spans.
 int64_t span_tiles(int64_t rest, int inter_tiles, int clusters) { return ceil_div(rest * inter_tiles, clusters); }
@@ -79,7 +78,7 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
         const bool adds = may_add_parts && s.waves == 1 && parts <= most_parts && parts * tiles_a_part <= inter_tiles;
         const int gap = gap_tiles(head_dim);
         auto spaced = [&]() { return tiles / s.splits >= 4 * gap; };  // spans too short for gaps may take two times to go on to an item
-        const int adding = adds ? clear_tiles(head_dim) + (spaced() ? 0 : gap) : combine_tiles(head_dim);
+        const int adding = !adds ? combine_tiles(head_dim) : spaced() ? 0 : gap;
         if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;
         s.adds_parts = adds && s.splits > s.rest;
         if (spaced()) s.gap = gap;

@@ -29,8 +29,8 @@ struct ForwardPlan {
     int subnet_tiles;          // of 64 inner units, of a sub-network
     ForwardSchedule schedule;
     int64_t partials;          // fp32 elements of workspace; 0: nothing is split
-    int flags;                 // of 4 bytes, behind them; 0: the clusters do not add up parts themselves
-    int64_t workspace() const { return partials + flags; }  // in units of 4 bytes
+    int flags;                 // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
+    int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
     int shared_memory;         // bytes a CTA, without those of
     int pieces;                // more bytes, that a launch takes to add parts, or to hold W of a head where clusters may have several items
     int spare_gate;            // bytes that hold W where they have one

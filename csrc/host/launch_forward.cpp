@@ -3,11 +3,28 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <random>
 
 #include "host/tensor_map.h"
 #include "kernels/policy.h"
 
 namespace flashmhf {
+
+namespace {
+
+// Another one every time, never 0: a counter from a random start, scrambled (splitmix64 maps no two counts to one token).
+uint64_t launch_token() {
+    static std::atomic<uint64_t> count{std::random_device{}() * 0x100000000ull + std::random_device{}()};
+    for (;;) {
+        uint64_t z = count.fetch_add(0x9E3779B97F4A7C15ull);
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        z ^= z >> 31;
+        if (z) return z;
+    }
+}
+
+}  // namespace
 
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const ForwardShape &s = problem.shape;
@@ -59,7 +76,8 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
     p.partials = workspace;
-    p.flags = plan.flags ? reinterpret_cast<uint32_t *>(workspace + plan.partials) : nullptr;
+    p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
+    if (plan.flags) p.token = launch_token();
 
     // fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
     auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % 16 == 0); };

@@ -12,9 +12,6 @@ namespace {
 // All kernels may be started before their predecessor has finished; they wait for that before they touch any data.
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
-    if constexpr (ForwardPolicy<d_h>::may_add_parts)
-        if (l.plan.flags)
-            if (cudaError_t error = launch_kernel(true, clear_flags, dim3(1), clear_threads, 0, stream, l.params.flags, l.plan.flags)) return error;
     if (cudaError_t error = allow_shared_memory(forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
     if (cudaError_t error = launch_clusters(l.plan.cluster_size, true, forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size), 128 * (l.plan.consumers + 1),
                                             l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))

@@ -6,17 +6,8 @@
 
 namespace flashmhf {
 
-// Runs before a forward kernel that adds parts. It waits for its predecessor, which may still use the memory, and the forward kernel for it.
-// One warp of at most 32 registers: it finds room beside a CTA of the forward kernel before, and lets the next one start under its tail.
-constexpr int clear_threads = 32;
-static __global__ __launch_bounds__(clear_threads) void clear_flags(uint32_t *flags, int count) {
-    kittens::pdl::arrive();
-    kittens::pdl::wait();
-    for (int i = threadIdx.x; i < count; i += clear_threads) flags[i] = 0;
-}
-
-// Set when the CTA of this rank has stored its rows of a part.
-__device__ __forceinline__ uint32_t *part_flag(const ForwardParams &p, int cluster, int part, int rank) {
+// Holds the launch's token when the CTA of this rank has stored its rows of a part.
+__device__ __forceinline__ uint64_t *part_flag(const ForwardParams &p, int cluster, int part, int rank) {
     return p.flags + (cluster * 2 + part) * p.row_ctas + rank;
 }
 
@@ -38,7 +29,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         while (cursor.next(work, cluster, 0) && work.item >= s.waves * s.clusters)
             if (work.end - work.begin < s.inter_tiles) {
                 wait_sleeping(sem.part_stored[work.part], 0);
-                store_release(part_flag(p, cluster, work.part, rank()), 1);
+                store_release(part_flag(p, cluster, work.part, rank()), p.token);
                 ++told;
             }
         if (p.router_bytes) wait_sleeping(sem.w_empty, told & 1);  // the whole item's W has been read from where the pieces will be
@@ -53,7 +44,9 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
     const float *src = nullptr;
     if (lane < parts) {
         const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
-        while (load_acquire(part_flag(p, first + lane, part, rank())) == 0) __nanosleep(256);
+        uint64_t *flag = part_flag(p, first + lane, part, rank());
+        while (load_acquire(flag) != p.token) __nanosleep(256);
+        *flag = 0;  // nobody else waits for it; a graph comes with the same token again
         tma::fence_global();
         src = p.partials + part_offset<d_h>(p, first + lane, part, rank(), 0);
     }

@@ -256,7 +256,7 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
         kittens::arrive(full, q_full_arrivals);
     }
     if (lag == 2 && count > 0) take_over(count - 1);
-    if (leader) kittens::tma::store_async_wait<0>();
+    if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it
 }
 
 }  // namespace flashmhf

@@ -38,12 +38,12 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int gate_bytes = gate_buffers * consumers * gate_tile_bytes;
 
     // A warp of the producer adds up the parts of split items under the whole ones. They come in pieces of 8 columns of a row tile, six at
-    // a time: at d_h = 128 more would not leave the kilobyte of a block of clear_flags that waits beside this kernel. d_h = 256 has no room.
+    // a time: at d_h = 128 there is no room for more. The same memory holds W of a head. d_h = 256 has no room.
     static constexpr bool may_add_parts = q_in_registers;
     static constexpr int piece_bytes = tile_rows * 8 * 4, piece_slots = may_add_parts ? 6 : 0;
 
     static constexpr int shared_memory = slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
-    static_assert(shared_memory + (may_add_parts ? 1024 : 0) <= shared_memory_limit, "does not fit the shared memory of an SM");
+    static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
     static constexpr int launch_registers = 65536 / threads / 8 * 8;

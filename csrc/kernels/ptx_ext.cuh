@@ -81,6 +81,12 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t *flag) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
     return x;
 }
+__device__ __forceinline__ void store_release(uint64_t *flag, uint64_t x) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(x) : "memory"); }
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t *flag) {
+    uint64_t x;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(flag) : "memory");
+    return x;
+}
 
 // For a thread with time to spare: kittens::wait polls, which takes issue slots and energy from the warps that share the scheduler.
 __device__ __forceinline__ void wait_sleeping(kittens::semaphore &sem, int parity) {
