@@ -20,7 +20,7 @@ template <int N> struct Ring {
 
 constexpr int full_arrivals = 1;    // the loader's expect_bytes; the copies complete the rest (slots, pieces, shares, w)
 constexpr int q_full_arrivals = 2;  // the Q loader's expect_bytes; its warp after the weights of the sub-networks
-// slot_empty: one thread of each consumer warpgroup, of every CTA of the cluster
+// slot_empty: one thread of each consumer warpgroup, of every CTA of the cluster; at the start, too
 // w_empty: one thread of each consumer warp, when it has the weights of an item
 // part_stored: one thread of each consumer warp. Each completes once a launch at most: consumers cannot get ahead of who waits for it
 

@@ -43,6 +43,19 @@ template <int d_h, typename T> struct ForwardConsumer {
     __device__ __forceinline__ void release(int slot) {
         if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
     }
+    // At the start the ring is the consumers'. All tiles at once would come before the first Q: the slots behind the first are handed over when it is
+    // there. With few tokens the memory is the bound, and must not wait.
+    __device__ __forceinline__ void release_ring(int from, int to) {
+#pragma unroll 1
+        for (int slot = from; slot < to; ++slot) release(slot);
+    }
+    __device__ __forceinline__ const Item &first_item() {
+        const int early = p.schedule.sharers > 1 ? P::slots : 1;
+        release_ring(0, early);
+        const Item &item = next_item();
+        release_ring(early, P::slots);
+        return item;
+    }
     // Waits for the next item, its Q and what comes with it, and makes it the current one.
     __device__ __forceinline__ const Item &next_item() {
         kittens::wait(shared.semaphores.q_full[wg], q_phase);
@@ -119,7 +132,7 @@ template <int d_h, typename T> struct ForwardConsumer {
             warpgroup::load(q, shared.q[wg]);
             if constexpr (halved) kittens::warp::mul(q, q, __float2bfloat16(0.5f));
         };
-        if (next_item().end == 0) return;
+        if (first_item().end == 0) return;
         load_q();
         wait_slot();
         mn = 0.f;
@@ -206,6 +219,7 @@ template <int d_h, typename T> struct ForwardConsumer {
             ring.advance();
         };
         mn = 0.f;
+        release_ring(0, P::slots);
         while (true) {
             if (next_item().end == 0) return;
             await_turn(this_item());

@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     const uint16_t ctas = p.row_ctas > 1 ? (1 << p.row_ctas) - 1 : 1 << kittens::cluster_ctarank();               // that get it
 
     auto fill = [&](int bytes) {
-        wait_sleeping(sem.slot_empty[ring.slot], ring.phase ^ 1);
+        wait_sleeping(sem.slot_empty[ring.slot], ring.phase);
         kittens::tma::expect_bytes(sem.slot_full[ring.slot], bytes);
     };
     int row_v = 0, subnet_v = -1;  // the tile whose V is still to be sent
