@@ -20,6 +20,8 @@ import time
 
 import torch
 
+from flashmhf.gating import gate
+
 DEVICE = "cuda"
 LIMIT = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4}
 FLAGSHIP = {"H": 16, "d_h": 128, "E": 22, "d_e": 384}
@@ -119,7 +121,7 @@ def report(record: dict) -> str:
         "`benchmarks/bench_hopper_forward.py`. FLOPs = 6·T·H·d_h·E·d_e. Matmul: 8192³ bf16 of the same rounds.",
         *(["", record["changed_since"]] if "changed_since" in record else []),
         *rows(
-            ("shape", "ms", "TFLOP/s", "÷ matmul", "÷ eager SwiGLU (cuBLAS)", "gate fused, ms"),
+            ("shape", "ms", "TFLOP/s", "÷ matmul", "÷ eager SwiGLU (cuBLAS)", "gate fused, ms", "gate by PyTorch, ms"),
             [
                 (
                     f"{name}: T={x['T']}, H={x['H']}, E={x['E']}, d_e={x['d_e']}, d_h={x['d_h']}",
@@ -128,6 +130,7 @@ def report(record: dict) -> str:
                     f"{x['x_matmul']:.3f}",
                     ms(x.get("x_swiglu")),
                     ms(x.get("gated_ms")),
+                    ms(x.get("separate_ms")),
                 )
                 for name, x in shapes
             ],
@@ -187,6 +190,7 @@ def main() -> int:
         subjects = {"matmul": matmul, "forward": lambda: ops.forward(q, k, u, v, r, True)}
         if gated:
             subjects["gated"] = lambda: ops.gated_forward(q, k, u, v, w, 1e-20, True)
+            subjects["separate"] = lambda: ops.forward(q, k, u, v, gate(q, w, 1e-20), True)
         if swiglu:
             subjects["swiglu"] = lambda: (torch.nn.functional.silu(x @ wg) * (x @ wu)) @ wd
         t = in_turns(subjects, ms=ms)
@@ -196,6 +200,7 @@ def main() -> int:
         row["x_matmul"] = row["tflops"] / row["matmul_tflops"]
         if gated:
             row["gated_ms"], row["gated_tflops"] = t["gated"], flop / t["gated"] / 1e9
+            row["separate_ms"] = t["separate"]
         if swiglu:
             row["swiglu_tflops"] = 6 * T * 2048 * 8192 / t["swiglu"] / 1e9
             row["x_swiglu"] = row["tflops"] / row["swiglu_tflops"]

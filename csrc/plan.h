@@ -31,8 +31,8 @@ struct ForwardPlan {
     int64_t partials;          // fp32 elements of workspace; 0: nothing is split
     int flags;                 // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
     int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
-    int shared_memory;         // bytes a CTA, without those of
-    int pieces;                // more bytes, that a launch takes to add parts, or to hold W of a head where clusters may have several items
+    int shared_memory;         // bytes a CTA, without `pieces`
+    int pieces;                // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
     int spare_gate;            // bytes that hold W where they have one
 };
 

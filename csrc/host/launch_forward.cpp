@@ -70,10 +70,11 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.r_head = problem.r_head;
     p.eps = problem.eps;
     if (problem.gate >= Gate::w_float) {  // W of a head, where there is room and a bulk copy can read it
-        const int bytes = d_h * s.subnets * (problem.gate == Gate::w_float ? 4 : 2), room = plan.schedule.sharers > 1 ? plan.spare_gate : plan.pieces;
-        if (bytes <= room && reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0) p.router_bytes = bytes;
+        const int64_t bytes = int64_t{d_h} * s.subnets * (problem.gate == Gate::w_float ? 4 : 2);
+        const int room = plan.schedule.sharers > 1 ? plan.spare_gate : plan.pieces;
+        if (bytes <= room && reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0) p.router_bytes = static_cast<int>(bytes);
     }
-    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);
+    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);  // W lies there
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
     p.partials = workspace;
     p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;

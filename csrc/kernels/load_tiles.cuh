@@ -187,7 +187,7 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
     const bool leader = kittens::laneid() == 0;
     auto &full = shared.semaphores.q_full[warpgroup];
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
-    constexpr int patience = 24 * 128 / d_h;  // tiles of an item under which the next one's weights can come at leisure, 25 us
+    constexpr int patience = 48 * 128 / d_h;  // tiles of an item under which the next one's weights can come at leisure, 25 us
     const bool stages = P::gate_early && p.router_bytes > 0 && leader && warpgroup == 0;
     int count = 0, ahead = 0;
     // W of the head of the current item: one for all consumers.

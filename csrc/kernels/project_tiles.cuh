@@ -1,7 +1,7 @@
 // Projection of few tokens: out = x W^T + bias, one rounding. Latency rules, not bandwidth: a CTA has little to fetch, and asks for all of it at once.
 //
 //   producer warp          before the wait for the kernel before: its tiles of W to the L2, which stays coherent if that kernel writes them;
-//                          with `settled`, to the ring at once.  Then x, and W if it is not there, by TMA
+//                          with `settled`, to the ring at once; then x, and W if it is not there, by TMA
 //   consumer warpgroup     64 features of all tokens over the CTA's share of k: features are the rows of wgmma, tokens its columns
 //   at last                the sums to the CTA of the cluster that finishes their 16 features, which adds them in the order of the ranks
 #pragma once
