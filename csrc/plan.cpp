@@ -39,8 +39,11 @@ int checked(int64_t x, const char *what) {
 constexpr int shortest_part = 2;
 // What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
 constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
-// Nothing where the clusters add them up under their one whole item. With more waves spans come last: first they read slower, probably because
-// spans of different lengths put the clusters out of step for all items after them.
+// Behind whole waves more: measured in pairs of turns, d_h = 128. Of 12 tiles to gain, nothing is left at T = 3,072 (1.3 % slower) and in the 128M
+// model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.
+constexpr int behind_waves_tiles(int head_dim) { return 1792 / head_dim; }
+// Where the clusters add them up under their one whole item: what going on to a second one costs. With more waves spans come last: first they read
+// slower, probably because spans of different lengths put the clusters out of step for all items after them.
 // Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128. Both
 // grow with d_h.
 constexpr int tiles_a_part = 8;
@@ -78,7 +81,7 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
         const bool adds = may_add_parts && s.waves == 1 && parts <= most_parts && parts * tiles_a_part <= inter_tiles;
         const int gap = gap_tiles(head_dim);
         auto spaced = [&]() { return tiles / s.splits >= 4 * gap; };  // spans too short for gaps may take two times to go on to an item
-        const int adding = !adds ? combine_tiles(head_dim) : spaced() ? 0 : gap;
+        const int adding = adds ? gap : s.waves > 0 ? behind_waves_tiles(head_dim) : combine_tiles(head_dim);
         if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;
         s.adds_parts = adds && s.splits > s.rest;
         if (spaced()) s.gap = gap;

@@ -74,7 +74,7 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
         const int room = plan.schedule.sharers > 1 ? plan.spare_gate : plan.pieces;
         if (bytes <= room && reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0) p.router_bytes = static_cast<int>(bytes);
     }
-    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);  // W lies there
+    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
     p.partials = workspace;
     p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
