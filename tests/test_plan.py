@@ -126,15 +126,20 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
     ("shape", "adds"),
     [
         ((1, 1536, 16, 128, 22, 384), True),
-        ((1, 3072, 16, 128, 22, 384), False),  # two waves
+        ((1, 6144, 16, 128, 22, 384), False),  # five waves
         ((1, 1536, 6, 96, 22, 384), False),  # no whole wave
-        ((1, 1536, 16, 128, 3, 384), False),  # whole items of 18 tiles
+        ((1, 1536, 16, 128, 5, 384), False),  # whole items of 30 tiles
         ((1, 1536, 16, 256, 22, 384), False),  # no room in shared memory
     ],
 )
 def test_which_kernel_adds_parts(shape, adds):
     p = plan.plan_forward(*shape)
     assert p["partials"] and bool(p["flags"]) == adds
+
+
+def test_a_wave_that_is_nearly_full_is_not_split():
+    p = plan.plan_forward(1, 3072, 16, 128, 22, 384)
+    assert p["waves"] == 2 and p["rest"] == 60 and p["splits"] == 60 and p["partials"] == 0
 
 
 def test_empty():
