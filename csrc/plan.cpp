@@ -42,13 +42,13 @@ constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
 // Behind whole waves more: measured in pairs of turns, d_h = 128. Of 12 tiles to gain, nothing is left at T = 3,072 (1.3 % slower) and in the 128M
 // model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.
 constexpr int behind_waves_tiles(int head_dim) { return 1792 / head_dim; }
-// Where the clusters add them up under their one whole item: what going on to a second one costs. With more waves spans come last: first they read
-// slower, probably because spans of different lengths put the clusters out of step for all items after them.
 // Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128. Both
 // grow with d_h.
 constexpr int tiles_a_part = 8;
 
-// What going on to another item costs a cluster, some 4 us when the others do not do so at the same time.
+// What going on to another item costs a cluster, some 4 us when the others do not do so at the same time. It is also what adding up costs where the
+// clusters do it under their one whole item. With more waves spans come last: first they read slower, probably because spans of different lengths
+// put the clusters out of step for all items after them.
 constexpr int gap_tiles(int head_dim) { return 512 / head_dim; }
 
 // Tiles in sequence when the last `rest` items are cut into equal spans.
@@ -80,11 +80,10 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
         const int64_t parts = ceil_div(inter_tiles, tiles / s.splits) + 1;  // of an item, at most
         const bool adds = may_add_parts && s.waves == 1 && parts <= most_parts && parts * tiles_a_part <= inter_tiles;
         const int gap = gap_tiles(head_dim);
-        auto spaced = [&]() { return tiles / s.splits >= 4 * gap; };  // spans too short for gaps may take two times to go on to an item
         const int adding = adds ? gap : s.waves > 0 ? behind_waves_tiles(head_dim) : combine_tiles(head_dim);
         if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;
         s.adds_parts = adds && s.splits > s.rest;
-        if (spaced()) s.gap = gap;
+        if (tiles / s.splits >= 4 * gap) s.gap = gap;  // shorter spans may take two times to go on to an item
         tiles += static_cast<int64_t>(s.rest) * s.gap;
         checked(tiles, "the split range");
         s.quotient = static_cast<int>(tiles / s.splits);
@@ -132,9 +131,7 @@ ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
     plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim, footprint.may_add_parts);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
-    if (plan.schedule.adds_parts) {
-        plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
-    }
+    if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
     return plan;
 }
 

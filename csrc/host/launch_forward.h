@@ -28,7 +28,7 @@ struct ForwardLaunch {
     ForwardPlan plan;
     CUtensorMap q, k, u, v, out, r;  // r: only with params.gate_tiles
     ForwardParams params;
-    int shared_memory;           // bytes a CTA
+    int shared_memory;  // bytes a CTA
 };
 
 // workspace: of plan.workspace() floats, or null when it has none. Throws std::runtime_error when the driver refuses a tensor map.
