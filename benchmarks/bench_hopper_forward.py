@@ -4,8 +4,8 @@
 
 Writes a table beside it.
 
-Every figure is the median of five rounds in which all subjects of a group take turns, the order reversed every round, so that ratios hold
-while clocks drift. The power limit takes some 50 ms to settle: a turn of the lengths, which are compared with each other, lasts 100 ms.
+Every figure is the median of five rounds in which all subjects of a group take turns, another one first in every round, so that ratios hold
+while clocks drift. Under the power limit the clocks of a turn's first 100 ms depend on the subject before: they are not counted.
 Nothing is recorded for a shape whose output is wrong.
 """
 
@@ -80,11 +80,14 @@ def burst(f, ms, skip=0.0):
     return statistics.median(a.elapsed_time(b) for a, b in zip(kept, kept[1:], strict=False)) / calls
 
 
-def in_turns(subjects, rounds=5, ms=40):
+def in_turns(subjects, rounds=5, ms=40, settle=100):
+    """Median milliseconds of each subject, of ms milliseconds a turn behind ``settle`` that are not counted."""
     times = {name: [] for name in subjects}
-    for i in range(rounds):
-        for name in list(subjects) if i % 2 else list(subjects)[::-1]:
-            times[name].append(burst(subjects[name], ms))
+    order = list(subjects)
+    for _ in range(rounds):
+        for name in order:
+            times[name].append(burst(subjects[name], settle + ms, skip=settle / (settle + ms)))
+        order.append(order.pop(0))
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -140,7 +143,7 @@ def report(record: dict) -> str:
         + ", ".join(f"{name} {x['tflops'] / fastest:.3f}" for name, x in record["models"].items() if name != "flagship")
         + ".",
         "",
-        "Lengths at batch 8 (flagship), turns of 100 ms:",
+        "Lengths at batch 8 (flagship), 100 ms a turn:",
         *rows(("T", "TFLOP/s", "÷ matmul"), [(x["T"], f"{x['tflops']:.0f}", f"{x['x_matmul']:.3f}") for x in record["lengths"]]),
         "",
         f"Lowest ÷ highest rate {record['lowest_rate_over_highest']:.3f}. Ragged T against the next multiple of 64: "
@@ -221,7 +224,7 @@ def main() -> int:
     record["ragged"] = []
     for short, full in ((1000, 1024), (1537, 1600), (32257, 32320)):
         calls = {name: (lambda n=n: ops.forward(q[:n], k, u, v, r[:n], True)) for name, n in (("short", short), ("full", full))}
-        t = in_turns(calls, ms=15)
+        t = in_turns(calls, ms=15, settle=30)
         record["ragged"].append({"T": short, "next_tile": full, "time_ratio": t["short"] / t["full"]})
         print(record["ragged"][-1], flush=True)
 
@@ -237,7 +240,7 @@ def main() -> int:
     token_counts = (1, 16, 64, 128, 256)
     graphs = {(T, "us"): few(T, ops.forward, lambda s, n: (s[4][:n], True)) for T in token_counts}
     graphs |= {(T, "gated_us"): few(T, ops.gated_forward, lambda s, n: (s[5], 1e-20, True)) for T in token_counts}
-    times = in_turns({key: graph.replay for key, graph in graphs.items()}, ms=10)
+    times = in_turns({key: graph.replay for key, graph in graphs.items()}, ms=10, settle=20)
     record["small"] = []
     for T in token_counts:  # noqa: N806
         us, gated = (times[T, key] * 1e3 / 16 for key in ("us", "gated_us"))

@@ -24,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def context(**changes) -> suite.Context:
-    return suite.Context(
-        CPU, rounds=2, window_seconds=1e-4, warm_up_seconds=1e-3, cell_warm_up_seconds=1e-3, log=lambda line: None, **changes
-    )
+    seconds = {"window_seconds": 1e-4, "settle_seconds": 1e-4, "warm_up_seconds": 1e-3, "cell_warm_up_seconds": 1e-3}
+    return suite.Context(CPU, rounds=2, log=lambda line: None, **seconds, **changes)
 
 
 def cell(*names: str, group: str = "latency", **changes) -> suite.Cell:
@@ -55,14 +54,23 @@ def test_percentiles():
         timing.percentiles([])
 
 
-def test_rounds_visit_all_subjects_in_alternating_order():
+def test_every_round_begins_with_another_subject():
     timer = FakeTimer({"a": 0.5, "b": 0.25, "c": 2.0})
     samples = timing.interleave({name: name for name in "abc"}, timer, rounds=3, window_seconds=1.0)
     calibration, windows = timer.windows[:3], timer.windows[3:]
     assert calibration == [("a", 2), ("b", 2), ("c", 2)]
-    assert [name for name, _ in windows] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    assert [name for name, _ in windows] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert dict(windows) == {"a": 2, "b": 4, "c": 1}
     assert {name: len(values) for name, values in samples.items()} == {"a": 6, "b": 12, "c": 3}
+
+
+def test_passes_before_the_clocks_have_settled_do_not_count():
+    class Settling(FakeTimer):
+        def window(self, run, passes):
+            return [9.0 if i < 5 and passes > 2 else s for i, s in enumerate(super().window(run, passes))]
+
+    samples = timing.interleave({"a": "a"}, Settling({"a": 0.5}), rounds=2, window_seconds=1.0, settle_seconds=2.5)
+    assert samples == {"a": [0.5] * 4}
 
 
 def test_warm_up_lasts_until_two_windows_agree(monkeypatch):
@@ -372,7 +380,8 @@ def test_short_run_on_the_gpu(tmp_path):
     settings = subjects.Settings(torch.device("cuda"), torch.bfloat16)
     small = shapes.Shape("paper", 512, 4, 3, 128, 2, 512, 2)
     ours = suite.ours_for(small, settings)
-    fast = suite.Context(settings, rounds=2, window_seconds=0.002, warm_up_seconds=0.05, cell_warm_up_seconds=0.01, log=lambda line: None)
+    seconds = {"window_seconds": 0.002, "settle_seconds": 0.002, "warm_up_seconds": 0.05, "cell_warm_up_seconds": 0.01}
+    fast = suite.Context(settings, rounds=2, log=lambda line: None, **seconds)
     cells = [
         *suite.latency_cells(ours, (384,), small),
         *suite.training_cells(ours, 64, small),

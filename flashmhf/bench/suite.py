@@ -59,6 +59,7 @@ class Context:
     settings: Settings
     rounds: int = 5
     window_seconds: float = 0.04
+    settle_seconds: float = 0.1  # before each window
     warm_up_seconds: float = 1.0  # before the yardstick
     cell_warm_up_seconds: float = 0.3  # before each cell's first round: preparing its subjects left the GPU idle
     deadline: float = float("inf")
@@ -228,7 +229,8 @@ def run_cell(cell: Cell, context: Context) -> list[dict]:
     try:
         if ready:
             timing.warm_up(next(iter(ready.values())).run, context.timer, context.cell_warm_up_seconds)
-        times = timing.interleave({n: p.run for n, p in ready.items()}, context.timer, context.rounds, context.window_seconds)
+        runs = {name: prepared.run for name, prepared in ready.items()}
+        times = timing.interleave(runs, context.timer, context.rounds, context.window_seconds, context.settle_seconds)
     except Exception as error:
         times = {}
         for name in ready:
@@ -326,6 +328,7 @@ def run(cells: list[Cell], context: Context, save: Callable[[dict], None] = lamb
         "dtype": str(context.settings.dtype).removeprefix("torch."),
         "rounds": context.rounds,
         "window_seconds": context.window_seconds,
+        "settle_seconds": context.settle_seconds,
         "checked_rows": CHECKED_ROWS,
     }
     record["before"] = {"sensors_idle": environment.sensors(device)} | yardstick(context)

@@ -1,8 +1,9 @@
 """Timing at sustained clocks: windows of back-to-back passes, subjects interleaved, percentiles; and peak memory.
 
 A pass calls one layer for each of several weight sets and inputs, together several times the L2 cache, so that what a call reads
-is as cold as in a model. Windows follow one another without a pause, so the GPU stays at the clocks that it sustains, and every
-round visits all subjects, the next one in the opposite order, so that ratios hold while the clocks drift.
+is as cold as in a model. Windows follow one another without a pause, so the GPU stays busy. Under a power limit the clocks of a
+window's first tenth of a second are those that the subject before has left: they are not counted. Every round visits all subjects and
+begins with another one, so that ratios hold while the clocks drift.
 """
 
 from __future__ import annotations
@@ -82,15 +83,16 @@ def warm_up(run: Pass, timer, seconds: float) -> float:
     return time.perf_counter() - start
 
 
-def interleave(runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float) -> dict[str, list[float]]:
-    """Seconds of every pass of every subject. Round after round visits all subjects, the order reversed each time."""
+def interleave(runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float, settle_seconds: float = 0.0) -> dict[str, list[float]]:
+    """Seconds of every pass of every subject: of ``window_seconds`` in every round, behind ``settle_seconds`` that are not counted."""
     passes = {name: passes_for(run, timer, window_seconds) for name, run in runs.items()}
+    uncounted = {name: round(n * settle_seconds / window_seconds) for name, n in passes.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     for _ in range(rounds):
         for name in order:
-            samples[name] += timer.window(runs[name], passes[name])
-        order.reverse()
+            samples[name] += timer.window(runs[name], uncounted[name] + passes[name])[uncounted[name] :]
+        order.append(order.pop(0))
     return samples
 
 
