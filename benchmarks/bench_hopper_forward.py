@@ -224,7 +224,7 @@ def main() -> int:
     record["ragged"] = []
     for short, full in ((1000, 1024), (1537, 1600), (32257, 32320)):
         calls = {name: (lambda n=n: ops.forward(q[:n], k, u, v, r[:n], True)) for name, n in (("short", short), ("full", full))}
-        t = in_turns(calls, ms=15, settle=30)
+        t = in_turns(calls, ms=15)
         record["ragged"].append({"T": short, "next_tile": full, "time_ratio": t["short"] / t["full"]})
         print(record["ragged"][-1], flush=True)
 
@@ -240,7 +240,7 @@ def main() -> int:
     token_counts = (1, 16, 64, 128, 256)
     graphs = {(T, "us"): few(T, ops.forward, lambda s, n: (s[4][:n], True)) for T in token_counts}
     graphs |= {(T, "gated_us"): few(T, ops.gated_forward, lambda s, n: (s[5], 1e-20, True)) for T in token_counts}
-    times = in_turns({key: graph.replay for key, graph in graphs.items()}, ms=10, settle=20)
+    times = in_turns({key: graph.replay for key, graph in graphs.items()}, ms=10)
     record["small"] = []
     for T in token_counts:  # noqa: N806
         us, gated = (times[T, key] * 1e3 / 16 for key in ("us", "gated_us"))

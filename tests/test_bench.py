@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def context(**changes) -> suite.Context:
-    seconds = {"window_seconds": 1e-4, "settle_seconds": 1e-4, "warm_up_seconds": 1e-3, "cell_warm_up_seconds": 1e-3}
+    windows = dict.fromkeys(("window_seconds", "training_window_seconds", "settle_seconds"), 1e-4)
+    seconds = windows | {"warm_up_seconds": 1e-3, "cell_warm_up_seconds": 1e-3}
     return suite.Context(CPU, rounds=2, log=lambda line: None, **seconds, **changes)
 
 
@@ -380,7 +381,8 @@ def test_short_run_on_the_gpu(tmp_path):
     settings = subjects.Settings(torch.device("cuda"), torch.bfloat16)
     small = shapes.Shape("paper", 512, 4, 3, 128, 2, 512, 2)
     ours = suite.ours_for(small, settings)
-    seconds = {"window_seconds": 0.002, "settle_seconds": 0.002, "warm_up_seconds": 0.05, "cell_warm_up_seconds": 0.01}
+    windows = dict.fromkeys(("window_seconds", "training_window_seconds", "settle_seconds"), 0.002)
+    seconds = windows | {"warm_up_seconds": 0.05, "cell_warm_up_seconds": 0.01}
     fast = suite.Context(settings, rounds=2, log=lambda line: None, **seconds)
     cells = [
         *suite.latency_cells(ours, (384,), small),

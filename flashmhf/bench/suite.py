@@ -59,6 +59,7 @@ class Context:
     settings: Settings
     rounds: int = 5
     window_seconds: float = 0.04
+    training_window_seconds: float = 0.2  # a pass through several layers, forward and backward, takes longer than the other window
     settle_seconds: float = 0.1  # before each window
     warm_up_seconds: float = 1.0  # before the yardstick
     cell_warm_up_seconds: float = 0.3  # before each cell's first round: preparing its subjects left the GPU idle
@@ -230,7 +231,8 @@ def run_cell(cell: Cell, context: Context) -> list[dict]:
         if ready:
             timing.warm_up(next(iter(ready.values())).run, context.timer, context.cell_warm_up_seconds)
         runs = {name: prepared.run for name, prepared in ready.items()}
-        times = timing.interleave(runs, context.timer, context.rounds, context.window_seconds, context.settle_seconds)
+        seconds = context.training_window_seconds if cell.direction == "training" else context.window_seconds
+        times = timing.interleave(runs, context.timer, context.rounds, seconds, context.settle_seconds)
     except Exception as error:
         times = {}
         for name in ready:
@@ -328,6 +330,7 @@ def run(cells: list[Cell], context: Context, save: Callable[[dict], None] = lamb
         "dtype": str(context.settings.dtype).removeprefix("torch."),
         "rounds": context.rounds,
         "window_seconds": context.window_seconds,
+        "training_window_seconds": context.training_window_seconds,
         "settle_seconds": context.settle_seconds,
         "checked_rows": CHECKED_ROWS,
     }
