@@ -4,9 +4,9 @@
 
 Writes a table beside it.
 
-Every figure is the median of five rounds in which all subjects of a group take turns, another one first in every round, so that ratios hold
-while clocks drift. Under the power limit the clocks of a turn's first 100 ms depend on the subject before: they are not counted.
-Nothing is recorded for a shape whose output is wrong.
+Every figure is the median over five rounds in which all subjects of a group take turns, another one first in every round, so that
+ratios hold while clocks drift. Under the power limit the clocks of a turn's first 100 ms depend on the subject before: they do not
+count. Nothing is recorded for a shape whose output is wrong.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import argparse
 import json
 import math
 import pathlib
-import statistics
 import time
 
 import torch
 
+from flashmhf.bench import timing
 from flashmhf.gating import gate
 
 DEVICE = "cuda"
+TIMER = timing.CudaTimer()
 LIMIT = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4}
 FLAGSHIP = {"H": 16, "d_h": 128, "E": 22, "d_e": 384}
 
@@ -55,40 +56,29 @@ def error(out, q, k, u, v, r, samples=512):
     return ((out[rows].double() - expected).norm() / expected.norm()).item()
 
 
-def burst(f, ms, skip=0.0):
-    """Median milliseconds of f over about ms milliseconds of back-to-back calls, without the first ``skip`` of them.
+def grouped(f):
+    """So many calls of f that they take 2 ms or more, since the events around them take time too; and their number."""
+    calls = max(1, int(2e-3 / max(TIMER.window(f, 2)[-1], 1e-6)))
 
-    With an event every 2 ms or more: events take time too.
-    """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    f()
-    start.record()
-    f()
-    end.record()
-    torch.cuda.synchronize()
-    one = max(start.elapsed_time(end), 1e-3)
-    calls = max(1, int(2 / one))
-    n = max(6 if skip else 3, int(ms / one / calls))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
-    events[0].record()
-    for event in events[1:]:
+    def run():
         for _ in range(calls):
             f()
-        event.record()
-    torch.cuda.synchronize()
-    kept = events[int(skip * n) :]
-    return statistics.median(a.elapsed_time(b) for a, b in zip(kept, kept[1:], strict=False)) / calls
+
+    return run, calls
 
 
-def in_turns(subjects, rounds=5, ms=40, settle=100):
-    """Median milliseconds of each subject, of ms milliseconds a turn behind ``settle`` that are not counted."""
-    times = {name: [] for name in subjects}
-    order = list(subjects)
-    for _ in range(rounds):
-        for name in order:
-            times[name].append(burst(subjects[name], settle + ms, skip=settle / (settle + ms)))
-        order.append(order.pop(0))
-    return {name: statistics.median(t) for name, t in times.items()}
+def burst(f, ms, skip=0.0):
+    """Median milliseconds of f over about ms milliseconds of back-to-back calls, without the first ``skip`` of them."""
+    run, calls = grouped(f)
+    n = max(6 if skip else 3, timing.passes_for(run, TIMER, ms / 1e3))
+    return 1e3 * timing.percentiles(TIMER.window(run, n)[int(skip * n) :])["p50"] / calls
+
+
+def in_turns(subjects, rounds=5, ms=40):
+    """Median milliseconds of each subject over ms milliseconds a turn, once the clocks have settled."""
+    groups = {name: grouped(f) for name, f in subjects.items()}
+    samples = timing.interleave({name: run for name, (run, _) in groups.items()}, TIMER, rounds, ms / 1e3, settle_seconds=0.1)
+    return {name: 1e3 * timing.percentiles(samples[name])["p50"] / calls for name, (_, calls) in groups.items()}
 
 
 def graph_of(f, n=16):

@@ -86,7 +86,7 @@ def warm_up(run: Pass, timer, seconds: float) -> float:
 def interleave(runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float, settle_seconds: float = 0.0) -> dict[str, list[float]]:
     """Seconds of every pass of every subject: of ``window_seconds`` in every round, behind ``settle_seconds`` that are not counted."""
     passes = {name: passes_for(run, timer, window_seconds) for name, run in runs.items()}
-    uncounted = {name: round(n * settle_seconds / window_seconds) for name, n in passes.items()}
+    uncounted = {name: passes_for(run, timer, settle_seconds) if settle_seconds else 0 for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     for _ in range(rounds):
