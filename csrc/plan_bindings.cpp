@@ -120,7 +120,7 @@ template <int d_h, int outputs> py::dict inter_policy(const char *outputs_name) 
     d["outputs"] = outputs_name;
     d["shared_memory"] = P::shared_memory;
     d["threads"] = P::threads;
-    d["registers"] = P::loader_registers + P::s_registers + (P::query ? P::q_registers : 0) + P::accumulator_groups * P::w_registers;
+    d["registers"] = P::loader_registers + P::s_groups * P::s_registers + P::accumulator_groups * P::w_registers;
     return d;
 }
 

@@ -3,13 +3,13 @@
 //
 //   loader  warp 0 streams Q and dO tiles (TMA, rings of their own), warp 1 adds finished dQ tiles into global memory (bulk reduce-add),
 //           warp 2 brings the weights R of a tile to shared memory, warp 3 adds dR into global memory
-//   S       [M|N] = Q [K;U]^T and dA = dO V^T, elementwise part, 16-bit tiles P and [dM|dN] to shared memory
-//   Q       dQ = [dM|dN] [K;U], fp32 tile to a staging buffer (fused kernel only)
+//   S       [M|N] = Q [K;U]^T and dA = dO V^T, elementwise part, 16-bit tiles P and [dM|dN] to shared memory. In the fused kernel two
+//           warpgroups, which take the tiles in turn and then dQ = [dM|dN] [K;U], [dM|dN] from registers, fp32 to a staging buffer
 //   W       dK += dM^T Q, dU += dN^T Q, dV += P^T dO in registers
 //
-// A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups:
-// S hands tile i over only after it has issued its own products of tile i + 1. Then the pipe's order is S(i + 1), Q(i), W(i), and
-// the latter two cover the elementwise part of tile i + 1. The proxy fence of the hand-over then waits for stores that are long done.
+// A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups.
+// While an S group does its elementwise part, the pipe works for the other one and for W. With one S group, it hands tile i over to W only
+// after it has issued its own products of tile i + 1.
 //
 // Deterministic sums: the CTAs of a head take turns in adding to a tile, in the order of their items.
 //
@@ -23,6 +23,7 @@
 #include "kernels/backward_policy.h"
 #include "kernels/backward_rows.cuh"
 #include "kernels/barriers.h"
+#include "kernels/fragments.cuh"
 #include "kernels/tma_ext.cuh"
 
 namespace flashmhf {
@@ -49,8 +50,8 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     float r[P::q_stages][backward_rows];
     float4 dr[P::query ? 2 : 0][backward_rows];        // a row's sums over the columns of four threads
     kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages],
-        grads_full[2][3], grads_empty[2],  // one "full" per reading role: Q, dR and W, or one or two W
-        staged_full, staged_empty;
+        grads_full[2][2], grads_empty[2],  // one "full" per reading role: dR and W, or one or two W
+        staged_full[P::staged_pieces], staged_empty[2][P::staged_pieces];  // an "empty" for each S group, which both stage
 };
 
 // The 64-token tiles of a CTA, in order.
@@ -103,7 +104,11 @@ struct Turns {
     }
 };
 
-constexpr int w_barrier = 1;  // named barriers of the W groups: one each, then one for both
+// Named barriers; 0 is __syncthreads.
+enum InterBarrier : int {
+    w_barrier = 1,         // of the W groups: one each, then one for both
+    products_barrier = 4,  // of the S groups: one each, for which the other has issued its products
+};
 
 // acc += a^T b, the columns of b spread over the accumulators; behind the caller's mma_fence.
 template <int halves, typename Acc, typename A, typename B> __device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b) {
@@ -181,6 +186,193 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
     if constexpr (values) finish(dv, p.dv, 2);
 }
 
+// What S leaves for the other roles: P and [dM|dN] of a tile as 16-bit tiles.
+template <typename T, typename Shared> struct GradTiles {
+    using P = typename Shared::P;
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    static constexpr int readers = P::query + P::accumulator_groups;  // roles that read them: dR 0, if any, then W
+
+    Shared &shared;
+    // This lane's row of a tile of 128-byte rows, for stmatrix and ldmatrix; columns 16j.. lie at place ^ 32j.
+    __device__ __forceinline__ static uint32_t lane_place() {
+        return Shared::Weighted::idx(0u, int2{kittens::warpgroup::warpid() * 16 + kittens::laneid() % 16, kittens::laneid() / 16 * 8});
+    }
+    __device__ __forceinline__ uint32_t weighted(int slot, uint32_t place, int j) const {
+        return tma::shared_address(shared.weighted[P::values ? slot : 0].data) + (place ^ (32 * j));
+    }
+    __device__ __forceinline__ uint32_t dm(int slot, uint32_t place, int j) const {
+        return tma::shared_address(shared.grads[P::keys ? slot : 0].data) + (place ^ (32 * j));
+    }
+    __device__ __forceinline__ uint32_t dn(int slot, uint32_t place, int j) const { return dm(slot, place, j) + sizeof(typename Shared::Weighted); }
+
+    __device__ __forceinline__ void store(GradBlock<T> &block, int slot, uint32_t place, int j) const {
+        using move = kittens::move<T2>;
+        if constexpr (P::values) move::stsm4(weighted(slot, place, j), block.p[0], block.p[1], block.p[2], block.p[3]);
+        if constexpr (P::keys) {
+            move::stsm4(dm(slot, place, j), block.dm[0], block.dm[1], block.dm[2], block.dm[3]);
+            move::stsm4(dn(slot, place, j), block.dn[0], block.dn[1], block.dn[2], block.dn[3]);
+        }
+    }
+    __device__ __forceinline__ void hand_over(int slot) const {
+        tma::fence_shared_writes();
+        __syncwarp();
+        if (kittens::laneid() == 0)
+#pragma unroll
+            for (int reader = 0; reader < readers; ++reader) kittens::arrive(shared.grads_full[slot][reader]);
+    }
+};
+
+// S role of the kernels for weight gradients alone: one warpgroup, which hands a tile over only after it has issued its products of the next.
+template <typename T, typename Shared> __device__ __forceinline__ void scores(Shared &shared, const InterWork &work) {
+    using namespace kittens;
+    using P = typename Shared::P;
+    const GradTiles<T, Shared> tiles{shared};
+    const int row = fragment_row(warpgroup::laneid());
+    const uint32_t place = tiles.lane_place();
+    const bool leader = kittens::laneid() == 0;
+    Ring<P::q_stages> q;
+    Ring<P::g_stages> g;
+    Ring<2> buffer;
+
+    wait(shared.weights_full, 0);
+    wait(shared.q_full[0], 0);
+#pragma unroll 1
+    for (int it = work.begin; it < work.end; ++it) {
+        rt_fl<16, 2 * backward_rows> mn;
+        rt_fl<16, backward_rows> da, slope;
+        warpgroup::mm_ABt(mn, shared.q[q.slot], shared.ku);
+        if constexpr (P::keys) {
+            wait(shared.g_full[g.slot], g.phase);
+            warpgroup::mm_ABt(da, shared.grad_out[g.slot], shared.v[0]);
+        }
+        if (it > work.begin) tiles.hand_over(buffer.slot ^ 1);
+        const float2 r = {shared.r[q.slot][row], shared.r[q.slot][row + 8]};
+        warpgroup::mma_async_wait<P::keys>();
+        pin(mn);
+#pragma unroll
+        for (int j = 0; j < backward_rows / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+        // without pins and a branch (the wait below) the compiler sinks the special functions behind dA
+        pin(mn);
+        pin(slope);
+        if (it >= work.begin + 2) wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);  // the buffers start empty
+        warpgroup::mma_async_wait<0>();
+        pin(mn);
+        if constexpr (P::keys) pin(da);
+        if (!P::keys || !P::values) {  // S is the last reader of one of the operands
+            __syncwarp();
+            if (leader) work.release(P::keys ? shared.g_empty[g.slot] : shared.q_empty[q.slot]);
+        }
+        float2 dr = {0.f, 0.f};
+        q.advance();
+        g.advance();
+#pragma unroll
+        for (int j = 0; j < backward_rows / 16; ++j) {
+            // the next Q: before the last stores, whose queue would delay the answer
+            if (j == 2 && it + 1 < work.end) wait(shared.q_full[q.slot], q.phase);
+            GradBlock<T> block;
+            const auto &n = mn.tiles[0][j + backward_rows / 16];
+            swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], n, P::keys ? da.tiles[0][j] : n, r, dr);
+            tiles.store(block, buffer.slot, place, j);
+        }
+        buffer.advance();
+    }
+    if (work.begin < work.end) tiles.hand_over(buffer.slot ^ 1);
+}
+
+// S role of the fused kernel: two warpgroups, which take the tiles in turn. dQ of a tile follows the other group's products of the next one into
+// the tensor cores; under it, and under W's, that group does its elementwise part. Otherwise the two fall into step.
+template <typename T, typename Shared> __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int group) {
+    using namespace kittens;
+    using P = typename Shared::P;
+    static_assert(P::s_groups == 2 && P::q_stages == P::g_stages);
+    constexpr int d_h = Shared::Rows::cols, blocks = backward_rows / 16;
+    constexpr int pieces = P::staged_pieces, columns = d_h / pieces;
+    const GradTiles<T, Shared> tiles{shared};
+    const bool leader = kittens::laneid() == 0;
+    Ring<P::q_stages> ring;
+    if (group == 1) ring.advance();
+    uint32_t phase = 0;  // of this group's tiles
+
+    wait(shared.weights_full, 0);
+#pragma unroll 1
+    for (int left = work.end - work.begin - group; left > 0; left -= P::s_groups) {
+        // What is derived from these is computed in every round: kept from one to the next, it would not fit the registers.
+        int slot = group, row = fragment_row(warpgroup::laneid());
+        uint32_t place = tiles.lane_place();
+        asm volatile("" : "+r"(slot), "+r"(row), "+r"(place));
+
+        rt_fl<16, 2 * backward_rows> mn;
+        rt_fl<16, backward_rows> da, slope;
+        wait(shared.q_full[ring.slot], ring.phase);
+        warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
+        wait(shared.g_full[ring.slot], ring.phase);
+        warpgroup::mm_ABt(da, shared.grad_out[ring.slot], shared.v[0]);
+        if (group == 1 || left < work.end - work.begin) arrive(barrier<8>(products_barrier + (group ^ 1)));
+        const float2 r = {shared.r[ring.slot][row], shared.r[ring.slot][row + 8]};
+        if constexpr (P::early_slopes) {
+            warpgroup::mma_async_wait<1>();
+            pin(mn);
+#pragma unroll
+            for (int j = 0; j < blocks; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+            // without pins and a branch (the wait below) the compiler sinks the special functions behind dA
+            pin(mn);
+            pin(slope);
+        }
+        wait(shared.grads_empty[slot], phase ^ 1);
+        warpgroup::mma_async_wait<0>();
+        pin(mn);
+        pin(da);
+#pragma unroll
+        for (int n = 0; n < P::s_groups; ++n) ring.advance();
+        rt<T, 16, 2 * backward_rows> grads;
+        float2 dr = {0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < blocks; ++j) {
+            // long over; but a branch, without which the compiler starts all blocks at once and runs out of registers
+            if (j == 1) wait(shared.weights_full, 0);
+            GradBlock<T> block;
+            if constexpr (!P::early_slopes) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+            swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], mn.tiles[0][j + blocks], da.tiles[0][j], r, dr);
+            tiles.store(block, slot, place, j);
+            if (j >= P::reloaded_blocks)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    grads.tiles[0][j].data[k] = block.dm[k];
+                    grads.tiles[0][j + blocks].data[k] = block.dn[k];
+                }
+        }
+        auto *sums = reinterpret_cast<float *>(&shared.dr[slot][row]) + kittens::laneid() % 4;
+        sums[0] = dr.x;
+        sums[8 * 4] = dr.y;
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < P::reloaded_blocks; ++j) {
+            using move = kittens::move<typename GradTiles<T, Shared>::T2>;
+            auto &dm = grads.tiles[0][j].data, &dn = grads.tiles[0][j + blocks].data;
+            move::ldsm4(dm[0], dm[1], dm[2], dm[3], tiles.dm(slot, place, j));
+            move::ldsm4(dn[0], dn[1], dn[2], dn[3], tiles.dn(slot, place, j));
+        }
+        tiles.hand_over(slot);
+        if (left > 1) arrive_and_wait(barrier<8>(products_barrier + group));
+        rt_fl<16, columns> dq[pieces];
+#pragma unroll
+        for (int c = 0; c < pieces; ++c) warpgroup::mm_AB(dq[c], grads, shared.ku.template subtile<columns>(c));
+        const uint32_t staged = tma::shared_address(shared.staged) + 16 * warpgroup::laneid();
+#pragma unroll
+        for (int c = 0; c < pieces; ++c) {
+            if (c + 1 < pieces) warpgroup::mma_async_wait<1>();
+            else warpgroup::mma_async_wait<0>();
+            pin(dq[c]);
+            wait(shared.staged_empty[slot][c], phase ^ (slot == 0));  // of the tile before, which the other group has staged
+            each_fragment(dq[c], [&](int j, float4 v) { move<float4>::sts(staged + 2048 * (j + c * columns / 8), v); });
+            tma::fence_shared_writes();
+            __syncwarp();
+            if (leader) arrive(shared.staged_full[c]);
+        }
+        phase ^= 1;
+    }
+}
+
 template <int d_h, int outputs, typename T>
 __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
 flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
@@ -197,8 +389,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
     const bool leader = lane == 0;
     const InterWork work(p, P::pairs);
 
-    constexpr int readers = 2 * P::query + P::accumulator_groups;  // roles that read what S hands over
-    constexpr int first_w = 2 * P::query;                          // their numbers: Q 0, dR 1, then W
+    constexpr int readers = GradTiles<T, Shared>::readers;
     kittens::pdl::arrive();
     if (threadIdx.x == 32)
         for (const CUtensorMap *map : {&maps.k, &maps.u, &maps.q, &maps.v, &maps.grad_out}) tma::prefetch(map);
@@ -215,10 +406,12 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
         }
         for (int b = 0; b < 2; ++b) {
             for (int reader = 0; reader < readers; ++reader) init_semaphore(shared.grads_full[b][reader], 4);
-            init_semaphore(shared.grads_empty[b], 4 * (P::query + P::accumulator_groups) + P::query);  // warps of Q and W, the dR warp
+            init_semaphore(shared.grads_empty[b], 4 * P::accumulator_groups + P::query);     // warps of W, the dR warp
         }
-        init_semaphore(shared.staged_full, 4);
-        init_semaphore(shared.staged_empty, 1);
+        for (int piece = 0; piece < P::staged_pieces; ++piece) {
+            init_semaphore(shared.staged_full[piece], 4);
+            for (int group = 0; group < 2; ++group) init_semaphore(shared.staged_empty[group][piece], 1);
+        }
         tma::fence_semaphore_init();
         tma::fence_shared_writes();
     }
@@ -277,12 +470,21 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it, ++tile) {
                 turns.await(tile);
-                wait(shared.staged_full, phase);
-                if (turns.taken) tma::fence_global();
-                tma::reduce_add_async(sums, shared.staged, sizeof(shared.staged));
-                kittens::tma::store_commit_group();
+#pragma unroll
+                for (int piece = 0; piece < P::staged_pieces; ++piece) {
+                    wait(shared.staged_full[piece], phase);
+                    if (turns.taken) tma::fence_global();
+                    constexpr int size = P::query ? backward_rows * d_h / P::staged_pieces : 0;
+                    tma::reduce_add_async(sums + piece * size, shared.staged + piece * size, size * sizeof(float));
+                    kittens::tma::store_commit_group();
+                }
+                // to who stages the next tile
+                if constexpr (P::staged_pieces == 2) {
+                    kittens::tma::store_async_read_wait<1>();
+                    arrive(shared.staged_empty[phase ^ 1][0]);
+                }
                 kittens::tma::store_async_read_wait<0>();
-                arrive(shared.staged_empty);
+                arrive(shared.staged_empty[phase ^ 1][P::staged_pieces - 1]);
                 if (turns.taken) kittens::tma::store_async_wait<0>();
                 turns.pass(tile);
                 sums += backward_rows * d_h;
@@ -324,7 +526,7 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
             Ring<2> buffer;
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it, ++tile) {
-                wait(shared.grads_full[buffer.slot][1], buffer.phase);
+                wait(shared.grads_full[buffer.slot][0], buffer.phase);
                 float dr[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -346,112 +548,15 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
             }
         }
         finish();
-    } else if (role == 1) {
+    } else if (role <= P::s_groups) {
         if constexpr (P::s_registers > P::launch_registers) warpgroup::increase_registers<P::s_registers>();
-        const int row = warp_in_role * 16 + lane / 4;
-        // stmatrix address of this lane within a tile of 128-byte rows; columns 16j.. lie at offset ^ 32j
-        const uint32_t lane_offset = Shared::Weighted::idx(0u, int2{warp_in_role * 16 + lane % 16, lane / 16 * 8});
-        using T2 = typename base_types::packing<T>::packed_type;
-
-        Ring<P::q_stages> q;
-        Ring<P::g_stages> g;
-        Ring<2> buffer;
-        auto hand_over = [&](int slot) {
-            tma::fence_shared_writes();
-            __syncwarp();
-            if (leader)
-#pragma unroll
-                for (int reader = 0; reader < readers; ++reader) arrive(shared.grads_full[slot][reader]);
-        };
-
-        wait(shared.weights_full, 0);
-        wait(shared.q_full[0], 0);
-#pragma unroll 1
-        for (int it = work.begin; it < work.end; ++it) {
-            rt_fl<16, 2 * backward_rows> mn;
-            rt_fl<16, backward_rows> da, slope;
-            warpgroup::mm_ABt(mn, shared.q[q.slot], shared.ku);
-            if constexpr (P::keys) {
-                wait(shared.g_full[g.slot], g.phase);
-                warpgroup::mm_ABt(da, shared.grad_out[g.slot], shared.v[0]);
-            }
-            if (it > work.begin) hand_over(buffer.slot ^ 1);
-            const float2 r = {shared.r[q.slot][row], shared.r[q.slot][row + 8]};
-            if constexpr (P::early_slopes) {
-                warpgroup::mma_async_wait<P::keys>();
-                pin(mn);
-#pragma unroll
-                for (int j = 0; j < backward_rows / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
-                // without pins and a branch (the wait below) the compiler sinks the special functions behind dA
-                pin(mn);
-                pin(slope);
-            }
-            if (it >= work.begin + 2) wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);  // the buffers start empty
-            warpgroup::mma_async_wait<0>();
-            pin(mn);
-            if constexpr (P::keys) pin(da);
-            if (!P::keys || !P::values) {  // S is the last reader of one of the operands
-                __syncwarp();
-                if (leader) work.release(P::keys ? shared.g_empty[g.slot] : shared.q_empty[q.slot]);
-            }
-            float2 dr = {0.f, 0.f};
-            q.advance();
-            g.advance();
-            const uint32_t grads = P::keys ? tma::shared_address(shared.grads[P::keys ? buffer.slot : 0].data) : 0;
-            const uint32_t weighted = P::values ? tma::shared_address(shared.weighted[P::values ? buffer.slot : 0].data) : 0;
-#pragma unroll
-            for (int j = 0; j < backward_rows / 16; ++j) {
-                // the next Q: before the last stores, whose queue would delay the answer
-                if (j == 2 && it + 1 < work.end) wait(shared.q_full[q.slot], q.phase);
-                GradBlock<T> block;
-                const auto &n = mn.tiles[0][j + backward_rows / 16];
-                if constexpr (!P::early_slopes) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
-                swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], n, P::keys ? da.tiles[0][j] : n, r, dr);
-                const uint32_t at = lane_offset ^ (32 * j);
-                if constexpr (P::values) move<T2>::stsm4(weighted + at, block.p[0], block.p[1], block.p[2], block.p[3]);
-                if constexpr (P::keys) {
-                    move<T2>::stsm4(grads + at, block.dm[0], block.dm[1], block.dm[2], block.dm[3]);
-                    move<T2>::stsm4(grads + sizeof(typename Shared::Weighted) + at, block.dn[0], block.dn[1], block.dn[2], block.dn[3]);
-                }
-            }
-            if constexpr (P::query) {
-                auto *sums = reinterpret_cast<float *>(&shared.dr[buffer.slot][row]) + lane % 4;
-                sums[0] = dr.x;
-                sums[8 * 4] = dr.y;
-            }
-            buffer.advance();
-        }
-        if (work.begin < work.end) hand_over(buffer.slot ^ 1);
+        if constexpr (P::query) scores_and_query_grads<T>(shared, work, role - 1);
+        else scores<T>(shared, work);
         finish();
-    } else if (P::query && role == 2) {
-        if constexpr (P::query) {
-            warpgroup::decrease_registers<P::q_registers>();
-            const uint32_t staged = tma::shared_address(shared.staged) + 16 * warpgroup::laneid();
-            Ring<2> buffer;
-            uint32_t phase = 1;
-            wait(shared.weights_full, 0);
-#pragma unroll 1
-            for (int it = work.begin; it < work.end; ++it) {
-                rt_fl<16, d_h> dq;
-                wait(shared.grads_full[buffer.slot][0], buffer.phase);
-                warpgroup::mm_AB(dq, shared.grads[buffer.slot], shared.ku);
-                warpgroup::mma_async_wait<0>();
-                pin(dq);
-                if (leader) arrive(shared.grads_empty[buffer.slot]);
-                wait(shared.staged_empty, phase);
-                each_fragment(dq, [&](int j, float4 v) { move<float4>::sts(staged + 2048 * j, v); });
-                tma::fence_shared_writes();
-                __syncwarp();
-                if (leader) arrive(shared.staged_full);
-                buffer.advance();
-                phase ^= 1;
-            }
-            finish();
-        }
     } else {
         warpgroup::increase_registers<P::w_registers>();
         const int share = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
-        accumulate_weight_grads(shared, p, work, first_w + share, share);
+        accumulate_weight_grads(shared, p, work, P::query + share, share);
         // Behind the token-stationary kernel this one starts early, since it needs nothing of it; but it must not end before it.
         kittens::pdl::wait();
         finish();

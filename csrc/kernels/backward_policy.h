@@ -33,19 +33,22 @@ template <int d_h, int outputs> struct InterPolicy {
     static constexpr bool needs_v = keys;                       // dA = dO V^T enters dM and dN only
     static constexpr bool pairs = query;                        // the others gain nothing from clusters of two
 
-    // Warpgroups: loader; "S", scores and elementwise part; "Q", dQ, if any; one or two "W", weight gradients in registers.
+    // Warpgroups: loader; "S", scores, elementwise part and, in the fused kernel, where they are two, dQ; one or two "W", weight gradients.
     static constexpr int accumulator_groups = d_h == 256 && keys ? 2 : 1;
-    static constexpr int warpgroups = 2 + query + accumulator_groups;
+    static constexpr int s_groups = query ? 2 : 1;
+    static constexpr int warpgroups = 1 + s_groups + accumulator_groups;
     static constexpr int threads = 128 * warpgroups;
     static constexpr int launch_registers = 65536 / threads / 8 * 8;
     static constexpr int loader_registers = 24;
-    static constexpr int s_registers = warpgroups == 4 ? 160 : 240;
-    static constexpr int q_registers = 104;
-    static constexpr int w_registers = query ? 224 : warpgroups == 4 ? 160 : 240;
-    static_assert(loader_registers + s_registers + (query ? q_registers : 0) + accumulator_groups * w_registers <= warpgroups * launch_registers);
+    static constexpr int s_registers = query ? (d_h == 128 ? 128 : d_h == 96 ? 152 : 168) : warpgroups == 4 ? 160 : 240;
+    static constexpr int w_registers = query ? (d_h == 128 ? 224 : d_h == 96 ? 176 : 144) : warpgroups == 4 ? 160 : 240;
+    static_assert(loader_registers + s_groups * s_registers + accumulator_groups * w_registers <= warpgroups * launch_registers);
+    // 16-column blocks of [dM|dN] that S reads back from shared memory for dQ: its registers do not hold all of them beside M, N and dA.
+    static constexpr int reloaded_blocks = d_h == 128 ? 1 : 0;
+    static constexpr int staged_pieces = d_h == 128 ? 2 : 1;  // of a dQ tile: one is on its way to memory while the next is computed
     static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;  // of one product: an m64n256 needs more registers than at launch
-    // Where less covers the elementwise part, its special functions start under the product dA.
-    static constexpr bool early_slopes = !query || d_h < 128;
+    // Fused: where registers allow it, the special functions start under the product dA; elsewhere they always do.
+    static constexpr bool early_slopes = d_h < 128;
 
     static constexpr int q_stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
