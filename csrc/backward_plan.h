@@ -76,7 +76,7 @@ struct HeadGroups {
     int begin(int group) const { return static_cast<int>(static_cast<int64_t>(heads) * group / count); }
     int size(int group) const { return begin(group + 1) - begin(group); }
 };
-// The groups with the least workspace whose predicted time is within 1 % of the shortest; a small workspace is not worth a second launch.
+// The groups with the least workspace whose predicted time is within 0.6 % of the shortest; a small workspace is not worth a second launch.
 HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task, int sms);
 
 }  // namespace flashmhf

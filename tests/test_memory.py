@@ -92,12 +92,12 @@ def test_gpu_memory_has_no_intermediate(gpu_backend):
 
 @pytest.mark.gpu
 def test_training_memory_of_the_paper_module():
-    """Forward and backward at 8 x 4032 tokens beyond weights and input: counted in csrc/README.md, and four times less than SwiGLU's."""
+    """Forward and backward at 8 x 4032 tokens beyond weights and input: counted in csrc/README.md, and 4.2 times less than SwiGLU's."""
     if flashmhf.info().reasons["hopper"]:
         pytest.skip(flashmhf.info().reasons["hopper"])
     ours, swiglu = measure(TRAINING)
     tokens = 2 * 8 * 4032 * 2048  # output, q, gradient of S, dq
     weights = 2 * (3 * 16 * 22 * 384 * 128 + 2048 * 2048)  # dk, du, dv, and out_proj's
-    workspace = 176 * 2**20  # dW and rounding included
+    workspace = 134 * 2**20  # dW and rounding included
     assert ours <= 4 * tokens + weights + workspace, f"{ours / 2**20:.0f} MiB"
-    assert swiglu >= 4 * ours, f"{swiglu / ours:.2f}"
+    assert swiglu >= 4.2 * ours, f"{swiglu / ours:.2f}"
