@@ -3,17 +3,14 @@
 #pragma once
 
 #include "kernels/backward_policy.h"
+#include "kernels/fragments.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf {
 
 template <typename Acc, typename Put> __device__ __forceinline__ void each_fragment(const Acc &acc, Put &&put) {
 #pragma unroll
-    for (int j = 0; j < Acc::cols / 8; ++j) {
-        const auto &pair = acc.tiles[0][j / 2].data;
-        const float2 low = pair[j % 2 * 2], high = pair[j % 2 * 2 + 1];
-        put(j, float4{low.x, low.y, high.x, high.y});
-    }
+    for (int j = 0; j < Acc::cols / 8; ++j) put(j, fragment_quad<Acc::cols>(acc, j));
 }
 
 // Staging of such a tile in shared memory: fragment order with the place of a thread XORed by j, so that neither the fragments going in nor
