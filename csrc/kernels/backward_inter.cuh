@@ -222,6 +222,17 @@ template <typename T, typename Shared> struct GradTiles {
     }
 };
 
+// a and c of all of M, with `pending` later products in the tensor cores. Without pins and a branch, which the caller's next wait is, the compiler sinks
+// the special functions behind those.
+template <int pending, typename MN, typename Slope> __device__ __forceinline__ void start_slopes(MN &mn, Slope &slope) {
+    kittens::warpgroup::mma_async_wait<pending>();
+    pin(mn);
+#pragma unroll
+    for (int j = 0; j < Slope::width; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+    pin(mn);
+    pin(slope);
+}
+
 // S role of the kernels for weight gradients alone: one warpgroup, which hands a tile over only after it has issued its products of the next.
 template <typename T, typename Shared> __device__ __forceinline__ void scores(Shared &shared, const InterWork &work) {
     using namespace kittens;
@@ -247,13 +258,7 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
         }
         if (it > work.begin) tiles.hand_over(buffer.slot ^ 1);
         const float2 r = {shared.r[q.slot][row], shared.r[q.slot][row + 8]};
-        warpgroup::mma_async_wait<P::keys>();
-        pin(mn);
-#pragma unroll
-        for (int j = 0; j < backward_rows / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
-        // without pins and a branch (the wait below) the compiler sinks the special functions behind dA
-        pin(mn);
-        pin(slope);
+        start_slopes<P::keys>(mn, slope);
         if (it >= work.begin + 2) wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);  // the buffers start empty
         warpgroup::mma_async_wait<0>();
         pin(mn);
@@ -307,17 +312,9 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores_an
         warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
         wait(shared.g_full[ring.slot], ring.phase);
         warpgroup::mm_ABt(da, shared.grad_out[ring.slot], shared.v[0]);
-        if (group == 1 || left < work.end - work.begin) arrive(barrier<8>(products_barrier + (group ^ 1)));
+        if (group == 1 || left < work.end - work.begin) arrive(barrier<4 * P::s_groups>(products_barrier + (group ^ 1)));
         const float2 r = {shared.r[ring.slot][row], shared.r[ring.slot][row + 8]};
-        if constexpr (P::early_slopes) {
-            warpgroup::mma_async_wait<1>();
-            pin(mn);
-#pragma unroll
-            for (int j = 0; j < blocks; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
-            // without pins and a branch (the wait below) the compiler sinks the special functions behind dA
-            pin(mn);
-            pin(slope);
-        }
+        if constexpr (P::early_slopes) start_slopes<1>(mn, slope);
         wait(shared.grads_empty[slot], phase ^ 1);
         warpgroup::mma_async_wait<0>();
         pin(mn);
@@ -353,7 +350,7 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores_an
             move::ldsm4(dn[0], dn[1], dn[2], dn[3], tiles.dn(slot, place, j));
         }
         tiles.hand_over(slot);
-        if (left > 1) arrive_and_wait(barrier<8>(products_barrier + group));
+        if (left > 1) arrive_and_wait(barrier<4 * P::s_groups>(products_barrier + group));
         rt_fl<16, columns> dq[pieces];
 #pragma unroll
         for (int c = 0; c < pieces; ++c) warpgroup::mm_AB(dq[c], grads, shared.ku.template subtile<columns>(c));
