@@ -135,6 +135,9 @@ def test_deterministic_sums_take_turns_where_they_are_fast():
     assert turns(2500, deterministic=True, heads=40, subnets=2, subnet_dim=192)
     assert not turns(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
     assert not any(turns(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
+    # what test_operator.py runs in turns and in groups
+    grouped = plan.plan_head_groups(2, 32760, heads=40, head_dim=128, subnets=3, subnet_dim=64, router=True, deterministic=True)
+    assert grouped["turns"] and grouped["heads"] == [(0, 20), (20, 40)]
 
 
 @pytest.mark.parametrize("shape", GROUP_SHAPES)
