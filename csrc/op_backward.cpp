@@ -254,9 +254,7 @@ ProblemSizes check_all(const Tensor &grad_out, const Tensor &q, const Tensor &k,
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
                                                             const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
-    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const NvtxRange nvtx("flashmhf backward");
-    check_capability(q.get_device_index());
+    const DeviceScope scope(q.get_device_index(), "flashmhf backward");
     auto weight_grad = [&](const Tensor &x) {
         return needs_weights ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(x, std::vector<int64_t>{0});
     };
@@ -269,9 +267,7 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
                                                 const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights, Tensor dk,
                                                 Tensor du, Tensor dv) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
-    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const NvtxRange nvtx("flashmhf backward_accumulate_");
-    check_capability(q.get_device_index());
+    const DeviceScope scope(q.get_device_index(), "flashmhf backward_accumulate_");
     auto check_buffer = [&](const Tensor &x, const char *name) {
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32");
         check_same_device(x, name, q);
@@ -291,9 +287,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &
                                                                   bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, std::nullopt);
     check_w(w, q, sizes);
-    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const NvtxRange nvtx("flashmhf gated_backward");
-    check_capability(q.get_device_index());
+    const DeviceScope scope(q.get_device_index(), "flashmhf gated_backward");
     auto weight_grad = [&](const Tensor &x) {
         return needs_weights ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(x, std::vector<int64_t>{0});
     };

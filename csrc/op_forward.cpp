@@ -15,9 +15,7 @@ struct GateSource {
 };
 
 Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, GateSource gate, const ProblemSizes &sizes, const char *range) {
-    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const NvtxRange nvtx(range);
-    check_capability(q.get_device_index());
+    const DeviceScope scope(q.get_device_index(), range);
     Tensor out = torch::stable::new_empty(q, q.sizes());
     if (sizes.tokens == 0) return out;
 

@@ -8,9 +8,7 @@ namespace flashmhf {
 
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool settled) {
     check_projection(x, w, bias);
-    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    const NvtxRange nvtx("flashmhf project");
-    check_capability(x.get_device_index());
+    const DeviceScope scope(x.get_device_index(), "flashmhf project");
     Tensor out = torch::stable::new_empty(x, {x.size(0), w.size(0)});
     if (x.size(0) == 0) return out;
 

@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <nvtx3/nvToolsExt.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
@@ -19,14 +20,6 @@ inline cudaStream_t current_stream(int device) {
     void *stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
     return static_cast<cudaStream_t>(stream);
-}
-
-// The library holds code for compute capability 9.0 only.
-inline void check_capability(int device) {
-    int major = 0, minor = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    STD_TORCH_CHECK(major == 9 && minor == 0, "device has compute capability ", major, ".", minor, "; supported: 9.0 (H100, H200)");
 }
 
 class NvtxRange {
@@ -48,6 +41,25 @@ class NvtxRange {
         }();
         return on;
     }
+};
+
+// What every operator enters first: the tensors' device with its primary context current, a supported capability, and an NVTX range.
+// PyTorch's guard makes no context current when the thread's device is already the wanted one, and a thread that has not used CUDA has
+// none: the driver then refuses to encode tensor maps (CUDA error 201). cudaSetDevice makes the primary context current in every case.
+class DeviceScope {
+  public:
+    DeviceScope(int device, const char *name) : guard_(device), range_(name) {
+        check_cuda(cudaSetDevice(device));
+        int major = 0, minor = 0;
+        check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+        check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+        // The library holds code for compute capability 9.0 only.
+        STD_TORCH_CHECK(major == 9 && minor == 0, "device has compute capability ", major, ".", minor, "; supported: 9.0 (H100, H200)");
+    }
+
+  private:
+    torch::stable::accelerator::DeviceGuard guard_;
+    NvtxRange range_;
 };
 
 }  // namespace flashmhf
