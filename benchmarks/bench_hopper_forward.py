@@ -19,8 +19,8 @@ import time
 
 import torch
 
+from flashmhf.backends.gating import gate
 from flashmhf.bench import timing
-from flashmhf.gating import gate
 
 DEVICE = "cuda"
 TIMER = timing.CudaTimer()

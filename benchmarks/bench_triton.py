@@ -19,7 +19,7 @@ import torch
 import triton
 
 from flashmhf import reference
-from flashmhf import triton as back_end
+from flashmhf.backends import triton as back_end
 
 HEADS, HEAD_DIM, SUBNET_DIM = 16, 128, 384
 SHAPES = [(32256, 22), (12288, 22), (3072, 22), (32256, 15)]  # (tokens, sub-networks): the paper's efficiency and 1.3B models

@@ -1,11 +1,10 @@
 """Flash Multi-Head Feed-Forward Networks (arXiv 2512.06989) for PyTorch."""
 
-from . import convert, reference
+from . import reference
 from .backends import info
-from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
+from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU, convert, replace_ffn
 from .ops import flash_mhf
 from .router import gate
-from .swap import replace_ffn
 
 __version__ = "0.1.0"
 __all__ = ["DenseMoE", "FlashMHF", "MHFFN", "ParametricKV", "SwiGLU", "convert", "flash_mhf", "gate", "info", "reference", "replace_ffn"]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import checks, gating
-from .backends import select
+from . import checks
+from .backends import gating, select
 from .reference import accumulate_dtype
 
 _BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True]'

@@ -108,13 +108,13 @@ def test_function_transforms_and_forward_mode_raise():
 
 def test_deterministic_flag_is_read_in_forward(monkeypatch):
     seen = []
-    original = flashmhf.eager.backward
+    original = flashmhf.backends.eager.backward
 
     def spy(*args, **kwargs):
         seen.append(kwargs["deterministic"])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(flashmhf.eager, "backward", spy)
+    monkeypatch.setattr(flashmhf.backends.eager, "backward", spy)
     p = float64_problem()
     for during_forward, argument in ((True, None), (False, None), (False, True)):
         inputs = leaves(p)

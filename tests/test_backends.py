@@ -9,7 +9,8 @@ import torch
 from numerics import problem
 
 import flashmhf
-from flashmhf import backends, hopper
+from flashmhf import backends
+from flashmhf.backends import hopper
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashmhf
-from flashmhf import nn as modules
+from flashmhf.nn import flashmhf as modules
 
 TOKENS, D_MODEL = 20, 32
 

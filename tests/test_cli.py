@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from flashmhf import backends, cli, report, study, tiny_lm
+from flashmhf import backends
+from flashmhf.app import cli, report, study, tiny_lm
 
 
 @pytest.fixture

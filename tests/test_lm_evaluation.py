@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from flashmhf import cli
+from flashmhf.app import cli
 from flashmhf.lm import FFN_TYPES, conversion, data, evaluation, generation, training
 from flashmhf.lm.presets import preset
 
@@ -244,7 +244,7 @@ def test_interruption_says_how_to_continue(tmp_path, monkeypatch, capsys):
 
 def test_missing_extra_is_named():
     """Without transformers the commands say what to install, and the package still works."""
-    program = "import sys; sys.modules['transformers'] = None; from flashmhf import cli; sys.exit(cli.main(sys.argv[1:]))"
+    program = "import sys; sys.modules['transformers'] = None; from flashmhf.app import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "generate", "--model", "x", "y"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
     assert found.returncode == 2 and "needs transformers; install it with: pip install 'flashmhf[lm]'" in found.stderr

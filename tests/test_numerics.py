@@ -8,7 +8,8 @@ import pytest
 import torch
 from numerics import LIMITS, assert_accurate, problem, relative_l2
 
-from flashmhf import eager, reference
+from flashmhf import reference
+from flashmhf.backends import eager
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)

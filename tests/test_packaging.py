@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashmhf
-from flashmhf import hopper
+from flashmhf.backends import hopper
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,8 @@ from numerics import relative_l2
 from torch import nn
 
 import flashmhf
-from flashmhf import backends, hopper
+from flashmhf import backends
+from flashmhf.backends import hopper
 
 DTYPES = [torch.bfloat16, torch.float16]
 

@@ -13,8 +13,8 @@ import torch
 from conftest import poisoned_memory
 from numerics import assert_accurate, problem, relative_l2
 
-from flashmhf import triton as back_end
-from flashmhf.triton import configs
+from flashmhf.backends import triton as back_end
+from flashmhf.backends.triton import configs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -127,7 +127,7 @@ def test_expanded_inputs():
 @runs_kernels
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_pair_of_weights_in_either_order_of_addresses(descriptors, monkeypatch):
-    from flashmhf.triton import launch
+    from flashmhf.backends.triton import launch
 
     monkeypatch.setattr(launch, "has_tma", lambda device: descriptors)
     if descriptors and DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
@@ -190,7 +190,7 @@ def test_accumulate_adds_to_the_buffers():
 @runs_kernels
 @pytest.mark.parametrize("waves", [0, 1000])
 def test_split_and_unsplit_sums(waves, monkeypatch):
-    from flashmhf.triton import launch
+    from flashmhf.backends.triton import launch
 
     monkeypatch.setattr(launch, "WAVES", waves)
     monkeypatch.setattr(launch, "MIN_SHARE", 32)
@@ -283,7 +283,7 @@ def test_why_not_without_triton_and_on_old_gpus(monkeypatch):
 
 
 def test_table_has_every_row_and_survives_rewriting():
-    from flashmhf.triton import tune
+    from flashmhf.backends.triton import tune
 
     assert set(configs.TABLE) == {(a, b, d) for a in ("sm90", "other") for b in (16, 32) for d in back_end.HEAD_DIMS}
     assert all(set(row) == set(tune.KERNELS) for row in configs.TABLE.values())

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .. import convert
+from ..nn import convert
 from .configuration import FlashMHFConfig
 from .modeling import FlashMHFForCausalLM
 

@@ -1,67 +1,21 @@
-"""Modules [..., d_model] -> [..., d_model]: FlashMHF and the feed-forward networks the paper compares it with.
-
-All are drop-in for a SwiGLU feed-forward network. ``init`` "normal" draws every weight from N(0, initializer_range); "official"
-takes the official code's settings: projections xavier_uniform with gain 0.707, K U V normal 0.02, router truncated normal 0.02.
-"""
+"""The module FlashMHF: [..., d_model] -> [..., d_model], drop-in for a SwiGLU feed-forward network."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from . import backends, hopper, ops, reference, router  # noqa: F401  (ops registers the operators)
+from .. import backends, ops, reference, router  # noqa: F401  (ops registers the operators)
+from ..backends import hopper
+from .init import INITIALIZER_RANGE, initialise
+from .multihead import MultiHead, check_input, check_positive
 
-INITIALIZER_RANGE = 0.02
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
 
 
 def default_subnet_dim(head_dim: int) -> int:
     """d_e = 8/3 d_h rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256."""
     return -(-8 * head_dim // (3 * 64)) * 64
-
-
-def _positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-
-
-def _head_dim(d_model: int, num_heads: int) -> int:
-    _positive(d_model=d_model, num_heads=num_heads)
-    if d_model % num_heads:
-        raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
-    return d_model // num_heads
-
-
-def _check_input(x: Tensor, d_model: int) -> None:
-    if x.dim() < 1 or x.shape[-1] != d_model:
-        raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
-
-
-def _initialise(
-    normal: Iterable[Tensor], projections: Iterable[nn.Linear], routers: Iterable[Tensor], init: str, initializer_range: float
-) -> None:
-    if init not in ("normal", "official"):
-        raise ValueError(f"init is {init!r}; supported: 'normal', 'official'")
-    official = init == "official"
-    for weight in normal:
-        nn.init.normal_(weight, std=INITIALIZER_RANGE if official else initializer_range)
-    for weight in routers:
-        if official:
-            nn.init.trunc_normal_(weight, std=INITIALIZER_RANGE, a=-2.0, b=2.0)
-        else:
-            nn.init.normal_(weight, std=initializer_range)
-    for linear in projections:
-        if official:
-            nn.init.xavier_uniform_(linear.weight, gain=0.707)
-        else:
-            nn.init.normal_(linear.weight, std=initializer_range)
-        if linear.bias is not None:
-            nn.init.zeros_(linear.bias)
 
 
 def uses_silu(feed_forward: nn.Module) -> bool:
@@ -141,22 +95,7 @@ def _project(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
 
-class _MultiHead(nn.Module):
-    """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's."""
-
-    def __init__(self, d_model: int, num_heads: int, bias: bool, device, dtype):
-        super().__init__()
-        self.d_model, self.num_heads, self.head_dim = d_model, num_heads, _head_dim(d_model, num_heads)
-        self.in_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result."""
-        _check_input(x, self.d_model)
-        return self.in_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-
-
-class FlashMHF(_MultiHead):
+class FlashMHF(MultiHead):
     """Flash multi-head feed-forward network (paper, section 3.2): concat_H(sum_e R_e SwiGLU_e(Q)) W_out, Q = split_H(X W_in).
 
     Args:
@@ -192,7 +131,7 @@ class FlashMHF(_MultiHead):
         super().__init__(d_model, num_heads, bias, device, dtype)
         self.num_subnets = num_subnets
         self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else subnet_dim
-        _positive(num_subnets=num_subnets, subnet_dim=self.subnet_dim)
+        check_positive(num_subnets=num_subnets, subnet_dim=self.subnet_dim)
         self.router_eps, self.backend, self.deterministic = router_eps, backend, deterministic
         self.accumulate_main_grad = accumulate_main_grad
         shape = (num_heads, num_subnets, self.subnet_dim, self.head_dim)
@@ -220,7 +159,7 @@ class FlashMHF(_MultiHead):
             if getattr(swiglu, name).bias is not None:
                 raise ValueError(f"{name} has a bias; FlashMHF has none there")
         (width, d_model), bias = swiglu.gate_proj.weight.shape, swiglu.down_proj.bias
-        _positive(num_subnets=num_subnets)
+        check_positive(num_subnets=num_subnets)
         if width % num_subnets:
             raise ValueError(f"num_subnets is {num_subnets}; it must divide the width {width}")
         weight = swiglu.gate_proj.weight
@@ -238,7 +177,7 @@ class FlashMHF(_MultiHead):
         return module
 
     def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        _initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (self.router,), init, initializer_range)
+        initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (self.router,), init, initializer_range)
         if self.q_norm is not None:
             nn.init.ones_(self.q_norm.weight)
 
@@ -290,7 +229,7 @@ class FlashMHF(_MultiHead):
 
     def _forward_chunks(self, x: Tensor) -> Tensor:
         """Peak memory: the result and one chunk of S. Q of a chunk lies where its result will be."""
-        _check_input(x, self.d_model)
+        check_input(x, self.d_model)
         rows = x.flatten(0, -2)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         pieces = -(-len(rows) // CHUNK_TOKENS)
@@ -318,122 +257,3 @@ class FlashMHF(_MultiHead):
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={self.num_subnets}, subnet_dim={self.subnet_dim}"
-
-
-class MHFFN(_MultiHead):
-    """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
-
-    backend="naive" materialises the H intermediates of [T, intermediate_dim], as the paper's comparison does.
-    State: in_proj.weight, k, u, v [H, intermediate_dim, d_h], out_proj.weight.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        intermediate_dim: int,
-        *,
-        bias: bool = False,
-        backend: str = "auto",
-        deterministic: bool | None = None,
-        device=None,
-        dtype=None,
-    ):
-        super().__init__(d_model, num_heads, bias, device, dtype)
-        _positive(intermediate_dim=intermediate_dim)
-        self.intermediate_dim, self.backend, self.deterministic = intermediate_dim, backend, deterministic
-        shape = (num_heads, intermediate_dim, self.head_dim)
-        self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
-        self.reset_parameters()
-
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        _initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
-        return self.out_proj(self._mix(x).flatten(-2))
-
-    def _mix(self, x: Tensor) -> Tensor:
-        q = self.split_heads(x)
-        k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
-        if self.backend == "naive":
-            return reference.forward(q, k, u, v)
-        return torch.ops.flashmhf.forward(q, k, u, v, deterministic=self.deterministic, backend=self.backend)
-
-
-class SwiGLU(nn.Module):
-    """W_down(SiLU(W_gate x) * W_up x): the baseline of the paper.
-
-    State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
-    """
-
-    def __init__(self, d_model: int, intermediate_dim: int, *, bias: bool = False, device=None, dtype=None):
-        super().__init__()
-        _positive(d_model=d_model, intermediate_dim=intermediate_dim)
-        self.d_model, self.intermediate_dim = d_model, intermediate_dim
-        self.gate_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate_dim, d_model, bias=bias, device=device, dtype=dtype)
-        self.reset_parameters()
-
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        _initialise((), (self.gate_proj, self.up_proj, self.down_proj), (), init, initializer_range)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
-        _check_input(x, self.d_model)
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ParametricKV(_MultiHead):
-    """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4, "PKV").
-
-    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight.
-    """
-
-    def __init__(self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device=None, dtype=None):
-        super().__init__(d_model, num_heads, bias, device, dtype)
-        _positive(num_kv=num_kv)
-        self.num_kv = num_kv
-        self.k, self.v = (nn.Parameter(torch.empty(num_heads, num_kv, self.head_dim, device=device, dtype=dtype)) for _ in range(2))
-        self.reset_parameters()
-
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        _initialise((self.k, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
-        q = self.split_heads(x).flatten(0, -3) if x.dim() > 1 else self.split_heads(x).unsqueeze(0)
-        k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))
-        mixed = nn.functional.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), k, v)
-        return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], self.d_model))
-
-
-class DenseMoE(nn.Module):
-    """Gated parallel SwiGLU sub-networks without heads (paper, section 4, "Dense-MoE": H = 1, no W_in and W_out).
-
-    All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
-    State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim], router [d_model, E].
-    """
-
-    def __init__(self, d_model: int, num_subnets: int, subnet_dim: int, *, router_eps: float = 1e-20, device=None, dtype=None):
-        super().__init__()
-        _positive(d_model=d_model, num_subnets=num_subnets, subnet_dim=subnet_dim)
-        self.d_model, self.num_subnets, self.subnet_dim, self.router_eps = d_model, num_subnets, subnet_dim, router_eps
-        width = num_subnets * subnet_dim
-        self.gate_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
-        self.router = nn.Parameter(torch.empty(d_model, num_subnets, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        _initialise((), (self.gate_proj, self.up_proj, self.down_proj), (self.router,), init, initializer_range)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
-        _check_input(x, self.d_model)
-        r = router.gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)
-        activation = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
-        weighted = activation.unflatten(-1, (self.num_subnets, self.subnet_dim)) * r[..., None].to(activation.dtype)
-        return self.down_proj(weighted.flatten(-2))

@@ -14,10 +14,10 @@ import pathlib
 import torch
 from torch import Tensor
 
-from .checks import name_of
+from ..checks import name_of
 from .tokens import collapse
 
-LIBRARY = pathlib.Path(__file__).with_name("libflashmhf_hopper.so")
+LIBRARY = pathlib.Path(__file__).parent.with_name("libflashmhf_hopper.so")
 NO_LIBRARY = LIBRARY.with_name("_no_library.txt")  # written by setup.py: why it built none
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)

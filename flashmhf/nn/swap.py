@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .nn import INITIALIZER_RANGE, FlashMHF, default_subnet_dim, uses_silu
+from .flashmhf import FlashMHF, default_subnet_dim, uses_silu
+from .init import INITIALIZER_RANGE
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e

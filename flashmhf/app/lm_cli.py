@@ -116,7 +116,7 @@ def _add_train(subparsers) -> None:
 def _train(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from .lm import training
+    from ..lm import training
 
     logging.disable_progress_bar()
     given = {entry.name: getattr(args, entry.name) for entry in fields(training.Options) if getattr(args, entry.name, None) is not None}
@@ -148,7 +148,7 @@ def _add_model(parser) -> None:
 def _load(args: argparse.Namespace):
     from transformers.utils import logging
 
-    from .lm import evaluation
+    from ..lm import evaluation
 
     logging.disable_progress_bar()
     return evaluation.load(args.model, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype)
@@ -174,7 +174,7 @@ def _add_eval(subparsers) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from .lm import evaluation
+    from ..lm import evaluation
 
     if not (args.data or args.tasks):
         raise ValueError("give --data, --tasks or both")
@@ -230,7 +230,7 @@ def _add_generate(subparsers) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from .lm import generation
+    from ..lm import generation
 
     model, text = _load(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt

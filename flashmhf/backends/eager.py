@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .reference import accumulate_dtype
+from ..reference import accumulate_dtype
 from .tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger

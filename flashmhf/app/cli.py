@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 import flashmhf
 
-from . import backends, lm_cli, report, study, tiny_lm
-from .bench import cli as bench_cli
+from .. import backends
+from ..bench import cli as bench_cli
+from . import lm_cli, report, study, tiny_lm
 
 PICTURE = Path("flashmhf_report.png")
 TRAINED = ("SwiGLU", "FlashMHF")

@@ -1,6 +1,6 @@
 """Measures block shapes of the Triton kernels on this GPU and rewrites the table in configs.py.
 
-    python -m flashmhf.triton.tune [--head-dims 64 128] [--bits 16] [--dry-run]
+    python -m flashmhf.backends.triton.tune [--head-dims 64 128] [--bits 16] [--dry-run]
 
 Candidates compile in parallel (Triton's cache on disk hands them to the timing process). Those that do not fit the GPU drop out, as
 do those that the compiler gets wrong (Triton 3.6: 16-bit weight_grads of 64 x 16, 4 warps, unpipelined, writes out of bounds).
@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from .. import reference
+from ... import reference
 from . import HEAD_DIMS, configs, launch
 from .configs import Config
 

@@ -13,7 +13,7 @@ import os
 import torch
 from torch import Tensor
 
-from ..checks import name_of
+from ...checks import name_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)

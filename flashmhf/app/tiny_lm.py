@@ -107,7 +107,7 @@ def train(
     from transformers import TrainerCallback
     from transformers.utils import logging
 
-    from .lm import metrics, training
+    from ..lm import metrics, training
 
     class Report(TrainerCallback):
         def __init__(self, name: str):
@@ -151,7 +151,7 @@ def train(
 
 def _store(text: bytes, recipe: Recipe, directory: Path) -> None:
     """As many of the text's bytes as a run needs, one token each, where flashmhf.lm.training looks for the tokens of another run."""
-    from .lm import data, tokenizer, training
+    from ..lm import data, tokenizer, training
 
     bytewise = tokenizer.train([], tokenizer.SMALLEST)  # no merges
     bytewise.save_pretrained(directory / training.TOKENIZER)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from .. import reference
 from .tokens import TokenRows, token_count
 
 TOKENS = 4096

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from . import backends, ops, reference  # noqa: F401  (ops registers the operators)
-from .nn import MHFFN, FlashMHF, SwiGLU
+from .. import backends, ops, reference  # noqa: F401  (ops registers the operators)
+from ..nn import MHFFN, FlashMHF, SwiGLU
 
 LIMITS = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 1e-5}  # of the fused GPU back ends
 FLOOR = 1e-6  # what summing in fp32 costs in any order

@@ -1,0 +1,8 @@
+"""Modules [..., d_model] -> [..., d_model]: FlashMHF, the networks the paper compares it with, conversion and replacement."""
+
+from . import convert
+from .baselines import MHFFN, DenseMoE, ParametricKV, SwiGLU
+from .flashmhf import FlashMHF, default_subnet_dim
+from .swap import replace_ffn
+
+__all__ = ["MHFFN", "DenseMoE", "FlashMHF", "ParametricKV", "SwiGLU", "convert", "default_subnet_dim", "replace_ffn"]

@@ -1,0 +1,129 @@
+"""The feed-forward networks that the paper compares FlashMHF with; all map [..., d_model] to [..., d_model]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops, reference, router  # noqa: F401  (ops registers the operators)
+from .init import INITIALIZER_RANGE, initialise
+from .multihead import MultiHead, check_input, check_positive
+
+
+class MHFFN(MultiHead):
+    """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
+
+    backend="naive" materialises the H intermediates of [T, intermediate_dim], as the paper's comparison does.
+    State: in_proj.weight, k, u, v [H, intermediate_dim, d_h], out_proj.weight.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        intermediate_dim: int,
+        *,
+        bias: bool = False,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(d_model, num_heads, bias, device, dtype)
+        check_positive(intermediate_dim=intermediate_dim)
+        self.intermediate_dim, self.backend, self.deterministic = intermediate_dim, backend, deterministic
+        shape = (num_heads, intermediate_dim, self.head_dim)
+        self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        return self.out_proj(self._mix(x).flatten(-2))
+
+    def _mix(self, x: Tensor) -> Tensor:
+        q = self.split_heads(x)
+        k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
+        if self.backend == "naive":
+            return reference.forward(q, k, u, v)
+        return torch.ops.flashmhf.forward(q, k, u, v, deterministic=self.deterministic, backend=self.backend)
+
+
+class SwiGLU(nn.Module):
+    """W_down(SiLU(W_gate x) * W_up x): the baseline of the paper.
+
+    State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
+    """
+
+    def __init__(self, d_model: int, intermediate_dim: int, *, bias: bool = False, device=None, dtype=None):
+        super().__init__()
+        check_positive(d_model=d_model, intermediate_dim=intermediate_dim)
+        self.d_model, self.intermediate_dim = d_model, intermediate_dim
+        self.gate_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_dim, d_model, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        initialise((), (self.gate_proj, self.up_proj, self.down_proj), (), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        check_input(x, self.d_model)
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ParametricKV(MultiHead):
+    """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4, "PKV").
+
+    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device=None, dtype=None):
+        super().__init__(d_model, num_heads, bias, device, dtype)
+        check_positive(num_kv=num_kv)
+        self.num_kv = num_kv
+        self.k, self.v = (nn.Parameter(torch.empty(num_heads, num_kv, self.head_dim, device=device, dtype=dtype)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        initialise((self.k, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        q = self.split_heads(x).flatten(0, -3) if x.dim() > 1 else self.split_heads(x).unsqueeze(0)
+        k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), k, v)
+        return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], self.d_model))
+
+
+class DenseMoE(nn.Module):
+    """Gated parallel SwiGLU sub-networks without heads (paper, section 4, "Dense-MoE": H = 1, no W_in and W_out).
+
+    All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
+    State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim], router [d_model, E].
+    """
+
+    def __init__(self, d_model: int, num_subnets: int, subnet_dim: int, *, router_eps: float = 1e-20, device=None, dtype=None):
+        super().__init__()
+        check_positive(d_model=d_model, num_subnets=num_subnets, subnet_dim=subnet_dim)
+        self.d_model, self.num_subnets, self.subnet_dim, self.router_eps = d_model, num_subnets, subnet_dim, router_eps
+        width = num_subnets * subnet_dim
+        self.gate_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
+        self.router = nn.Parameter(torch.empty(d_model, num_subnets, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
+        initialise((), (self.gate_proj, self.up_proj, self.down_proj), (self.router,), init, initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        check_input(x, self.d_model)
+        r = router.gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)
+        activation = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
+        weighted = activation.unflatten(-1, (self.num_subnets, self.subnet_dim)) * r[..., None].to(activation.dtype)
+        return self.down_proj(weighted.flatten(-2))
