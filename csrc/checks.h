@@ -12,8 +12,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "kernels/policy.h"
-#include "project_params.h"
+#include "forward/policy.h"
+#include "project/params.h"
 
 namespace flashmhf {
 

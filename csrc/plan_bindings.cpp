@@ -2,10 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "backward_plan.h"
-#include "kernels/backward_policy.h"
-#include "kernels/policy.h"
-#include "plan.h"
+#include "backward/plan.h"
+#include "backward/policy.h"
+#include "forward/policy.h"
+#include "forward/plan.h"
 
 namespace py = pybind11;
 

@@ -1,3 +1,3 @@
-#include "host/launch_backward.cuh"
+#include "backward/launch.cuh"
 
 template cudaError_t flashmhf::launch_backward<64>(const flashmhf::BackwardLaunch &);

@@ -1,4 +1,4 @@
-#include "host/launch_project.cuh"
+#include "project/launch.cuh"
 
 template cudaError_t flashmhf::launch_project<true>(const flashmhf::ProjectParams &, cudaStream_t);
 template cudaError_t flashmhf::launch_project<false>(const flashmhf::ProjectParams &, cudaStream_t);

@@ -1,7 +1,7 @@
 // Device tests of every tile operation that the kernels use. Prints one line per test; exits 1 if any failed.
 //   nvcc -std=c++20 -gencode=arch=compute_90a,code=sm_90a -I../include -I../../csrc -o unit_tests unit_tests.cu && ./unit_tests
 #include "kittens.cuh"
-#include "kernels/tma_ext.cuh"
+#include "common/tma.cuh"
 
 #include <cmath>
 #include <cstdio>

@@ -1,0 +1,563 @@
+// Inter-stationary backward: a CTA owns 64 inter rows of one sub-network (K, U, V stay in shared memory) and walks over tokens in tiles
+// of 64. Specialised warpgroups, drawn in ../README.md:
+//
+//   loader  warp 0 streams Q and dO tiles (TMA, rings of their own), warp 1 adds finished dQ tiles into global memory (bulk reduce-add),
+//           warp 2 brings the weights R of a tile to shared memory, warp 3 adds dR into global memory
+//   S       [M|N] = Q [K;U]^T and dA = dO V^T, elementwise part, 16-bit tiles P and [dM|dN] to shared memory. In the fused kernel two
+//           warpgroups, which take the tiles in turn and then dQ = [dM|dN] [K;U], [dM|dN] from registers, fp32 to a staging buffer
+//   W       dK += dM^T Q, dU += dN^T Q, dV += P^T dO in registers
+//
+// A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups.
+// While an S group does its elementwise part, the pipe works for the other one and for W. With one S group, it hands tile i over to W only
+// after it has issued its own products of tile i + 1.
+//
+// Deterministic sums: the CTAs of a head take turns in adding to a tile, in the order of their items.
+//
+// Power sets the clock, so moving fewer bytes is faster: the CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows of
+// one head and walk over the same tokens; one fetches the Q tiles for both, the other the dO tiles.
+#pragma once
+
+#include "backward/params.h"
+#include "backward/plan.h"
+#include "backward/swiglu_grad.cuh"
+#include "backward/policy.h"
+#include "backward/rows.cuh"
+#include "forward/barriers.h"
+#include "common/fragments.cuh"
+#include "common/tma.cuh"
+
+namespace flashmhf {
+
+struct BackwardMaps {
+    CUtensorMap q, grad_out;  // [batch][length][H][d_h], boxes of 64 tokens; rows behind the last token read as zeros
+    CUtensorMap k, u, v;      // [H * E][d_e][d_h]; rows from d_e on read as zeros
+};
+
+template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
+    using P = InterPolicy<d_h, outputs>;
+    template <int rows, int cols> using tile = kittens::st<T, rows, cols, true, cols * sizeof(T) % 128 == 0 ? 128 : 64>;
+    using KU = tile<2 * backward_rows, d_h>;  // K over U
+    using Rows = tile<backward_rows, d_h>;
+    using Grads = tile<backward_rows, 2 * backward_rows>;  // dM beside dN, 64 tokens each
+    using Weighted = tile<backward_rows, backward_rows>;   // P
+
+    KU ku;
+    Rows v[P::needs_v];
+    Rows q[P::q_stages], grad_out[P::g_stages];
+    Grads grads[P::keys ? 2 : 0];
+    Weighted weighted[P::values ? 2 : 0];
+    float staged[P::query ? backward_rows * d_h : 0];  // dQ in fragment order
+    float r[P::q_stages][backward_rows];
+    float4 dr[P::query ? 2 : 0][backward_rows];        // a row's sums over the columns of four threads
+    kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages],
+        grads_full[2][2], grads_empty[2],  // one "full" per reading role: dR and W, or one or two W
+        staged_full[P::staged_pieces], staged_empty[2][P::staged_pieces];  // an "empty" for each S group, which both stage
+};
+
+// The 64-token tiles of a CTA, in order.
+struct TokenCursor {
+    int sequence, tile, row_tiles;
+    __device__ __forceinline__ TokenCursor(const BackwardParams &p, int first)
+        : sequence(first / p.row_tiles), tile(first - sequence * p.row_tiles), row_tiles(p.row_tiles) {}
+    __device__ __forceinline__ int token() const { return tile * backward_rows; }
+    __device__ __forceinline__ void advance() {
+        if (++tile == row_tiles) {
+            tile = 0;
+            ++sequence;
+        }
+    }
+};
+
+// Where a CTA works: its share of the tokens of an item, and the item's place.
+struct InterWork : TokenShare {
+    int head, subnet, row;  // subnet of the head; first inter row within the sub-network
+    int rank;               // in the pair
+    bool pair;              // a cluster of two
+    __device__ __forceinline__ InterWork(const BackwardParams &p, bool pairs)
+        : TokenShare(token_share(blockIdx.x, p.heads * p.subnets * p.subnet_tiles, p.whole, p.parts, p.batch * p.row_tiles)),
+          rank(pairs ? kittens::cluster_ctarank() : 0), pair(pairs && kittens::cluster_nctarank() == 2) {
+        const int group = item / p.subnet_tiles;
+        row = (item - group * p.subnet_tiles) * backward_rows;
+        head = group / p.subnets;
+        subnet = group - head * p.subnets;
+    }
+    // A slot of a ring is free once every CTA that its tile was sent to has read it.
+    __device__ __forceinline__ void release(kittens::semaphore &slot_empty) const {
+        kittens::arrive(slot_empty);
+        if (pair) tma::arrive_remote(slot_empty, rank ^ 1);
+    }
+};
+
+// The turns of a CTA at the tiles of a sum: the one before it in the order of the items, whose block number is lower, has added its part. So the
+// first block that has not finished never waits for one that has not started, whatever else runs on the device. (Blocks start in the order of
+// their numbers: how the hardware does it, not a promise of the programming model.) By one thread.
+struct Turns {
+    uint32_t *taken;  // CTAs that have added to a tile; null: no order
+    uint32_t before;  // CTAs before this one
+    __device__ __forceinline__ void await(uint32_t tile) const {
+        if (taken)
+            while (load_acquire(taken + tile) != before) __nanosleep(32);
+    }
+    // What this thread has seen done is done for the next.
+    __device__ __forceinline__ void pass(uint32_t tile) const {
+        if (taken) store_release(taken + tile, before + 1);
+    }
+};
+
+// Named barriers; 0 is __syncthreads.
+enum InterBarrier : int {
+    w_barrier = 1,         // of the W groups: one each, then one for both
+    products_barrier = 4,  // of the S groups: one each, for which the other has issued its products
+};
+
+// acc += a^T b, the columns of b spread over the accumulators; behind the caller's mma_fence.
+template <int halves, typename Acc, typename A, typename B> __device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b) {
+#pragma unroll
+    for (int c = 0; c < halves; ++c) {
+        auto &columns = b.template subtile<Acc::cols>(c);
+        kittens::warpgroup::mma_AtB<Acc, A, std::remove_reference_t<decltype(columns)>, 0, 1>(acc[c], a, columns);
+    }
+}
+
+// W role: accumulates weight gradients over all tiles. Where two warpgroups share the role, `share` 0 takes dK and 1 takes dU.
+template <typename Shared>
+__device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const BackwardParams &p, const InterWork &work, int reader, int share) {
+    using namespace kittens;
+    using P = typename Shared::P;
+    using T = typename Shared::Rows::T;
+    using Acc = rt_fl<16, P::w_columns>;
+    constexpr int d_h = Shared::Rows::cols, halves = d_h / P::w_columns;
+    constexpr bool keys = P::keys, ups = P::keys && P::accumulator_groups == 1, values = P::values;
+    Acc dk[halves], du[halves], dv[halves];
+#pragma unroll
+    for (int c = 0; c < halves; ++c) {
+        warp::zero(dk[c]);
+        warp::zero(du[c]);
+        warp::zero(dv[c]);
+    }
+    Ring<P::q_stages> q;
+    Ring<P::g_stages> g;
+    Ring<2> buffer;
+    const bool leader = kittens::laneid() == 0;
+#pragma unroll 1
+    for (int it = work.begin; it < work.end; ++it) {
+        if constexpr (keys) wait(shared.q_full[q.slot], q.phase);
+        if constexpr (values) wait(shared.g_full[g.slot], g.phase);
+        wait(shared.grads_full[buffer.slot][reader], buffer.phase);
+        warpgroup::mma_fence();
+        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<backward_rows>(share), shared.q[q.slot]);
+        if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<backward_rows>(1), shared.q[q.slot]);
+        if constexpr (values) add_product(dv, shared.weighted[buffer.slot], shared.grad_out[g.slot]);
+        if constexpr (keys) {
+            warpgroup::mma_async_wait<values * halves>();
+            if (leader) work.release(shared.q_empty[q.slot]);
+        }
+        warpgroup::mma_async_wait<0>();
+        if (leader) {
+            if constexpr (values) work.release(shared.g_empty[g.slot]);
+            arrive(shared.grads_empty[buffer.slot]);
+        }
+        q.advance();
+        g.advance();
+        buffer.advance();
+    }
+    warpgroup::mma_async_wait<0>();
+    // Every tile has been consumed: the rings become staging, once all W groups are here.
+    if constexpr (P::accumulator_groups > 1) kittens::arrive_and_wait(kittens::barrier<4 * P::accumulator_groups>(w_barrier + P::accumulator_groups));
+    constexpr int size = backward_rows * d_h, staged = backward_rows * P::w_columns;
+    static_assert(P::accumulator_groups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
+    float *staging = reinterpret_cast<float *>(&shared.q[0]) + share * staged;
+    auto finish = [&](Acc(&acc)[halves], void *out, int which) {
+#pragma unroll
+        for (int c = 0; c < halves; ++c) {
+            pin(acc[c]);
+            if (work.split) {
+                float *slot = p.weight_parts + ((static_cast<int64_t>(work.item - p.whole) * p.parts + work.part) * 3 + which) * size + c * staged;
+                each_fragment(acc[c], [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
+            } else {
+                const int64_t first_row = static_cast<int64_t>(work.head * p.subnets + work.subnet) * p.subnet_dim + work.row;
+                char *at = static_cast<char *>(out) + (first_row * d_h + c * P::w_columns) * (p.accumulate ? sizeof(float) : sizeof(T));
+                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_barrier + share);
+            }
+        }
+    };
+    if constexpr (keys) finish(dk, share ? p.du : p.dk, share);
+    if constexpr (ups) finish(du, p.du, 1);
+    if constexpr (values) finish(dv, p.dv, 2);
+}
+
+// What S leaves for the other roles: P and [dM|dN] of a tile as 16-bit tiles.
+template <typename T, typename Shared> struct GradTiles {
+    using P = typename Shared::P;
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    static constexpr int readers = P::query + P::accumulator_groups;  // roles that read them: dR 0, if any, then W
+
+    Shared &shared;
+    // This lane's row of a tile of 128-byte rows, for stmatrix and ldmatrix; columns 16j.. lie at place ^ 32j.
+    __device__ __forceinline__ static uint32_t lane_place() {
+        return Shared::Weighted::idx(0u, int2{kittens::warpgroup::warpid() * 16 + kittens::laneid() % 16, kittens::laneid() / 16 * 8});
+    }
+    __device__ __forceinline__ uint32_t weighted(int slot, uint32_t place, int j) const {
+        return tma::shared_address(shared.weighted[P::values ? slot : 0].data) + (place ^ (32 * j));
+    }
+    __device__ __forceinline__ uint32_t dm(int slot, uint32_t place, int j) const {
+        return tma::shared_address(shared.grads[P::keys ? slot : 0].data) + (place ^ (32 * j));
+    }
+    __device__ __forceinline__ uint32_t dn(int slot, uint32_t place, int j) const { return dm(slot, place, j) + sizeof(typename Shared::Weighted); }
+
+    __device__ __forceinline__ void store(GradBlock<T> &block, int slot, uint32_t place, int j) const {
+        using move = kittens::move<T2>;
+        if constexpr (P::values) move::stsm4(weighted(slot, place, j), block.p[0], block.p[1], block.p[2], block.p[3]);
+        if constexpr (P::keys) {
+            move::stsm4(dm(slot, place, j), block.dm[0], block.dm[1], block.dm[2], block.dm[3]);
+            move::stsm4(dn(slot, place, j), block.dn[0], block.dn[1], block.dn[2], block.dn[3]);
+        }
+    }
+    __device__ __forceinline__ void hand_over(int slot) const {
+        tma::fence_shared_writes();
+        __syncwarp();
+        if (kittens::laneid() == 0)
+#pragma unroll
+            for (int reader = 0; reader < readers; ++reader) kittens::arrive(shared.grads_full[slot][reader]);
+    }
+};
+
+// a and c of all of M, with `pending` later products in the tensor cores. Without pins and a branch, which the caller's next wait is, the compiler sinks
+// the special functions behind those.
+template <int pending, typename MN, typename Slope> __device__ __forceinline__ void start_slopes(MN &mn, Slope &slope) {
+    kittens::warpgroup::mma_async_wait<pending>();
+    pin(mn);
+#pragma unroll
+    for (int j = 0; j < Slope::width; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+    pin(mn);
+    pin(slope);
+}
+
+// S role of the kernels for weight gradients alone: one warpgroup, which hands a tile over only after it has issued its products of the next.
+template <typename T, typename Shared> __device__ __forceinline__ void scores(Shared &shared, const InterWork &work) {
+    using namespace kittens;
+    using P = typename Shared::P;
+    const GradTiles<T, Shared> tiles{shared};
+    const int row = fragment_row(warpgroup::laneid());
+    const uint32_t place = tiles.lane_place();
+    const bool leader = kittens::laneid() == 0;
+    Ring<P::q_stages> q;
+    Ring<P::g_stages> g;
+    Ring<2> buffer;
+
+    wait(shared.weights_full, 0);
+    wait(shared.q_full[0], 0);
+#pragma unroll 1
+    for (int it = work.begin; it < work.end; ++it) {
+        rt_fl<16, 2 * backward_rows> mn;
+        rt_fl<16, backward_rows> da, slope;
+        warpgroup::mm_ABt(mn, shared.q[q.slot], shared.ku);
+        if constexpr (P::keys) {
+            wait(shared.g_full[g.slot], g.phase);
+            warpgroup::mm_ABt(da, shared.grad_out[g.slot], shared.v[0]);
+        }
+        if (it > work.begin) tiles.hand_over(buffer.slot ^ 1);
+        const float2 r = {shared.r[q.slot][row], shared.r[q.slot][row + 8]};
+        start_slopes<P::keys>(mn, slope);
+        if (it >= work.begin + 2) wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);  // the buffers start empty
+        warpgroup::mma_async_wait<0>();
+        pin(mn);
+        if constexpr (P::keys) pin(da);
+        if (!P::keys || !P::values) {  // S is the last reader of one of the operands
+            __syncwarp();
+            if (leader) work.release(P::keys ? shared.g_empty[g.slot] : shared.q_empty[q.slot]);
+        }
+        float2 dr = {0.f, 0.f};
+        q.advance();
+        g.advance();
+#pragma unroll
+        for (int j = 0; j < backward_rows / 16; ++j) {
+            // the next Q: before the last stores, whose queue would delay the answer
+            if (j == 2 && it + 1 < work.end) wait(shared.q_full[q.slot], q.phase);
+            GradBlock<T> block;
+            const auto &n = mn.tiles[0][j + backward_rows / 16];
+            swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], n, P::keys ? da.tiles[0][j] : n, r, dr);
+            tiles.store(block, buffer.slot, place, j);
+        }
+        buffer.advance();
+    }
+    if (work.begin < work.end) tiles.hand_over(buffer.slot ^ 1);
+}
+
+// S role of the fused kernel: two warpgroups, which take the tiles in turn. dQ of a tile follows the other group's products of the next one into
+// the tensor cores; under it, and under W's, that group does its elementwise part. Otherwise the two fall into step.
+template <typename T, typename Shared> __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int group) {
+    using namespace kittens;
+    using P = typename Shared::P;
+    static_assert(P::s_groups == 2 && P::q_stages == P::g_stages);
+    constexpr int d_h = Shared::Rows::cols, blocks = backward_rows / 16;
+    constexpr int pieces = P::staged_pieces, columns = d_h / pieces;
+    const GradTiles<T, Shared> tiles{shared};
+    const bool leader = kittens::laneid() == 0;
+    Ring<P::q_stages> ring;
+    if (group == 1) ring.advance();
+    uint32_t phase = 0;  // of this group's tiles
+
+    wait(shared.weights_full, 0);
+#pragma unroll 1
+    for (int left = work.end - work.begin - group; left > 0; left -= P::s_groups) {
+        // What is derived from these is computed in every round: kept from one to the next, it would not fit the registers.
+        int slot = group, row = fragment_row(warpgroup::laneid());
+        uint32_t place = tiles.lane_place();
+        asm volatile("" : "+r"(slot), "+r"(row), "+r"(place));
+
+        rt_fl<16, 2 * backward_rows> mn;
+        rt_fl<16, backward_rows> da, slope;
+        wait(shared.q_full[ring.slot], ring.phase);
+        warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
+        wait(shared.g_full[ring.slot], ring.phase);
+        warpgroup::mm_ABt(da, shared.grad_out[ring.slot], shared.v[0]);
+        if (group == 1 || left < work.end - work.begin) arrive(barrier<4 * P::s_groups>(products_barrier + (group ^ 1)));
+        const float2 r = {shared.r[ring.slot][row], shared.r[ring.slot][row + 8]};
+        if constexpr (P::early_slopes) start_slopes<1>(mn, slope);
+        wait(shared.grads_empty[slot], phase ^ 1);
+        warpgroup::mma_async_wait<0>();
+        pin(mn);
+        pin(da);
+#pragma unroll
+        for (int n = 0; n < P::s_groups; ++n) ring.advance();
+        rt<T, 16, 2 * backward_rows> grads;
+        float2 dr = {0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < blocks; ++j) {
+            // long over; but a branch, without which the compiler starts all blocks at once and runs out of registers
+            if (j == 1) wait(shared.weights_full, 0);
+            GradBlock<T> block;
+            if constexpr (!P::early_slopes) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+            swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], mn.tiles[0][j + blocks], da.tiles[0][j], r, dr);
+            tiles.store(block, slot, place, j);
+            if (j >= P::reloaded_blocks)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    grads.tiles[0][j].data[k] = block.dm[k];
+                    grads.tiles[0][j + blocks].data[k] = block.dn[k];
+                }
+        }
+        auto *sums = reinterpret_cast<float *>(&shared.dr[slot][row]) + kittens::laneid() % 4;
+        sums[0] = dr.x;
+        sums[8 * 4] = dr.y;
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < P::reloaded_blocks; ++j) {
+            using move = kittens::move<typename GradTiles<T, Shared>::T2>;
+            auto &dm = grads.tiles[0][j].data, &dn = grads.tiles[0][j + blocks].data;
+            move::ldsm4(dm[0], dm[1], dm[2], dm[3], tiles.dm(slot, place, j));
+            move::ldsm4(dn[0], dn[1], dn[2], dn[3], tiles.dn(slot, place, j));
+        }
+        tiles.hand_over(slot);
+        if (left > 1) arrive_and_wait(barrier<4 * P::s_groups>(products_barrier + group));
+        rt_fl<16, columns> dq[pieces];
+#pragma unroll
+        for (int c = 0; c < pieces; ++c) warpgroup::mm_AB(dq[c], grads, shared.ku.template subtile<columns>(c));
+        const uint32_t staged = tma::shared_address(shared.staged) + 16 * warpgroup::laneid();
+#pragma unroll
+        for (int c = 0; c < pieces; ++c) {
+            if (c + 1 < pieces) warpgroup::mma_async_wait<1>();
+            else warpgroup::mma_async_wait<0>();
+            pin(dq[c]);
+            wait(shared.staged_empty[slot][c], phase ^ (slot == 0));  // of the tile before, which the other group has staged
+            each_fragment(dq[c], [&](int j, float4 v) { move<float4>::sts(staged + 2048 * (j + c * columns / 8), v); });
+            tma::fence_shared_writes();
+            __syncwarp();
+            if (leader) arrive(shared.staged_full[c]);
+        }
+        phase ^= 1;
+    }
+}
+
+template <int d_h, int outputs, typename T>
+__global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
+flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
+    using namespace kittens;
+    using P = InterPolicy<d_h, outputs>;
+    using Shared = InterShared<d_h, outputs, T>;
+    static_assert(sizeof(Shared) <= backward_shared_memory_limit);
+    extern __shared__ __align__(1024) uint8_t shared_memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
+
+    // uniform over the warp, and known to be
+    const int role = __shfl_sync(MASK_ALL, warpgroupid(), 0), warp_in_role = __shfl_sync(MASK_ALL, warpid() & 3, 0);
+    const int lane = kittens::laneid();
+    const bool leader = lane == 0;
+    const InterWork work(p, P::pairs);
+
+    constexpr int readers = GradTiles<T, Shared>::readers;
+    kittens::pdl::arrive();
+    if (threadIdx.x == 32)
+        for (const CUtensorMap *map : {&maps.k, &maps.u, &maps.q, &maps.v, &maps.grad_out}) tma::prefetch(map);
+    if (threadIdx.x == 0) {
+        const int ctas = 1 + work.pair;
+        init_semaphore(shared.weights_full, 1);
+        for (int s = 0; s < P::q_stages; ++s) {
+            init_semaphore(shared.q_full[s], 2);                                                  // loader, R warp
+            init_semaphore(shared.q_empty[s], ctas * (P::keys ? 4 * P::accumulator_groups : 4));  // warps of the last readers: W, or S
+        }
+        for (int s = 0; s < P::g_stages; ++s) {
+            init_semaphore(shared.g_full[s], 1);
+            init_semaphore(shared.g_empty[s], ctas * 4);                                          // warps of W, or of S
+        }
+        for (int b = 0; b < 2; ++b) {
+            for (int reader = 0; reader < readers; ++reader) init_semaphore(shared.grads_full[b][reader], 4);
+            init_semaphore(shared.grads_empty[b], 4 * P::accumulator_groups + P::query);     // warps of W, the dR warp
+        }
+        for (int piece = 0; piece < P::staged_pieces; ++piece) {
+            init_semaphore(shared.staged_full[piece], 4);
+            for (int group = 0; group < 2; ++group) init_semaphore(shared.staged_empty[group][piece], 1);
+        }
+        tma::fence_semaphore_init();
+        tma::fence_shared_writes();
+    }
+    if constexpr (P::pairs) cluster_sync();
+    else __syncthreads();
+
+    // Each role ends here, in its own branch: a CTA must not end while its neighbour may still send it tiles or arrivals.
+    auto finish = [] {
+        if constexpr (P::pairs) {
+            __syncwarp();
+            cluster_sync();
+        }
+    };
+
+    if (role == 0) {
+        warpgroup::decrease_registers<P::loader_registers>();
+        if (warp_in_role == 0 && leader) {
+            const int subnet = work.head * p.subnets + work.subnet;
+            kittens::tma::expect_bytes(shared.weights_full, sizeof(shared.ku) + sizeof(shared.v));
+#pragma unroll
+            for (int c = 0; c < d_h; c += P::panel_cols) {
+                const int3 at = {c, work.row, subnet};
+                tma::load_async(&shared.ku.data[c * 2 * backward_rows], &maps.k, at, shared.weights_full);
+                tma::load_async(&shared.ku.data[c * 2 * backward_rows + backward_rows * P::panel_cols], &maps.u, at, shared.weights_full);
+                if constexpr (P::needs_v) tma::load_async(&shared.v[0].data[c * backward_rows], &maps.v, at, shared.weights_full);
+            }
+            TokenCursor tokens(p, work.begin);
+            Ring<P::q_stages> q;
+            Ring<P::g_stages> g;
+            // 64 tokens, for both CTAs of a pair
+            auto fetch = [&](typename Shared::Rows &tile, const CUtensorMap &map, kittens::semaphore &full) {
+#pragma unroll
+                for (int c = 0; c < d_h; c += P::panel_cols) {
+                    const int4 at = {c, work.head, tokens.token(), tokens.sequence};
+                    if (work.pair) tma::multicast_async(&tile.data[c * backward_rows], &map, at, full, 0b11);
+                    else tma::load_async(&tile.data[c * backward_rows], &map, at, full);
+                }
+            };
+#pragma unroll 1
+            for (int it = work.begin; it < work.end; ++it) {
+                wait(shared.q_empty[q.slot], q.phase ^ 1);
+                kittens::tma::expect_bytes(shared.q_full[q.slot], sizeof(typename Shared::Rows));
+                if (work.rank == 0) fetch(shared.q[q.slot], maps.q, shared.q_full[q.slot]);
+                wait(shared.g_empty[g.slot], g.phase ^ 1);
+                kittens::tma::expect_bytes(shared.g_full[g.slot], sizeof(typename Shared::Rows));
+                if (work.rank == work.pair) fetch(shared.grad_out[g.slot], maps.grad_out, shared.g_full[g.slot]);
+                tokens.advance();
+                q.advance();
+                g.advance();
+            }
+        } else if (P::query && warp_in_role == 1 && leader) {
+            uint32_t tile = work.head * p.batch * p.row_tiles + work.begin;
+            float *sums = p.query_sums + static_cast<int64_t>(tile) * backward_rows * d_h;
+            const Turns turns{p.query_turns, static_cast<uint32_t>(work.subnet * p.subnet_tiles + work.row / backward_rows)};
+            uint32_t phase = 0;
+#pragma unroll 1
+            for (int it = work.begin; it < work.end; ++it, ++tile) {
+                turns.await(tile);
+#pragma unroll
+                for (int piece = 0; piece < P::staged_pieces; ++piece) {
+                    wait(shared.staged_full[piece], phase);
+                    if (turns.taken) tma::fence_global();
+                    constexpr int size = P::query ? backward_rows * d_h / P::staged_pieces : 0;
+                    tma::reduce_add_async(sums + piece * size, shared.staged + piece * size, size * sizeof(float));
+                    kittens::tma::store_commit_group();
+                }
+                // to who stages the next tile
+                if constexpr (P::staged_pieces == 2) {
+                    kittens::tma::store_async_read_wait<1>();
+                    arrive(shared.staged_empty[phase ^ 1][0]);
+                }
+                kittens::tma::store_async_read_wait<0>();
+                arrive(shared.staged_empty[phase ^ 1][P::staged_pieces - 1]);
+                if (turns.taken) kittens::tma::store_async_wait<0>();
+                turns.pass(tile);
+                sums += backward_rows * d_h;
+                phase ^= 1;
+            }
+            kittens::tma::store_async_wait<0>();  // read is not yet added
+        } else if (warp_in_role == 2) {
+            // one running address: this role has few registers
+            const int size = p.r_is_float ? 4 : 2;
+            TokenCursor tokens(p, work.begin);
+            const char *at = static_cast<const char *>(p.r) + size * (tokens.sequence * p.r_batch + (tokens.token() + lane) * p.r_token +
+                                                                      work.head * p.r_head + work.subnet);
+            Ring<P::q_stages> q;
+#pragma unroll 1
+            for (int it = work.begin; it < work.end; ++it) {
+                float r[2] = {1.f, 1.f};
+                if (p.r) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const char *row = at + size * 32 * half * p.r_token;
+                        if (tokens.token() + lane + 32 * half < p.length)
+                            r[half] = p.r_is_float ? __ldg(reinterpret_cast<const float *>(row))
+                                                   : base_types::convertor<float, T>::convert(__ldg(reinterpret_cast<const T *>(row)));
+                    }
+                }
+                wait(shared.q_empty[q.slot], q.phase ^ 1);
+                shared.r[q.slot][lane] = r[0];
+                shared.r[q.slot][lane + 32] = r[1];
+                __syncwarp();
+                if (leader) arrive(shared.q_full[q.slot]);
+                tokens.advance();
+                at += size * backward_rows * p.r_token;
+                if (tokens.tile == 0) at += size * (p.r_batch - static_cast<int64_t>(p.row_tiles) * backward_rows * p.r_token);
+                q.advance();
+            }
+        } else if (P::query && warp_in_role == 3) {
+            uint32_t tile = (work.head * p.subnets + work.subnet) * p.batch * p.row_tiles + work.begin;
+            const Turns turns{p.dr_turns, static_cast<uint32_t>(work.row / backward_rows)};
+            Ring<2> buffer;
+#pragma unroll 1
+            for (int it = work.begin; it < work.end; ++it, ++tile) {
+                wait(shared.grads_full[buffer.slot][0], buffer.phase);
+                float dr[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float4 v = shared.dr[P::query ? buffer.slot : 0][lane + 32 * half];
+                    dr[half] = (v.x + v.y) + (v.z + v.w);
+                }
+                __syncwarp();
+                if (leader) {
+                    arrive(shared.grads_empty[buffer.slot]);
+                    turns.await(tile);
+                }
+                __syncwarp();
+                if (p.dr_sums)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) atomicAdd(p.dr_sums + static_cast<int64_t>(tile) * backward_rows + lane + 32 * half, dr[half]);
+                __syncwarp();
+                if (leader) turns.pass(tile);
+                buffer.advance();
+            }
+        }
+        finish();
+    } else if (role <= P::s_groups) {
+        if constexpr (P::s_registers > P::launch_registers) warpgroup::increase_registers<P::s_registers>();
+        if constexpr (P::query) scores_and_query_grads<T>(shared, work, role - 1);
+        else scores<T>(shared, work);
+        finish();
+    } else {
+        warpgroup::increase_registers<P::w_registers>();
+        const int share = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
+        accumulate_weight_grads(shared, p, work, P::query + share, share);
+        // Behind the token-stationary kernel this one starts early, since it needs nothing of it; but it must not end before it.
+        kittens::pdl::wait();
+        finish();
+    }
+}
+
+}  // namespace flashmhf

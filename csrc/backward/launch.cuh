@@ -1,0 +1,128 @@
+// Definitions for host/launch_backward.h; included by the instances only.
+#pragma once
+
+#include <algorithm>
+
+#include "backward/launch.h"
+#include "common/launch_kernel.cuh"
+#include "backward/collect.cuh"
+#include "backward/router_kernels.cuh"
+#include "backward/inter_kernel.cuh"
+#include "backward/token_kernel.cuh"
+
+namespace flashmhf {
+namespace {
+
+template <int d_h, int outputs, typename T> cudaError_t launch_inter(const BackwardLaunch &l, bool early) {
+    const BackwardMaps maps{l.q, l.grad_out, l.k, l.u, l.v};
+    using P = InterPolicy<d_h, outputs>;
+    // both CTAs of a pair need the same head and the same tokens
+    const bool pairs = P::pairs && l.params.subnets * l.params.subnet_tiles % 2 == 0 && l.plan.whole % 2 == 0;
+    if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, sizeof(InterShared<d_h, outputs, T>))) return error;
+    return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
+                           sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
+}
+
+template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, int outputs, const CollectParams &c) {
+    return launch_kernel(true, flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>, outputs), 128, 0, l.stream, c);
+}
+
+// dQ tiles, numbered head by head, to [T, H, d_h].
+template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l, const float *tiles, int parts) {
+    const BackwardParams &p = l.params;
+    CollectParams c{};
+    c.tiles = tiles;
+    c.parts = parts;
+    c.part_stride = backward_rows * d_h;
+    c.group_tiles = p.row_tiles;
+    c.group_rows = p.length;
+    c.inner_groups = p.batch;
+    c.outer_step = 1;
+    c.inner_step = p.dense_batch * p.dq_heads;
+    c.row_step = p.dense_token * p.dq_heads;
+    c.out[0] = p.dq;
+    return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, 1, c);
+}
+
+// Parts of the split items to the weight gradients.
+template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch &l) {
+    const BackwardParams &p = l.params;
+    const int split = l.plan.items - l.plan.whole;
+    if (split == 0) return cudaSuccess;
+    CollectParams c{};
+    c.tiles = p.weight_parts;
+    c.parts = p.parts;
+    c.part_stride = 3 * backward_rows * d_h;
+    c.first_tile = l.plan.whole;
+    c.group_tiles = p.subnet_tiles;
+    c.group_rows = p.subnet_dim;
+    c.inner_groups = 1;
+    c.outer_step = p.subnet_dim;
+    c.row_step = 1;
+    c.out[0] = p.dk;
+    c.out[1] = p.du;
+    c.out[2] = p.dv;
+    c.out_step = backward_rows * d_h;
+    c.accumulate = p.accumulate;
+    return collect<d_h, T>(l, split, 3, c);
+}
+
+// dq from the fp32 tiles of dQ, and dW of the router where there is one; dR is complete.
+template <int d_h, typename T> cudaError_t finish_query(const BackwardLaunch &l, const float *tiles, int parts) {
+    if (!l.gate.w) return l.params.dq && tiles ? collect_query<d_h, T>(l, tiles, parts) : cudaSuccess;
+    GateParams g = l.gate;
+    g.query_tiles = tiles;
+    g.query_parts = parts;
+    g.dq = l.params.dq;
+    g.dq_heads = l.params.dq_heads;
+    const int chunks = g.dw ? (g.subnets + gate_dw_columns<d_h> - 1) / gate_dw_columns<d_h> : 1;
+    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128, sizeof(GateGradShared<d_h, T>),
+                                          l.stream, g))
+        return error;
+    if (!g.dw) return cudaSuccess;
+    const int64_t count = static_cast<int64_t>(g.heads) * d_h * g.subnets;
+    return launch_kernel(true, flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, l.stream, g, count);
+}
+
+template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l) {
+    const BackwardParams &p = l.params;
+    if (l.gate.w) {
+        const dim3 grid(std::min(l.plan.gate_rows_parts, p.batch * p.row_tiles), p.heads);
+        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, grid, 128, 0, l.stream, l.gate)) return error;
+    }
+    if constexpr (d_h < 256) {
+        if (l.fused) {
+            // dr_sums and turns, if any, lie behind query_sums; with a router gate_rows has cleared them
+            if (!l.gate.w)
+                if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
+            if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;
+            if (p.dr_sums && p.dr)
+                if (cudaError_t error = launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
+            if (cudaError_t error = finish_query<d_h, T>(l, p.query_sums, 1)) return error;
+            return collect_weights<d_h, T>(l);
+        }
+    }
+    if (l.needs_tokens) {
+        const BackwardMaps maps{l.q, l.grad_out, l.token_k, l.token_u, l.token_v};
+        if (cudaError_t error = launch_kernel(false, flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts), TokenPolicy<d_h>::threads,
+                                              sizeof(TokenShared<d_h, T>), l.stream, maps, p))
+            return error;
+        if (cudaError_t error = finish_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
+    }
+    if (!l.needs_weights) return cudaSuccess;
+    if constexpr (d_h < 256) {
+        if (cudaError_t error = launch_inter<d_h, weight_grads, T>(l, l.needs_tokens)) return error;
+    } else {
+        if (cudaError_t error = launch_inter<d_h, key_grads, T>(l, l.needs_tokens)) return error;
+        if (cudaError_t error = launch_inter<d_h, value_grad, T>(l, true)) return error;
+    }
+    return collect_weights<d_h, T>(l);
+}
+
+}  // namespace
+
+template <int d_h> cudaError_t launch_backward(const BackwardLaunch &launch) {
+    return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch) : launch_typed<d_h, kittens::half>(launch);
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,140 @@
+#include "backward/plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "backward/policy.h"
+
+namespace flashmhf {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What a CTA costs besides its tiles, in tiles: loading K, U, V, the epilogue, and the later sum of its part.
+constexpr int64_t cta_overhead_tiles = 4;
+// Parts of split items live in memory, 3 * 64 * d_h fp32 each: bound their number.
+constexpr int64_t max_parts = 768;
+// What a launch costs besides its CTAs, in tiles (40 us on an H200): the kernels before and after them drain and fill the device. That its CTAs do not
+// end together costs nothing where power sets the clock.
+constexpr int launch_overhead_tiles(int head_dim) { return 3072 / head_dim; }
+// Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind one
+// another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
+constexpr double turns_slowdown = 1.16, turn_tiles = 5, pair_slowdown = 1.27;
+// CTAs of the kernel that computes R on an SM; at d_h = 256 three, and the others wait.
+constexpr int64_t gate_rows_ctas = 5;
+// A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
+constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
+// Time that saving memory may cost: by fewer parts, by more groups of heads.
+constexpr double allowed_loss = 0.01, allowed_group_loss = 0.006;
+
+// The predicted time of a launch, in tiles of all eight products.
+double launch_time(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task) {
+    if (!task.fused()) return pair_slowdown * 8 / 11 * (task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8);
+    return task.turns ? turns_slowdown * plan.inter_time + turn_tiles * shape.subnets * plan.subnet_tiles : plan.inter_time;
+}
+
+}  // namespace
+
+BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
+    const int64_t row_tiles = ceil_div(shape.length, 64), tiles = shape.batch * row_tiles, subnet_tiles = ceil_div(shape.subnet_dim, 64);
+    const int64_t items = shape.heads * shape.subnets * subnet_tiles;
+    if (tiles >= (int64_t{1} << 30) || items * max_parts >= (int64_t{1} << 31) || shape.heads > 65535 || shape.length >= (int64_t{1} << 31) - 128)
+        throw std::invalid_argument("the backward kernels index fewer than 2^31 tokens of a sequence, 2^30 tiles and 65,536 heads");
+    BackwardPlan plan{};
+    plan.row_tiles = static_cast<int>(row_tiles);
+    plan.subnet_tiles = static_cast<int>(subnet_tiles);
+    plan.items = static_cast<int>(items);
+
+    // Items that do not fill a wave: the fewest parts that come near the shortest makespan.
+    const int64_t rest = items % sms, waves = items / sms * (tiles + cta_overhead_tiles);
+    auto rest_time = [&](int64_t parts) { return ceil_div(rest * parts, sms) * (ceil_div(tiles, parts) + cta_overhead_tiles); };
+    int64_t parts = 1, shortest_rest = rest ? rest_time(1) : 0;
+    for (int64_t n = 2; rest && n <= tiles && rest * n <= max_parts; ++n) shortest_rest = std::min(shortest_rest, rest_time(n));
+    while (rest && waves + rest_time(parts) > (1 + allowed_loss) * (waves + shortest_rest)) ++parts;
+    plan.parts = static_cast<int>(parts);
+    plan.whole = static_cast<int>(parts > 1 ? items - rest : items);
+    plan.inter_time = static_cast<double>(waves + (rest ? rest_time(parts) : 0));
+
+    const int64_t blocks = ceil_div(tiles, 2), ctas = blocks * shape.heads;
+    plan.token_blocks = static_cast<int>(blocks);
+    int64_t token_parts = 1;
+    double shortest = 0;
+    for (int64_t n = 1; n <= std::min<int64_t>(shape.subnets, 32); ++n) {
+        if (n > 1 && ctas * (n - 1) >= sms) break;  // a wave is filled already
+        const double time = static_cast<double>(ceil_div(ctas * n, sms)) * (ceil_div(shape.subnets, n) * subnet_tiles + cta_overhead_tiles);
+        if (n == 1 || time < shortest) shortest = time, token_parts = n;
+    }
+    plan.token_parts = static_cast<int>(token_parts);
+    plan.token_time = shortest * 2 * 5 / 8;  // two token tiles, five of the eight products
+    plan.gate_rows_parts = static_cast<int>(ceil_div(gate_rows_ctas * sms, shape.heads));
+    plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, tiles));
+    return plan;
+}
+
+BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task) {
+    constexpr int64_t none = BackwardWorkspace::none, alignment = 64;  // floats
+    int64_t end = 0;
+    auto take = [&](bool needed, int64_t count) {
+        const int64_t begin = end;
+        if (needed) end = ceil_div(end + count, alignment) * alignment;
+        return needed ? begin : none;
+    };
+    const int64_t tile = int64_t{backward_rows} * task.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
+    const int64_t tokens = shape.batch * shape.length * shape.heads, split = plan.items - plan.whole;
+    const bool fused = task.fused(), parts = !fused && task.tokens && (plan.token_parts > 1 || task.router);
+    BackwardWorkspace w{};
+    w.query = take(fused || parts, tiles * (fused ? 1 : plan.token_parts) * tile);
+    w.dr_sums = take(fused && task.gate, tiles * shape.subnets * backward_rows);
+    w.query_turns = take(fused && task.turns, tiles);
+    w.dr_turns = take(fused && task.turns && task.gate, tiles * shape.subnets);
+    w.sums_floats = fused ? end : 0;
+    w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
+    w.r = take(task.router, tokens * shape.subnets);
+    w.scale = take(task.router, tokens);
+    w.dr = take(task.router && !fused, tokens * shape.subnets);
+    w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * task.head_dim * shape.subnets);
+    w.floats = end;
+    return w;
+}
+
+bool takes_turns(const BackwardShape &shape, const BackwardTask &task, int sms) {
+    if (!task.deterministic || !task.may_fuse() || task.head_dim == 64) return false;  // there a tile is shorter than a turn
+    const BackwardPlan plan = plan_backward(shape, sms);
+    BackwardTask pair = task, turns = task;
+    pair.turns = false;
+    turns.turns = true;
+    return launch_time(shape, plan, turns) < launch_time(shape, plan, pair);
+}
+
+HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task, int sms) {
+    struct Candidate {
+        double time;
+        int64_t floats;
+    };
+    auto evaluate = [&](int64_t count) {  // groups of floor(H / count) and ceil(H / count) heads
+        Candidate all{0, 0};
+        const int64_t small = shape.heads / count, large_groups = shape.heads % count;
+        for (const auto &[heads, groups] : {std::pair{small, count - large_groups}, std::pair{small + 1, large_groups}}) {
+            if (groups == 0) continue;
+            BackwardShape group = shape;
+            group.heads = static_cast<int>(heads);
+            const BackwardPlan plan = plan_backward(group, sms);
+            all.time += groups * (launch_time(group, plan, task) + launch_overhead_tiles(task.head_dim));
+            all.floats = std::max(all.floats, backward_workspace(group, plan, task).floats);
+        }
+        return all;
+    };
+    std::vector<Candidate> candidates{evaluate(1)};
+    if (candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes) return {shape.heads, 1};
+    for (int64_t count = 2; count <= std::min<int64_t>(shape.heads, max_groups); ++count) candidates.push_back(evaluate(count));
+    double shortest = candidates[0].time;
+    for (const Candidate &c : candidates) shortest = std::min(shortest, c.time);
+    int best = -1;
+    for (int i = 0; i < static_cast<int>(candidates.size()); ++i)
+        if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats)) best = i;
+    return {shape.heads, best + 1};
+}
+
+}  // namespace flashmhf

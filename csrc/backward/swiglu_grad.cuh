@@ -1,0 +1,63 @@
+// The elementwise part of the backward, shared by all its kernels. Per (token, inter) element, with m = q.k, n = q.u, d = grad_out.v:
+//   s = sigmoid(m)   a = m s   c = s + a (1 - s)   P = a n r   dN = d a r   dM = d n c r   dR += d a n
+// In two steps: a and c need M only, so that the special functions run while the product dA = grad_out V^T is still in the tensor cores.
+#pragma once
+
+#include "common/ptx.cuh"
+
+namespace flashmhf {
+
+// Base tile of M to a, in place, and c.
+template <typename Base> __device__ __forceinline__ void silu_and_slope(Base &m, Base &c) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        auto both = [](float &x, float &slope) {
+            const float s = sigmoid_fast(x);
+            x *= s;
+            slope = fmaf(x, 1.f - s, s);
+        };
+        both(m.data[k].x, c.data[k].x);
+        both(m.data[k].y, c.data[k].y);
+    }
+}
+
+// 16 columns of P, dM, dN as 16-bit base tiles, in the fragment order of the accumulators.
+template <typename T> struct GradBlock {
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    T2 p[4], dm[4], dn[4];
+};
+// Rows g and g + 8 have weights r.x, r.y; their dR sums grow by the columns of this thread. What the caller does not use costs nothing.
+template <typename T, typename Base>
+__device__ __forceinline__ void swiglu_grad(GradBlock<T> &out, const Base &a, const Base &c, const Base &n, const Base &d, float2 r, float2 &dr) {
+    using to = kittens::base_types::convertor<typename GradBlock<T>::T2, float2>;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const float weight = k % 2 ? r.y : r.x;
+        float &sum = k % 2 ? dr.y : dr.x;
+        float2 p, dm, dn;
+        auto element = [&](float a, float c, float n, float d, float &p, float &dm, float &dn) {
+            const float an = a * n, dr = d * weight;
+            p = an * weight;
+            dn = dr * a;
+            dm = dr * n * c;
+            sum = fmaf(d, an, sum);
+        };
+        element(a.data[k].x, c.data[k].x, n.data[k].x, d.data[k].x, p.x, dm.x, dn.x);
+        element(a.data[k].y, c.data[k].y, n.data[k].y, d.data[k].y, p.y, dm.y, dn.y);
+        out.p[k] = to::convert(p);
+        out.dm[k] = to::convert(dm);
+        out.dn[k] = to::convert(dn);
+    }
+}
+
+// Sum over the four threads that share a row.
+__device__ __forceinline__ float2 quad_sum(float2 v) {
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+        v.x += __shfl_xor_sync(kittens::MASK_ALL, v.x, lanes);
+        v.y += __shfl_xor_sync(kittens::MASK_ALL, v.y, lanes);
+    }
+    return v;
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,227 @@
+// Token-stationary backward for dQ and dR: a CTA owns two tiles of 64 tokens of one head and streams K, U, V. No atomics, no fp32 sums in
+// global memory: the result depends on the shape alone.
+//
+// Two consumer warpgroups, 64 tokens each. Software pipeline: dQ += [dM|dN] [K;U] of tile i and the products [M|N], dA of tile i + 1 are
+// in flight together; the two warpgroups fill each other's elementwise parts.
+#pragma once
+
+#include <climits>
+
+#include "backward/inter_kernel.cuh"
+
+namespace flashmhf {
+
+template <int d_h, typename T> struct alignas(1024) TokenShared {
+    using P = TokenPolicy<d_h>;
+    template <int rows> using tile = kittens::st<T, rows, d_h>;
+    using Rows = tile<backward_rows>;
+    struct Stage {
+        tile<2 * P::inter> ku;
+        tile<P::inter> v;
+    };
+    struct {
+        Rows q, grad_out;  // in the end the staging of dQ
+    } rows[P::consumers];
+    Stage stages[P::stages];
+    kittens::semaphore rows_full, stage_full[P::stages], stage_empty[P::stages];
+};
+
+// The tokens of rows g and g + 8 of a thread's fragment. Computed where needed, rather than kept in registers through the main loop: the
+// volatile read keeps the compiler from doing so.
+struct RowPair {
+    int sequence, token, tokens;
+    __device__ __forceinline__ RowPair(const BackwardParams &p, int tile) {
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const TokenCursor cursor(p, tile);
+        sequence = cursor.sequence;
+        token = cursor.token() + thread % 128 / 32 * 16 + thread % 32 / 4;
+        tokens = sequence < p.batch ? static_cast<int>(min(p.length, int64_t{INT_MAX})) : 0;
+    }
+    __device__ __forceinline__ bool valid(int half) const { return token + 8 * half < tokens; }
+};
+
+constexpr int token_turn_barrier = 1 + TokenPolicy<128>::consumers;  // named barriers: one for the output of each consumer, then one for its turns
+
+template <int d_h, typename T>
+__global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
+flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
+    using namespace kittens;
+    using P = TokenPolicy<d_h>;
+    using Shared = TokenShared<d_h, T>;
+    static_assert(sizeof(Shared) <= backward_shared_memory_limit);
+    extern __shared__ __align__(1024) uint8_t shared_memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
+    auto &stages = shared.stages;
+
+    const int role = __shfl_sync(MASK_ALL, warpgroupid(), 0), warp_in_role = __shfl_sync(MASK_ALL, warpid() & 3, 0);
+    const int lane = kittens::laneid();
+    const bool leader = lane == 0;
+    const int tiles = p.batch * p.row_tiles, head = blockIdx.y;
+    // this CTA's sub-networks, and tiles of P::inter rows of each
+    const int first_subnet = p.subnets * blockIdx.z / p.token_parts, last_subnet = p.subnets * (blockIdx.z + 1) / p.token_parts;
+    const int per_subnet = (p.subnet_dim + P::inter - 1) / P::inter, count = (last_subnet - first_subnet) * per_subnet;
+
+    kittens::pdl::arrive();
+    if (threadIdx.x == 32)
+        for (const CUtensorMap *map : {&maps.q, &maps.grad_out, &maps.k, &maps.u, &maps.v}) tma::prefetch(map);
+    if (threadIdx.x == 0) {
+        init_semaphore(shared.rows_full, 1);
+        for (int s = 0; s < P::stages; ++s) {
+            init_semaphore(shared.stage_full[s], 1);
+            init_semaphore(shared.stage_empty[s], 4 * P::consumers);
+        }
+        tma::fence_semaphore_init();
+        tma::fence_shared_writes();
+    }
+    __syncthreads();
+
+    if (role == 0) {
+        warpgroup::decrease_registers<P::loader_registers>();
+        if (warp_in_role == 0 && leader) {
+            kittens::tma::expect_bytes(shared.rows_full, sizeof(shared.rows));
+            for (int w = 0; w < P::consumers; ++w) {
+                // behind the last tile: tokens out of bounds, zeros
+                const TokenCursor tokens(p, blockIdx.x * P::consumers + w);
+#pragma unroll
+                for (int c = 0; c < d_h; c += P::panel_cols) {
+                    const int4 at = {c, head, tokens.token(), tokens.sequence};
+                    tma::load_async(&shared.rows[w].q.data[c * backward_rows], &maps.q, at, shared.rows_full);
+                    tma::load_async(&shared.rows[w].grad_out.data[c * backward_rows], &maps.grad_out, at, shared.rows_full);
+                }
+            }
+            Ring<P::stages> ring;
+            int subnet = first_subnet, row = 0;
+#pragma unroll 1
+            for (int it = 0; it < count; ++it) {
+                wait(shared.stage_empty[ring.slot], ring.phase ^ 1);
+                kittens::tma::expect_bytes(shared.stage_full[ring.slot], sizeof(typename Shared::Stage));
+                auto &stage = stages[ring.slot];
+#pragma unroll
+                for (int c = 0; c < d_h; c += P::panel_cols) {
+                    const int3 at = {c, row, head * p.subnets + subnet};
+                    tma::load_async(&stage.ku.data[c * 2 * P::inter], &maps.k, at, shared.stage_full[ring.slot]);
+                    tma::load_async(&stage.ku.data[c * 2 * P::inter + P::inter * P::panel_cols], &maps.u, at, shared.stage_full[ring.slot]);
+                    tma::load_async(&stage.v.data[c * P::inter], &maps.v, at, shared.stage_full[ring.slot]);
+                }
+                row += P::inter;
+                if (row >= p.subnet_dim) {
+                    row = 0;
+                    ++subnet;
+                }
+                ring.advance();
+            }
+        }
+    } else {
+        warpgroup::increase_registers<P::consumer_registers>();
+        const int w = role - 1, tile = blockIdx.x * P::consumers + w;
+        auto weight = [&](const RowPair &rows, int half, int subnet) {
+            if (!p.r || !rows.valid(half)) return 1.f;
+            const int64_t at = rows.sequence * p.r_batch + (rows.token + 8 * half) * p.r_token + head * p.r_head + subnet;
+            return p.r_is_float ? __ldg(static_cast<const float *>(p.r) + at)
+                                : base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.r) + at));
+        };
+        auto weights = [&](int subnet) {
+            const RowPair rows(p, tile);
+            return float2{weight(rows, 0, subnet), weight(rows, 1, subnet)};
+        };
+        auto store_dr = [&](float2 dr, int subnet) {
+            dr = quad_sum(dr);
+            if (!p.dr || lane % 4) return;
+            const RowPair rows(p, tile);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (!rows.valid(half)) continue;
+                const int64_t at = (p.dense_index(rows.sequence, rows.token + 8 * half) * p.dr_heads + head) * p.subnets + subnet;
+                const float x = half ? dr.y : dr.x;
+                if (p.r_is_float) static_cast<float *>(p.dr)[at] = x;
+                else static_cast<T *>(p.dr)[at] = base_types::convertor<T, float>::convert(x);
+            }
+        };
+
+        rt_fl<16, d_h> dq;
+        rt_fl<16, 2 * P::inter> mn;
+        rt_fl<16, P::inter> da, slope;
+        rt<T, 16, 2 * P::inter> grads;
+        warp::zero(dq);
+        int subnet = first_subnet, left = per_subnet;
+        float2 r = weights(subnet), next_r = r, dr = {0.f, 0.f};
+        if (subnet + 1 < last_subnet) next_r = weights(subnet + 1);
+        Ring<P::stages> ring;
+        wait(shared.rows_full, 0);
+        wait(shared.stage_full[0], 0);
+        // The warpgroups issue their products in turn: while one's are in the tensor cores, the other does its elementwise part.
+        auto my_turn = [&]() { kittens::arrive_and_wait(barrier<4 * P::consumers>(token_turn_barrier + w)); };
+        auto next_turn = [&]() { kittens::arrive(barrier<4 * P::consumers>(token_turn_barrier + (w ^ 1))); };
+        auto scores = [&](auto &stage) {
+            warpgroup::mm_ABt(mn, shared.rows[w].q, stage.ku);
+            warpgroup::mm_ABt(da, shared.rows[w].grad_out, stage.v);
+        };
+        if (w == 1) next_turn();
+        my_turn();
+        scores(stages[0]);
+        next_turn();
+        warpgroup::mma_async_wait<1>();
+#pragma unroll 1
+        for (int it = 0;;) {
+            pin(mn);
+#pragma unroll
+            for (int j = 0; j < P::inter / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+            const int slot = ring.slot;
+            ring.advance();
+            const bool last = ++it == count;
+            // without pins and a branch (this wait's) the compiler sinks the special functions behind dA
+            pin(mn);
+            pin(slope);
+            if (!last) wait(shared.stage_full[ring.slot], ring.phase);
+            warpgroup::mma_async_wait<0>();
+            pin(da);
+#pragma unroll
+            for (int j = 0; j < P::inter / 16; ++j) {
+                GradBlock<T> block;
+                swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], mn.tiles[0][j + P::inter / 16], da.tiles[0][j], r, dr);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    grads.tiles[0][j].data[k] = block.dm[k];
+                    grads.tiles[0][j + P::inter / 16].data[k] = block.dn[k];
+                }
+            }
+            if (--left == 0) {
+                store_dr(dr, subnet);
+                dr = {0.f, 0.f};
+                left = per_subnet;
+                ++subnet;
+                r = next_r;
+                if (subnet + 1 < last_subnet) next_r = weights(subnet + 1);
+            }
+            my_turn();
+            warpgroup::mma_AB(dq, grads, stages[slot].ku);
+            if (last) {
+                next_turn();
+                break;
+            }
+            scores(stages[ring.slot]);
+            next_turn();
+            warpgroup::mma_async_wait<2>();
+            if (leader) arrive(shared.stage_empty[slot]);
+            warpgroup::mma_async_wait<1>();
+        }
+        if (w == 0) my_turn();  // the other's last arrival
+        warpgroup::mma_async_wait<0>();
+        pin(dq);
+        if (p.query_parts) {
+            if (tile < tiles) {
+                float *slot = p.query_parts + ((static_cast<int64_t>(head) * tiles + tile) * p.token_parts + blockIdx.z) * backward_rows * d_h;
+                each_fragment(dq, [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
+            }
+        } else {
+            const TokenCursor tokens(p, tile);
+            const int64_t row = p.dense_index(tokens.sequence, tokens.token()) * p.dq_heads + head;
+            const int64_t rows = tile < tiles ? p.length - tokens.token() : 0;
+            store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense_token * p.dq_heads * d_h,
+                          static_cast<int>(min(rows, static_cast<int64_t>(backward_rows))), false, 1 + w);
+        }
+    }
+}
+
+}  // namespace flashmhf

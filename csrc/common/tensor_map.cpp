@@ -1,0 +1,55 @@
+#include "common/tensor_map.h"
+
+#include <stdexcept>
+#include <string>
+
+#include <cuda_runtime_api.h>
+
+namespace flashmhf {
+namespace {
+
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                            const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+Encode encode_function() {
+    static const Encode encode = [] {
+        void *function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || function == nullptr)
+            throw std::runtime_error("the NVIDIA driver has no cuTensorMapEncodeTiled (CUDA 12.0)");
+        return reinterpret_cast<Encode>(function);
+    }();
+    return encode;
+}
+
+}  // namespace
+
+CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes) {
+    constexpr int max_rank = 5;
+    const int bytes = type == MapType::fp32 ? 4 : 2;
+    const CUtensorMapDataType element = type == MapType::fp32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                        : type == MapType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    cuuint64_t sizes[max_rank], strides[max_rank];
+    cuuint32_t box[max_rank], step[max_rank];
+    int rank = 0;
+    cuuint64_t dense = bytes;  // an axis of one element may have any stride: give it a valid one
+    for (const MapAxis &axis : axes) {
+        sizes[rank] = axis.size;
+        if (rank > 0) strides[rank - 1] = axis.size == 1 ? (dense + 15) / 16 * 16 : axis.stride * bytes;
+        dense = (rank > 0 ? strides[rank - 1] : bytes) * axis.size;
+        box[rank] = axis.box;
+        step[rank++] = 1;
+    }
+    CUtensorMap map;
+    const CUresult result =
+        encode_function()(&map, element, rank, const_cast<void *>(base), sizes, strides,
+                          box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS)
+        throw std::runtime_error(std::string("the driver refuses a tensor map for ") + what + " (CUDA error " + std::to_string(result) + ")");
+    return map;
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,100 @@
+// Adding up the parts of split items in the forward kernel, under the whole items that follow them: by one warp of the producer, which else has
+// nothing to do. No consumer fences or waits for it.
+#pragma once
+
+#include "forward/epilogue.cuh"
+
+namespace flashmhf {
+
+// Holds the launch's token when the CTA of this rank has stored its rows of a part.
+__device__ __forceinline__ uint64_t *part_flag(const ForwardParams &p, int cluster, int part, int rank) {
+    return p.flags + (cluster * 2 + part) * p.row_ctas + rank;
+}
+
+// Tells of the parts of this CTA, then adds up the item that ends in its cluster, for the rows of this CTA and in the order of the clusters.
+// Sums of 8 columns of a row tile are in registers at a time, of which the producer has few; their parts come through a ring. There a dozen
+// kilobytes can be on their way without registers, at a steady rate: a burst of loads would clog the path that all warps share.
+template <int d_h, typename T> __device__ __forceinline__ void add_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
+    using P = ForwardPolicy<d_h>;
+    const ForwardSchedule &s = p.schedule;
+    auto &sem = shared.semaphores;
+    const int cluster = kittens::clusterIdx().x, lane = kittens::laneid();
+    auto rank = [&]() { return p.row_ctas > 1 ? kittens::cluster_ctarank() : 0; };  // read anew: no register is left to keep it
+
+    if (lane == 0) {
+        // The consumers' arrivals release their stores to this thread, and its own release hands them on to the device.
+        WorkCursor cursor(s, cluster);
+        Work work;
+        int told = 0;
+        while (cursor.next(work, cluster, 0) && work.item >= s.waves * s.clusters)
+            if (work.end - work.begin < s.inter_tiles) {
+                wait_sleeping(sem.part_stored[work.part], 0);
+                store_release(part_flag(p, cluster, work.part, rank()), p.token);
+                ++told;
+            }
+        if (p.router_bytes) wait_sleeping(sem.w_empty, told & 1);  // the whole item's W has been read from where the pieces will be
+    }
+    __syncwarp();
+    const int index = s.ends_item(cluster);
+    if (index < 0) return;
+    const int first = s.first_owner(index), parts = cluster - first + 1, item = s.waves * s.clusters + index;  // 2 to most_parts parts
+
+    // A lane for each part: it waits for the part, then sends its pieces, one row tile behind the other. Rows that hold no token were not
+    // stored, and are added up like the others, but not written.
+    const float *src = nullptr;
+    if (lane < parts) {
+        const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
+        uint64_t *flag = part_flag(p, first + lane, part, rank());
+        while (load_acquire(flag) != p.token) __nanosleep(256);
+        *flag = 0;  // nobody else waits for it; a graph comes with the same token again
+        tma::fence_global();
+        src = p.partials + part_offset<d_h>(p, first + lane, part, rank(), 0);
+    }
+    __syncwarp();
+    int sender = 0;
+    auto send = [&](int slot) {
+        if (lane == sender) {
+            kittens::tma::expect_bytes(sem.piece_full[slot], P::piece_bytes);
+            kittens::tma::load_async(shared.pieces[slot], const_cast<float *>(src), P::piece_bytes, sem.piece_full[slot]);
+            src += P::piece_bytes / sizeof(float);
+        }
+        if (++sender == parts) sender = 0;
+    };
+    static_assert(P::piece_slots <= 2 * d_h / 8);  // two parts of one row tile fill the ring
+#pragma unroll 1
+    for (int slot = 0; slot < P::piece_slots; ++slot) send(slot);
+
+    constexpr int columns = d_h / 8;  // pieces of a row tile
+    Ring<P::piece_slots> ring;
+    T *out = nullptr;  // rows 0, 8, ... of 64 from the lane's first one on, and how many of 64 hold a token from there on
+    int rows = 0;
+#pragma unroll 1
+    for (int piece = 0; piece < p.consumers * columns; ++piece, out += 8) {
+        if (piece % columns == 0) {
+            const RowTile tile(p, item, rank(), piece / columns);
+            out = output_at<d_h, T>(p, tile, fragment_row(lane), lane % 4 * 2);
+            const int64_t tokens = tile.sequence < p.batch ? p.length - tile.token : 0;
+            rows = static_cast<int>(min(tokens, int64_t{tile_rows})) - fragment_row(lane);
+        }
+        float4 sums[4] = {};  // of threads lane, 32 + lane, ... of the warpgroup
+        int left = parts;
+        do {
+            wait_sleeping(sem.piece_full[ring.slot], ring.phase);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) add(sums[k], shared.pieces[ring.slot][32 * k + lane]);
+            __syncwarp();
+            if ((p.consumers * columns - piece - 1) * parts + left > P::piece_slots) send(ring.slot);  // more than are in the ring
+            ring.advance();
+        } while (--left > 0);
+        T *dst = out;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (rows > 16 * k) store_pair(dst, sums[k].x, sums[k].y);
+            dst += 8 * p.out_token;
+            if (rows > 16 * k + 8) store_pair(dst, sums[k].z, sums[k].w);
+            dst += 8 * p.out_token;
+        }
+    }
+}
+
+}  // namespace flashmhf

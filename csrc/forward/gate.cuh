@@ -1,0 +1,69 @@
+// The weights r[t, e] of a warp's 16 rows, chunk by chunk of sub-networks in shared memory, read from there when the tiles of a sub-network
+// begin. Given weights of an item's first chunk come with its Q; further chunks, and everything that is computed, is up to the consumer
+// warp, which works for itself: no barrier is involved.
+#pragma once
+
+#include "forward/producer.cuh"
+#include "forward/router.cuh"
+
+namespace flashmhf {
+
+// halved: Q comes at half its size, and the weights are to be doubled.
+template <int d_h, typename T, bool halved> struct GateRows {
+    using P = ForwardPolicy<d_h>;
+    using Tile = GateTile<d_h>;
+    static constexpr int chunk = P::gate_chunk;
+
+    const ForwardParams &p;
+    int index, left;  // column of the current sub-network, counted through the chunks from the item's first one; its tiles still to come
+    float2 r;         // its weights of rows g and g + 8
+
+    // query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows. tile: of the warpgroup; a warp uses its own 16 rows.
+    // w: W of the item's head in shared memory, where it fits.
+    template <typename Query> __device__ __forceinline__ void begin(const Item &item, Tile &tile, const void *w, Query &&query) {
+        const int first = item.subnet;
+        index = item.gate_column;
+        left = (first + 1) * p.subnet_tiles - item.begin;
+        if (P::gate_early && p.router_bytes) router<FromShared>(w, tile).normalise(first, query);
+        else if (p.gate >= Gate::w_float) router<FromGlobal>(router_of<d_h, T>(p, item.head), tile).normalise(first, query);
+        else if (!P::gate_early) load(item, first, tile);
+        read(tile);
+    }
+    // To the next tile of the item. Called between swiglu() and the wait for the second product: the branch that overwrites r keeps ptxas
+    // from sinking the elementwise part below that wait. Bringing in a chunk needs more registers, and is left for replenish().
+    __device__ __forceinline__ void advance(Tile &tile) {
+        if (--left == 0) {
+            left = p.subnet_tiles;
+            if (++index % chunk != 0) read(tile);
+        }
+    }
+    template <typename Query> __device__ __forceinline__ void replenish(const Item &item, Tile &tile, Query &&query) {
+        if (index > 0 && index % chunk == 0 && left == p.subnet_tiles) {
+            const int first = item.subnet + index;
+            if (p.gate >= Gate::w_float) router<FromGlobal>(router_of<d_h, T>(p, item.head), tile).compute(first, query);
+            else load(item, first, tile);
+            read(tile);
+        }
+    }
+
+  private:
+    template <typename Source> __device__ __forceinline__ RouterRows<d_h, T, halved, Source> router(const void *w, Tile &tile) {
+        return {p, w, tile, 16 * kittens::warpgroup::warpid()};
+    }
+    __device__ __forceinline__ static int first_row() { return fragment_row(kittens::warpgroup::laneid()); }
+    __device__ __forceinline__ void read(Tile &tile) {
+        const int row = first_row(), e = index % chunk;
+        constexpr float unit = halved ? 2.f : 1.f;
+        r = {unit * tile.scale[row] * tile.at(row, e), unit * tile.scale[row + 8] * tile.at(row + 8, e)};
+    }
+
+    __device__ __forceinline__ void load(const Item &item, int first, Tile &tile) {
+        __syncwarp();
+        const int warp = kittens::warpgroup::warpid();
+        load_gate<d_h, T>(p, item, 16 * warp, 16 * warp + 16, first, true, tile);
+        wait_gate();
+        tma::fence_shared_writes();  // the producer may fill the buffer by TMA next
+    }
+};
+
+}  // namespace flashmhf

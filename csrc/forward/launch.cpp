@@ -1,0 +1,127 @@
+#include "forward/launch.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <random>
+
+#include "common/tensor_map.h"
+#include "forward/policy.h"
+
+namespace flashmhf {
+
+namespace {
+
+// Another one every time, never 0: a counter from a random start, scrambled (splitmix64 maps no two counts to one token).
+uint64_t launch_token() {
+    static std::atomic<uint64_t> count{std::random_device{}() * 0x100000000ull + std::random_device{}()};
+    for (;;) {
+        uint64_t z = count.fetch_add(0x9E3779B97F4A7C15ull);
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        z ^= z >> 31;
+        if (z) return z;
+    }
+}
+
+}  // namespace
+
+ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
+    const ForwardShape &s = problem.shape;
+    const int d_h = s.head_dim, swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
+    auto rows = [&](const char *what, const void *data, int64_t head, int64_t token, int64_t batch) {
+        return tensor_map(what, data, map_type(problem.bf16),
+                          {{d_h, 1, panel}, {s.heads, head, 1}, {s.length, token, tile_rows}, {s.batch, batch, 1}}, swizzle);
+    };
+    auto weights = [&](const char *what, const void *data) {
+        return tensor_map(what, data, map_type(problem.bf16),
+                          {{d_h, 1, panel},
+                           {s.subnet_dim, d_h, tile_inter / plan.row_ctas},
+                           {static_cast<int64_t>(s.heads) * s.subnets, s.subnet_dim * d_h, 1}},
+                          swizzle);
+    };
+    ForwardLaunch launch{};
+    launch.bf16 = problem.bf16;
+    launch.plan = plan;
+    launch.q = rows("q", problem.q, problem.q_head, problem.q_token, problem.q_batch);
+    launch.k = weights("k", problem.k);
+    launch.u = weights("u", problem.u);
+    launch.v = weights("v", problem.v);
+    launch.out = rows("the output", problem.out, d_h, problem.out_token, problem.out_batch);
+
+    ForwardParams &p = launch.params;
+    p.schedule = plan.schedule;
+    p.cluster_size = plan.cluster_size;
+    p.row_ctas = plan.row_ctas;
+    p.consumers = plan.consumers;
+    p.batch = static_cast<int>(s.batch);
+    p.length = s.length;
+    p.row_tiles = plan.row_tiles;
+    p.blocks = plan.blocks;
+    p.subnets = s.subnets;
+    p.subnet_tiles = plan.subnet_tiles;
+    p.out = problem.out;
+    p.out_batch = problem.out_batch;
+    p.out_token = problem.out_token;
+    p.gate = problem.gate;
+    p.gate_data = problem.gate_data;
+    p.r_batch = problem.r_batch;
+    p.r_token = problem.r_token;
+    p.r_head = problem.r_head;
+    p.eps = problem.eps;
+    if (problem.gate >= Gate::w_float) {  // W of a head, where there is room and a bulk copy can read it
+        const int64_t bytes = int64_t{d_h} * s.subnets * (problem.gate == Gate::w_float ? 4 : 2);
+        const int room = plan.schedule.sharers > 1 ? plan.spare_gate : plan.pieces;
+        if (bytes <= room && reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0) p.router_bytes = static_cast<int>(bytes);
+    }
+    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);
+    launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
+    p.partials = workspace;
+    p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
+    if (plan.flags) p.token = launch_token();
+
+    // fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
+    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % 16 == 0); };
+    p.gate_tiles = problem.gate == Gate::r_float && d_h <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r_head == s.subnets) &&
+                   strided(s.length, problem.r_token) && strided(s.batch, problem.r_batch) &&
+                   reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0;
+    if (p.gate_tiles)
+        launch.r = tensor_map("r", problem.gate_data, MapType::fp32,
+                              {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r_token, tile_rows}, {s.batch, problem.r_batch, 1}}, 128);
+    return launch;
+}
+
+cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream) {
+    switch (head_dim) {
+        case 64: return launch_forward<64>(launch, stream);
+        case 96: return launch_forward<96>(launch, stream);
+        case 128: return launch_forward<128>(launch, stream);
+        default: return launch_forward<256>(launch, stream);
+    }
+}
+
+cudaError_t describe_device(int head_dim, Device *device) {
+    constexpr int devices = 64;
+    static std::array<std::atomic<uint64_t>, devices * 4> known{};  // a byte a count, by device and head dimension
+    int index;
+    if (cudaError_t error = cudaGetDevice(&index)) return error;
+    const int instance = head_dim == 64 ? 0 : head_dim == 96 ? 1 : head_dim == 128 ? 2 : 3;
+    std::atomic<uint64_t> *slot = index < devices ? &known[index * 4 + instance] : nullptr;
+    uint64_t packed = slot ? slot->load() : 0;
+    if (packed == 0) {
+        auto count = instance == 0 ? count_clusters<64> : instance == 1 ? count_clusters<96> : instance == 2 ? count_clusters<128> : count_clusters<256>;
+        for (int size = max_sharers; size > 0; --size) {
+            int clusters;
+            if (cudaError_t error = count(size, &clusters)) return error;
+            packed = packed << 8 | std::min(clusters, 255);
+        }
+        if (slot) *slot = packed;
+    }
+    for (int &clusters : device->clusters) {
+        clusters = packed & 255;
+        packed >>= 8;
+    }
+    return cudaSuccess;
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,127 @@
+// The router's weights of 16 rows of a row tile, by one warp: P = Q W by mma.sync on fragments of Q, r = sigmoid(P) / (sum_e sigmoid(P) + eps).
+// The sums need all sub-networks; shared memory holds the sigmoids of a chunk of them, and the division is one multiply when a weight is read.
+// Wherever W is read from, the bits are the same.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "forward/shared_memory.cuh"
+#include "forward/params.h"
+
+namespace flashmhf {
+
+// How W is read, and how many times 16 of its rows at once.
+struct FromGlobal {
+    static constexpr int batch = 4;
+    template <typename X> __device__ __forceinline__ static X load(const X *w) { return __ldg(w); }
+};
+struct FromShared {
+    static constexpr int batch = 8;
+    template <typename X> __device__ __forceinline__ static X load(const X *w) { return *w; }
+};
+
+// halved: Q comes at half its size, hence P too.
+template <int d_h, typename T, bool halved, typename Source> struct RouterRows {
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    static constexpr int chunk = ForwardPolicy<d_h>::gate_chunk;
+
+    const ForwardParams &p;
+    const void *w;  // of the head, [d_h, E]
+    GateTile<d_h> &tile;
+    int group;  // first of the 16 rows
+
+    // Sub-networks first.. of a chunk. query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows.
+    template <typename Query> __device__ __forceinline__ void compute(int first, Query &&query) {
+        const int count = min(chunk, p.subnets - first);
+        __syncwarp();
+        for (int e = 0; e < count; e += 8) {
+            float s[4];
+            sigmoids(s, first + e, query);
+            put(s, first + e, first);
+        }
+        __syncwarp();
+    }
+    // Those of the first chunk, and the sums over all sub-networks.
+    template <typename Query> __device__ __forceinline__ void normalise(int first, Query &&query) {
+        float2 sum = {0.f, 0.f};
+        __syncwarp();
+#pragma unroll 1
+        for (int e = 0; e < p.subnets; e += 8) {
+            float s[4];
+            sigmoids(s, e, query);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if (column(e) + j < p.subnets) {
+                    sum.x += s[j];
+                    sum.y += s[2 + j];
+                }
+            put(s, e, first);
+        }
+#pragma unroll
+        for (int d = 1; d < 4; d *= 2) {
+            sum.x += __shfl_xor_sync(kittens::MASK_ALL, sum.x, d);
+            sum.y += __shfl_xor_sync(kittens::MASK_ALL, sum.y, d);
+        }
+        tile.scale[row()] = 1.f / (sum.x + p.eps);
+        tile.scale[row() + 8] = 1.f / (sum.y + p.eps);
+        __syncwarp();
+    }
+
+  private:
+    __device__ __forceinline__ static unsigned lane() { return kittens::laneid(); }
+    __device__ __forceinline__ unsigned row() const { return group + lane() / 4; }                        // the first of two; the other is 8 below
+    __device__ __forceinline__ static int column(int e) { return e + static_cast<int>(lane() % 4 * 2); }  // the first of two neighbours
+    // sigmoid(P) of sub-networks e..e + 7 in the fragment order of an accumulator: columns 2t, 2t + 1 of rows g, then of rows g + 8.
+    template <typename Query> __device__ __forceinline__ void sigmoids(float (&s)[4], int e, Query &&query) {
+        const int at = column(0) * p.subnets + min(e + static_cast<int>(lane() / 4), p.subnets - 1);
+        s[0] = s[1] = s[2] = s[3] = 0.f;
+        auto product = [&](auto *w) {
+            int x = at;
+#pragma unroll (Source::batch)
+            for (int k = 0; k < d_h / 16; ++k, x += 16 * p.subnets) {
+                T2 q[4];
+                query(k, q);
+                multiply(s, q, Source::load(w + x), Source::load(w + (x + p.subnets)), Source::load(w + (x + 8 * p.subnets)), Source::load(w + (x + 9 * p.subnets)));
+            }
+        };
+        if (p.gate == Gate::w_half) product(static_cast<const T *>(w));
+        else product(static_cast<const float *>(w));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
+    }
+    // The compiler's own way of it takes more registers in bf16.
+    __device__ __forceinline__ static float2 widen(T2 x) {
+        if constexpr (std::is_same_v<T, kittens::half>) return kittens::base_types::convertor<float2, T2>::convert(x);
+        const uint32_t bits = reinterpret_cast<const uint32_t &>(x);
+        return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000)};
+    }
+    __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], T2 b0, T2 b1) {
+        mma_16x8(s, q, reinterpret_cast<const uint32_t &>(b0), reinterpret_cast<const uint32_t &>(b1));
+    }
+    __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], T w0, T w1, T w2, T w3) { multiply(s, q, T2{w0, w1}, T2{w2, w3}); }
+    // W = its rounding plus a remainder: two products carry 16 (bf16) or 22 (fp16) bits of it.
+    __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], float w0, float w1, float w2, float w3) {
+        using to = kittens::base_types::convertor<T2, float2>;
+        const T2 high0 = to::convert(float2{w0, w1}), high1 = to::convert(float2{w2, w3});
+        const float2 back0 = widen(high0), back1 = widen(high1);
+        multiply(s, q, high0, high1);
+        multiply(s, q, to::convert(float2{w0 - back0.x, w1 - back0.y}), to::convert(float2{w2 - back1.x, w3 - back1.y}));
+    }
+    // Those of sub-networks e..e + 7 that belong to the chunk first...
+    __device__ __forceinline__ void put(const float (&s)[4], int e, int first) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int i = column(e) + j - first;
+            if (i >= 0 && i < chunk && i + first < p.subnets) {
+                tile.at(row(), i) = s[j];
+                tile.at(row() + 8, i) = s[2 + j];
+            }
+        }
+    }
+};
+
+template <int d_h, typename T> __device__ __forceinline__ const void *router_of(const ForwardParams &p, int head) {
+    const int64_t row = static_cast<int64_t>(p.subnets) * (p.gate == Gate::w_half ? int{sizeof(T)} : int{sizeof(float)});
+    return static_cast<const uint8_t *>(p.gate_data) + head * d_h * row;
+}
+
+}  // namespace flashmhf

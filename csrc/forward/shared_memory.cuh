@@ -1,0 +1,60 @@
+// Shared memory of a CTA of the forward kernel.
+#pragma once
+
+#include "forward/barriers.h"
+#include "forward/policy.h"
+#include "kittens.cuh"
+
+namespace flashmhf {
+
+// What a consumer warpgroup is to do with the Q that arrives along with it.
+struct Item {
+    int begin, end;             // inner tiles; end = 0: the work is done
+    int part;                   // of a split item, as in Work; -1: a whole item, whose output the producer stores
+    int subnet;                 // of the first tile
+    int gate_column;            // where the gate tile has the weights of the first sub-network
+    int head, sequence, token;  // of the warpgroup's first row
+};
+
+// Weights of the sub-networks of a chunk, for the rows of a warpgroup. Chunks of 32 are swizzled as TMA swizzles rows of 128 bytes: neither
+// a row nor a column of eight rows meets a bank twice.
+template <int d_h> struct alignas(ForwardPolicy<d_h>::gate_alignment) GateTile {
+    static constexpr int chunk = ForwardPolicy<d_h>::gate_chunk;
+    float weights[tile_rows * chunk];
+    float scale[tile_rows];  // of a row
+
+    __device__ __forceinline__ float &at(unsigned row, int subnet) { return weights[row * chunk + (chunk == 32 ? subnet ^ row % 8 * 4 : subnet)]; }
+};
+
+template <int d_h, typename T> struct alignas(1024) ForwardShared {
+    using P = ForwardPolicy<d_h>;
+    template <int rows, int cols> using tile = kittens::st<T, rows, cols, true, P::swizzle_bytes>;
+    using KU = tile<2 * tile_inter, P::q_in_registers ? d_h : d_h / 2>;  // K over U; half of d_h a slot where Q is not in registers
+    using V = tile<tile_inter, d_h>;
+    using Q = tile<tile_rows, d_h>;
+
+    struct Semaphores {
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], shares_full, part_stored[2], piece_full[P::piece_slots];
+        kittens::semaphore w_full, w_empty;  // for the router
+    };
+
+    // Q in registers: a slot is [K;U] of one tile, then V of the tile before it. Otherwise: half of [K;U], or V.
+    uint8_t ring[P::slots][P::slot_bytes];
+    Q q[P::consumers];  // and the output on its way out
+    GateTile<d_h> gate[P::gate_buffers][P::consumers];
+    Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
+    Semaphores semaphores;
+    alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];  // of parts that are being added up, or W; a launch with neither ends here
+
+    // Sums of the sharers of an item, when the ring has no more tiles to hold: as in epilogue.cuh.
+    static_assert(!P::may_share || (P::consumers * d_h / 8 + max_sharers - 1) * tile_rows * 32 <= sizeof(ring));
+    // W of the current item's head: where the pieces will be, but where there is just one item, where another one's gate would.
+    __device__ void *router(const ForwardParams &p) {
+        return p.schedule.sharers > 1 ? static_cast<void *>(gate[P::gate_buffers - 1]) : static_cast<void *>(pieces);
+    }
+    __device__ float4 *shares() { return reinterpret_cast<float4 *>(ring); }
+    __device__ KU &ku(int slot) { return *reinterpret_cast<KU *>(ring[slot]); }
+    __device__ V &v(int slot) { return *reinterpret_cast<V *>(ring[slot] + (P::q_in_registers ? P::ku_bytes : 0)); }
+};
+
+}  // namespace flashmhf

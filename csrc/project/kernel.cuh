@@ -1,0 +1,129 @@
+// Projection of few tokens: out = x W^T + bias, one rounding. Latency rules, not bandwidth: a CTA has little to fetch, and asks for all of it at once.
+//
+//   producer warp          before the wait for the kernel before: its tiles of W to the L2, which stays coherent if that kernel writes them;
+//                          with `settled`, to the ring at once; then x, and W if it is not there, by TMA
+//   consumer warpgroup     64 features of all tokens over the CTA's share of k: features are the rows of wgmma, tokens its columns
+//   at last                the sums to the CTA of the cluster that finishes their 16 features, which adds them in the order of the ranks
+#pragma once
+
+#include "forward/barriers.h"
+#include "common/fragments.cuh"
+#include "common/ptx.cuh"
+#include "common/tma.cuh"
+#include "project/params.h"
+
+namespace flashmhf {
+
+template <int max_tokens> struct ProjectTilePolicy {
+    static constexpr int features = 64, step = 64;  // of a tile of W; k of a slot
+    static constexpr int cluster = 4;               // CTAs that share k; each finishes the features of one warp
+    static constexpr int slots = max_tokens > 32 ? 6 : 8, threads = 128 + 32;
+    static constexpr int early = 16;  // tiles of W that are fetched before the wait, at most; of a W that fills the L2, not all
+    static_assert(early >= slots);
+    static_assert(project_multiple % features == 0 && project_multiple % step == 0 && max_tokens % 16 == 0);
+};
+
+// From the L2: before the wait this SM's L1 may have been filled with what the kernel before has overwritten since.
+__device__ __forceinline__ uint16_t load_2_bytes(const void *p) {
+    uint16_t x;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
+    return x;
+}
+
+template <int max_tokens, typename T> struct alignas(1024) ProjectTileShared {
+    using P = ProjectTilePolicy<max_tokens>;
+    using W = kittens::st<T, P::features, P::step>;
+    using X = kittens::st<T, max_tokens, P::step>;
+    W w[P::slots];
+    X x[P::slots];
+    float4 parts[P::cluster][max_tokens / 8][32];  // by rank; 8 tokens of the CTA's 16 features, as a warp holds them
+    kittens::semaphore full[P::slots], empty[P::slots], parts_full;
+    static_assert(2 * (sizeof(w) + sizeof(x) + sizeof(parts) + 2048) <= 228 * 1024, "two CTAs an SM: one starts under the other");
+};
+
+template <int max_tokens, typename T> __global__ __launch_bounds__(ProjectTilePolicy<max_tokens>::threads)
+void project_tiles(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const __grid_constant__ ProjectParams p) {
+    using P = ProjectTilePolicy<max_tokens>;
+    using Shared = ProjectTileShared<max_tokens, T>;
+    using warpgroup = kittens::warpgroup;
+    extern __shared__ __align__(1024) uint8_t memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(memory);
+    kittens::pdl::arrive();  // the next kernel waits for this one before it touches what this one reads or writes
+    const int warp = __shfl_sync(kittens::MASK_ALL, threadIdx.x / 32, 0), lane = kittens::laneid(), rank = kittens::cluster_ctarank();
+    const int feature = static_cast<int>(blockIdx.x) / P::cluster * P::features;
+    const int all = p.inner / P::step, begin = all * rank / P::cluster, steps = all * (rank + 1) / P::cluster - begin;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < P::slots; ++i) {
+            kittens::init_semaphore(shared.full[i], full_arrivals);
+            kittens::init_semaphore(shared.empty[i], 4);  // a thread of each consumer warp
+        }
+        kittens::init_semaphore(shared.parts_full, full_arrivals);
+        tma::fence_semaphore_init();
+        kittens::tma::expect_bytes(shared.parts_full, sizeof(shared.parts));
+    }
+    __syncthreads();
+    cluster_sync();
+
+    if (warp == 4) {
+        if (lane != 0) return;
+        auto w_at = [&](int i) { return int2{(begin + i) * P::step, feature}; };
+        auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], sizeof(typename Shared::W) + sizeof(typename Shared::X)); };
+        for (int i = 0; i < min(steps, P::early); ++i) {
+            if (!p.settled || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));
+            else expect(i), tma::load_async(&shared.w[i], &map_w, w_at(i), shared.full[i]);
+        }
+        kittens::pdl::wait();
+        Ring<P::slots> ring;
+        for (int i = 0; i < steps; ++i, ring.advance()) {
+            auto &full = shared.full[ring.slot];
+            if (i >= P::slots) kittens::wait(shared.empty[ring.slot], ring.phase ^ 1);
+            if (!p.settled || i >= P::slots) expect(ring.slot), tma::load_async(&shared.w[ring.slot], &map_w, w_at(i), full);
+            tma::load_async(&shared.x[ring.slot], &map_x, int2{w_at(i).x, 0}, full);
+        }
+        return;
+    }
+
+    kittens::pdl::wait();
+    kittens::rt_fl<16, max_tokens> sum;
+    sum = 0.f;
+    Ring<P::slots> ring;
+    int before = 0;
+    for (int i = 0; i < steps; ++i, ring.advance()) {
+        kittens::wait(shared.full[ring.slot], ring.phase);
+        pin(sum);
+        warpgroup::mma_ABt(sum, shared.w[ring.slot], shared.x[ring.slot]);
+        warpgroup::mma_async_wait<1>();
+        if (i > 0 && lane == 0) kittens::arrive(shared.empty[before]);
+        before = ring.slot;
+    }
+    warpgroup::mma_async_wait<0>();
+    pin(sum);
+#pragma unroll
+    for (int j = 0; j < max_tokens / 8; ++j)
+        tma::store_remote_async(&shared.parts[rank][j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full, warp);
+
+    // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens.
+    const int column = feature + rank * 16 + lane / 4;
+    float bias[2] = {0.f, 0.f};
+    if (p.bias)
+        for (int i = 0; i < 2; ++i) {
+            const uint16_t bits = load_2_bytes(static_cast<const T *>(p.bias) + column + 8 * i);
+            bias[i] = kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bits));
+        }
+    kittens::wait(shared.parts_full, 0);
+    for (int j = warp; 8 * j < p.tokens; j += 4) {
+        float4 s = {bias[0], bias[0], bias[1], bias[1]};
+#pragma unroll
+        for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][j][lane]);
+        const float values[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int token = 8 * j + lane % 4 * 2 + i % 2;
+            T *out = static_cast<T *>(p.out) + static_cast<int64_t>(token) * p.features + column + i / 2 * 8;
+            if (token < p.tokens) *out = kittens::base_types::convertor<T, float>::convert(values[i]);
+        }
+    }
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,12 @@
+// Launches the projection of few tokens. Defined once per element type, in instances/.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "project/params.h"
+
+namespace flashmhf {
+
+template <bool bf16> cudaError_t launch_project(const ProjectParams &params, cudaStream_t stream);  // otherwise fp16
+
+}  // namespace flashmhf
