@@ -15,7 +15,9 @@ constexpr const char *driver_minimum = CUDART_VERSION >= 13000 ? "580.65.06" : "
 std::string build_info() {
     return std::string("{\"version\": \"" FLASHMHF_VERSION "\", \"thunderkittens\": \"" FLASHMHF_THUNDERKITTENS
                        "\", \"cuda_version\": \"" FLASHMHF_NVCC "\", \"driver_minimum\": \"") +
-           driver_minimum + "\", \"kernels\": [{\"name\": \"forward\", \"d_h\": [64, 96, 128, 256]}, {\"name\": \"backward\", \"d_h\": [64, 96, 128, 256]}]}";
+           driver_minimum +
+           "\", \"kernels\": [{\"name\": \"forward\", \"d_h\": [64, 96, 128, 256]}, {\"name\": \"backward\", \"d_h\": [64, 96, 128, "
+           "256]}]}";
 }
 
 }  // namespace
@@ -25,18 +27,21 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic) -> Tensor");
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias, bool settled=False) -> Tensor");
-    m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool needs_weights)"
-          " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-    m.def("gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic, bool needs_tokens,"
-          " bool needs_weights) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-    m.def("backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens,"
-          " bool needs_weights, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv) -> (Tensor, Tensor)");
+    m.def(
+        "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
+        "needs_weights)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def(
+        "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic, bool "
+        "needs_tokens,"
+        " bool needs_weights) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def(
+        "backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens,"
+        " bool needs_weights, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv) -> (Tensor, Tensor)");
 }
 
 // An op without tensor arguments has no device to dispatch on.
-STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CompositeExplicitAutograd, m) {
-    m.impl("build_info", TORCH_BOX(&build_info));
-}
+STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CompositeExplicitAutograd, m) { m.impl("build_info", TORCH_BOX(&build_info)); }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("forward", TORCH_BOX(&flashmhf::forward));

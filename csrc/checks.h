@@ -1,5 +1,5 @@
-// Argument checks of the flashmhf_hopper::* operators, in one order for all: type, device, shape, layout. flashmhf/checks.py raises first for
-// callers that come through Python; these guard direct calls.
+// Argument checks of the flashmhf_hopper::* operators, in one order for all: type, device, shape, layout. flashmhf/checks.py raises first
+// for callers that come through Python; these guard direct calls.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@
 
 namespace flashmhf {
 
-using torch::stable::Tensor;
 using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 constexpr int64_t tma_alignment = 16;  // bytes: bases and strides of a tensor map
 
@@ -60,8 +60,8 @@ inline ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tenso
     for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
     STD_TORCH_CHECK(k.size(0) == sizes.heads && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k is ", shape_of(k));
     STD_TORCH_CHECK(sizes.heads >= 1 && sizes.subnets >= 1, "H and E must be at least 1");
-    STD_TORCH_CHECK(sizes.head_dim == 64 || sizes.head_dim == 96 || sizes.head_dim == 128 || sizes.head_dim == 256, "d_h is ", sizes.head_dim,
-                    "; supported: 64, 96, 128, 256");
+    STD_TORCH_CHECK(sizes.head_dim == 64 || sizes.head_dim == 96 || sizes.head_dim == 128 || sizes.head_dim == 256, "d_h is ",
+                    sizes.head_dim, "; supported: 64, 96, 128, 256");
     STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
     return sizes;
 }
@@ -80,8 +80,8 @@ inline void check_r(const Tensor &r, const Tensor &q, const ProblemSizes &sizes)
 inline void check_w(const Tensor &w, const Tensor &q, const ProblemSizes &sizes) {
     STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == q.scalar_type(), "w must be float32 or have the dtype of q");
     check_same_device(w, "w", q);
-    STD_TORCH_CHECK(w.dim() == 3 && w.size(0) == sizes.heads && w.size(1) == sizes.head_dim && w.size(2) == sizes.subnets, "w must be [H, d_h, E] = [",
-                    sizes.heads, ", ", sizes.head_dim, ", ", sizes.subnets, "], is ", shape_of(w));
+    STD_TORCH_CHECK(w.dim() == 3 && w.size(0) == sizes.heads && w.size(1) == sizes.head_dim && w.size(2) == sizes.subnets,
+                    "w must be [H, d_h, E] = [", sizes.heads, ", ", sizes.head_dim, ", ", sizes.subnets, "], is ", shape_of(w));
     STD_TORCH_CHECK(w.is_contiguous(), "w must be contiguous");
 }
 
@@ -112,7 +112,8 @@ inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor &other) {
     // Tiles of 64 tokens run along one axis: the one that wastes fewer of their rows.
     auto tiles = [&](int along) { return (axes[along].size + 63) / 64 * axes[1 - along].size; };
     const int along = count == 2 && tiles(1) < tiles(0) ? 1 : 0;
-    if (count > 0) t.length = axes[along].size, t.q_token = axes[along].q, t.other_token = axes[along].other, t.dense_token = axes[along].dense;
+    if (count > 0)
+        t.length = axes[along].size, t.q_token = axes[along].q, t.other_token = axes[along].other, t.dense_token = axes[along].dense;
     if (count == 2) {
         const Axis &outer = axes[1 - along];
         t.batch = outer.size, t.q_batch = outer.q, t.other_batch = outer.other, t.dense_batch = outer.dense;

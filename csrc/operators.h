@@ -20,16 +20,18 @@ Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Te
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool settled);
 
 // (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
-// without needs_weights, dr without r. deterministic: bitwise equal from run to run (one kernel in turns, or two: takes_turns in backward/plan.h).
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
-                                                            const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights);
+// without needs_weights, dr without r. deterministic: bitwise equal from run to run (one kernel in turns, or two: takes_turns in
+// backward/plan.h).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
+                                                            const Tensor &v, const std::optional<Tensor> &r, bool deterministic,
+                                                            bool needs_tokens, bool needs_weights);
 // The same, adding the weight gradients into fp32 dk, du, dv [H, E, d_e, d_h]; (dq, dr).
 std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
-                                                const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights, Tensor dk,
-                                                Tensor du, Tensor dv);
+                                                const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights,
+                                                Tensor dk, Tensor du, Tensor dv);
 // (dq, dk, du, dv, dw) of gated_forward; R is computed again. dw [H, d_h, E] in w's type comes with needs_weights.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
-                                                                  const Tensor &v, const Tensor &w, double eps, bool deterministic, bool needs_tokens,
-                                                                  bool needs_weights);
+                                                                  const Tensor &v, const Tensor &w, double eps, bool deterministic,
+                                                                  bool needs_tokens, bool needs_weights);
 
 }  // namespace flashmhf

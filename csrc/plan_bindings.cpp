@@ -4,8 +4,8 @@
 
 #include "backward/plan.h"
 #include "backward/policy.h"
-#include "forward/policy.h"
 #include "forward/plan.h"
+#include "forward/policy.h"
 
 namespace py = pybind11;
 
@@ -51,7 +51,8 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     d["workspace"] = plan.workspace();
     d["shared_memory"] = plan.shared_memory;
     py::list work;
-    for (const auto &w : flashmhf::enumerate_work(s)) work.append(py::make_tuple(w.cluster, w.sharer, w.work.item, w.work.begin, w.work.end, w.work.part));
+    for (const auto &w : flashmhf::enumerate_work(s))
+        work.append(py::make_tuple(w.cluster, w.sharer, w.work.item, w.work.begin, w.work.end, w.work.part));
     d["work"] = work;
     py::list owners;  // of the items after the whole waves: first and last cluster
     for (int i = 0; i < s.rest; ++i) owners.append(py::make_tuple(s.first_owner(i), s.last_owner(i)));
@@ -86,16 +87,24 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
 // Where each buffer begins, or None.
 py::dict workspace(const flashmhf::BackwardWorkspace &w) {
     py::dict d;
-    const std::pair<const char *, int64_t> places[] = {{"query", w.query}, {"dr_sums", w.dr_sums}, {"query_turns", w.query_turns}, {"dr_turns", w.dr_turns},
-                                                       {"weight_parts", w.weight_parts}, {"r", w.r}, {"scale", w.scale}, {"dr", w.dr}, {"dw_parts", w.dw_parts}};
-    for (const auto &[name, place] : places) d[name] = place == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(place);
+    const std::pair<const char *, int64_t> places[] = {{"query", w.query},
+                                                       {"dr_sums", w.dr_sums},
+                                                       {"query_turns", w.query_turns},
+                                                       {"dr_turns", w.dr_turns},
+                                                       {"weight_parts", w.weight_parts},
+                                                       {"r", w.r},
+                                                       {"scale", w.scale},
+                                                       {"dr", w.dr},
+                                                       {"dw_parts", w.dw_parts}};
+    for (const auto &[name, place] : places)
+        d[name] = place == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(place);
     d["sums_floats"] = w.sums_floats;
     d["floats"] = w.floats;
     return d;
 }
 
-py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens, bool weights, bool gate,
-                          bool router, bool deterministic, int sms) {
+py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens,
+                          bool weights, bool gate, bool router, bool deterministic, int sms) {
     flashmhf::BackwardTask task{head_dim, tokens, weights, gate || router, router, deterministic, false};
     flashmhf::BackwardShape shape{batch, length, heads, subnets, subnet_dim};
     task.turns = flashmhf::takes_turns(shape, task, sms);
@@ -130,24 +139,31 @@ PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
     m.def("plan_backward", &plan_backward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("subnets"), py::arg("subnet_dim"),
           py::arg("sms") = 132,
-          "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an inter-stationary kernel.\n\n"
+          "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an "
+          "inter-stationary kernel.\n\n"
           "Raises ValueError for shapes beyond the kernels' index range.");
-    m.def("plan_head_groups", &plan_head_groups, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
-          py::arg("subnet_dim"), py::arg("tokens") = true, py::arg("weights") = true, py::arg("gate") = false, py::arg("router") = false,
-          py::arg("deterministic") = false, py::arg("sms") = 132,
+    m.def("plan_head_groups", &plan_head_groups, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
+          py::arg("subnets"), py::arg("subnet_dim"), py::arg("tokens") = true, py::arg("weights") = true, py::arg("gate") = false,
+          py::arg("router") = false, py::arg("deterministic") = false, py::arg("sms") = 132,
           "The groups of heads (begin, end) that a backward call launches one after the other, whether CTAs add in turn, and the fp32\n"
           "workspace of each launch: where its buffers begin, in floats, or None.");
-    m.def("backward_policies", [] {
-        using namespace flashmhf;
-        return py::make_tuple(inter_policy<64, all_grads>("all"), inter_policy<96, all_grads>("all"), inter_policy<128, all_grads>("all"),
-                              inter_policy<64, weight_grads>("weights"), inter_policy<96, weight_grads>("weights"), inter_policy<128, weight_grads>("weights"),
-                              inter_policy<256, key_grads>("keys"), inter_policy<256, value_grad>("values"));
-    }, "Shared memory, threads and registers (summed over the warpgroups) of the inter-stationary backward kernels.");
-    m.def("plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
-          py::arg("subnet_dim"), py::arg("clusters") = std::array<int, flashmhf::max_sharers>{132, 66, 39, 30, 22, 17, 15, 15},
-          "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
-          "work (cluster, sharer, item, begin, end, part) of every CTA that has an inner range of its own.\n\n"
-          "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
-    m.def("forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },
-          "Shared memory and registers of the forward kernel for each head dimension.");
+    m.def(
+        "backward_policies",
+        [] {
+            using namespace flashmhf;
+            return py::make_tuple(inter_policy<64, all_grads>("all"), inter_policy<96, all_grads>("all"),
+                                  inter_policy<128, all_grads>("all"), inter_policy<64, weight_grads>("weights"),
+                                  inter_policy<96, weight_grads>("weights"), inter_policy<128, weight_grads>("weights"),
+                                  inter_policy<256, key_grads>("keys"), inter_policy<256, value_grad>("values"));
+        },
+        "Shared memory, threads and registers (summed over the warpgroups) of the inter-stationary backward kernels.");
+    m.def(
+        "plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
+        py::arg("subnet_dim"), py::arg("clusters") = std::array<int, flashmhf::max_sharers>{132, 66, 39, 30, 22, 17, 15, 15},
+        "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
+        "work (cluster, sharer, item, begin, end, part) of every CTA that has an inner range of its own.\n\n"
+        "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
+    m.def(
+        "forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },
+        "Shared memory and registers of the forward kernel for each head dimension.");
 }

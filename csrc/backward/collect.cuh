@@ -34,8 +34,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
     for (int j = 0; j < cols / 8; ++j) staged.fragment(j, thread) = sums[j];
     __syncthreads();
     const size_t element = p.accumulate ? sizeof(float) : sizeof(T);
-    staged.template write<T>(static_cast<char *>(p.out[blockIdx.z]) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, 0, static_cast<int>(rows),
-                             p.accumulate, thread, 128);
+    staged.template write<T>(static_cast<char *>(p.out[blockIdx.z]) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, 0,
+                             static_cast<int>(rows), p.accumulate, thread, 128);
 }
 
 // dr_sums [H, E, batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.
@@ -44,7 +44,8 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
     __shared__ float sums[chunk][backward_rows + 1];
     kittens::pdl::wait();
     // heads fastest: CTAs that run together write neighbouring rows of E
-    const int block = blockIdx.y * gridDim.x + blockIdx.x, tile = block / p.heads, head = block - tile * p.heads, sequence = tile / p.row_tiles;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, tile = block / p.heads, head = block - tile * p.heads,
+              sequence = tile / p.row_tiles;
     const int64_t first = static_cast<int64_t>(tile - sequence * p.row_tiles) * backward_rows;
     const int64_t columns = static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows;
     const int rows = static_cast<int>(min(static_cast<int64_t>(backward_rows), p.length - first));
@@ -54,8 +55,9 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
 #pragma unroll 2
         for (int i = threadIdx.x; i < count * (backward_rows / 4); i += 256) {
             const int row = i / (backward_rows / 4), column = i % (backward_rows / 4) * 4;
-            const float4 v = __ldcs(reinterpret_cast<const float4 *>(
-                p.dr_sums + (static_cast<int64_t>(head) * p.subnets + e + row) * columns + static_cast<int64_t>(tile) * backward_rows + column));
+            const float4 v =
+                __ldcs(reinterpret_cast<const float4 *>(p.dr_sums + (static_cast<int64_t>(head) * p.subnets + e + row) * columns +
+                                                        static_cast<int64_t>(tile) * backward_rows + column));
             sums[row][column] = v.x;
             sums[row][column + 1] = v.y;
             sums[row][column + 2] = v.z;

@@ -13,18 +13,18 @@
 //
 // Deterministic sums: the CTAs of a head take turns in adding to a tile, in the order of their items.
 //
-// Power sets the clock, so moving fewer bytes is faster: the CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows of
-// one head and walk over the same tokens; one fetches the Q tiles for both, the other the dO tiles.
+// Power sets the clock, so moving fewer bytes is faster: the CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows
+// of one head and walk over the same tokens; one fetches the Q tiles for both, the other the dO tiles.
 #pragma once
 
 #include "backward/params.h"
 #include "backward/plan.h"
-#include "backward/swiglu_grad.cuh"
 #include "backward/policy.h"
 #include "backward/rows.cuh"
-#include "forward/barriers.h"
+#include "backward/swiglu_grad.cuh"
 #include "common/fragments.cuh"
 #include "common/tma.cuh"
+#include "forward/barriers.h"
 
 namespace flashmhf {
 
@@ -48,9 +48,9 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     Weighted weighted[P::values ? 2 : 0];
     float staged[P::query ? backward_rows * d_h : 0];  // dQ in fragment order
     float r[P::q_stages][backward_rows];
-    float4 dr[P::query ? 2 : 0][backward_rows];        // a row's sums over the columns of four threads
-    kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages],
-        grads_full[2][2], grads_empty[2],  // one "full" per reading role: dR and W, or one or two W
+    float4 dr[P::query ? 2 : 0][backward_rows];  // a row's sums over the columns of four threads
+    kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages], grads_full[2][2],
+        grads_empty[2],                                                    // one "full" per reading role: dR and W, or one or two W
         staged_full[P::staged_pieces], staged_empty[2][P::staged_pieces];  // an "empty" for each S group, which both stage
 };
 
@@ -58,7 +58,9 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
 struct TokenCursor {
     int sequence, tile, row_tiles;
     __device__ __forceinline__ TokenCursor(const BackwardParams &p, int first)
-        : sequence(first / p.row_tiles), tile(first - sequence * p.row_tiles), row_tiles(p.row_tiles) {}
+        : sequence(first / p.row_tiles),
+          tile(first - sequence * p.row_tiles),
+          row_tiles(p.row_tiles) {}
     __device__ __forceinline__ int token() const { return tile * backward_rows; }
     __device__ __forceinline__ void advance() {
         if (++tile == row_tiles) {
@@ -75,7 +77,8 @@ struct InterWork : TokenShare {
     bool pair;              // a cluster of two
     __device__ __forceinline__ InterWork(const BackwardParams &p, bool pairs)
         : TokenShare(token_share(blockIdx.x, p.heads * p.subnets * p.subnet_tiles, p.whole, p.parts, p.batch * p.row_tiles)),
-          rank(pairs ? kittens::cluster_ctarank() : 0), pair(pairs && kittens::cluster_nctarank() == 2) {
+          rank(pairs ? kittens::cluster_ctarank() : 0),
+          pair(pairs && kittens::cluster_nctarank() == 2) {
         const int group = item / p.subnet_tiles;
         row = (item - group * p.subnet_tiles) * backward_rows;
         head = group / p.subnets;
@@ -88,9 +91,9 @@ struct InterWork : TokenShare {
     }
 };
 
-// The turns of a CTA at the tiles of a sum: the one before it in the order of the items, whose block number is lower, has added its part. So the
-// first block that has not finished never waits for one that has not started, whatever else runs on the device. (Blocks start in the order of
-// their numbers: how the hardware does it, not a promise of the programming model.) By one thread.
+// The turns of a CTA at the tiles of a sum: the one before it in the order of the items, whose block number is lower, has added its part.
+// So the first block that has not finished never waits for one that has not started, whatever else runs on the device. (Blocks start in the
+// order of their numbers: how the hardware does it, not a promise of the programming model.) By one thread.
 struct Turns {
     uint32_t *taken;  // CTAs that have added to a tile; null: no order
     uint32_t before;  // CTAs before this one
@@ -111,7 +114,8 @@ enum InterBarrier : int {
 };
 
 // acc += a^T b, the columns of b spread over the accumulators; behind the caller's mma_fence.
-template <int halves, typename Acc, typename A, typename B> __device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b) {
+template <int halves, typename Acc, typename A, typename B>
+__device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b) {
 #pragma unroll
     for (int c = 0; c < halves; ++c) {
         auto &columns = b.template subtile<Acc::cols>(c);
@@ -121,7 +125,8 @@ template <int halves, typename Acc, typename A, typename B> __device__ __forcein
 
 // W role: accumulates weight gradients over all tiles. Where two warpgroups share the role, `share` 0 takes dK and 1 takes dU.
 template <typename Shared>
-__device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const BackwardParams &p, const InterWork &work, int reader, int share) {
+__device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const BackwardParams &p, const InterWork &work, int reader,
+                                                        int share) {
     using namespace kittens;
     using P = typename Shared::P;
     using T = typename Shared::Rows::T;
@@ -163,7 +168,8 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
     }
     warpgroup::mma_async_wait<0>();
     // Every tile has been consumed: the rings become staging, once all W groups are here.
-    if constexpr (P::accumulator_groups > 1) kittens::arrive_and_wait(kittens::barrier<4 * P::accumulator_groups>(w_barrier + P::accumulator_groups));
+    if constexpr (P::accumulator_groups > 1)
+        kittens::arrive_and_wait(kittens::barrier<4 * P::accumulator_groups>(w_barrier + P::accumulator_groups));
     constexpr int size = backward_rows * d_h, staged = backward_rows * P::w_columns;
     static_assert(P::accumulator_groups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
     float *staging = reinterpret_cast<float *>(&shared.q[0]) + share * staged;
@@ -172,8 +178,10 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         for (int c = 0; c < halves; ++c) {
             pin(acc[c]);
             if (work.split) {
-                float *slot = p.weight_parts + ((static_cast<int64_t>(work.item - p.whole) * p.parts + work.part) * 3 + which) * size + c * staged;
-                each_fragment(acc[c], [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
+                float *slot =
+                    p.weight_parts + ((static_cast<int64_t>(work.item - p.whole) * p.parts + work.part) * 3 + which) * size + c * staged;
+                each_fragment(acc[c],
+                              [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
             } else {
                 const int64_t first_row = static_cast<int64_t>(work.head * p.subnets + work.subnet) * p.subnet_dim + work.row;
                 char *at = static_cast<char *>(out) + (first_row * d_h + c * P::w_columns) * (p.accumulate ? sizeof(float) : sizeof(T));
@@ -203,7 +211,9 @@ template <typename T, typename Shared> struct GradTiles {
     __device__ __forceinline__ uint32_t dm(int slot, uint32_t place, int j) const {
         return tma::shared_address(shared.grads[P::keys ? slot : 0].data) + (place ^ (32 * j));
     }
-    __device__ __forceinline__ uint32_t dn(int slot, uint32_t place, int j) const { return dm(slot, place, j) + sizeof(typename Shared::Weighted); }
+    __device__ __forceinline__ uint32_t dn(int slot, uint32_t place, int j) const {
+        return dm(slot, place, j) + sizeof(typename Shared::Weighted);
+    }
 
     __device__ __forceinline__ void store(GradBlock<T> &block, int slot, uint32_t place, int j) const {
         using move = kittens::move<T2>;
@@ -222,8 +232,8 @@ template <typename T, typename Shared> struct GradTiles {
     }
 };
 
-// a and c of all of M, with `pending` later products in the tensor cores. Without pins and a branch, which the caller's next wait is, the compiler sinks
-// the special functions behind those.
+// a and c of all of M, with `pending` later products in the tensor cores. Without pins and a branch, which the caller's next wait is, the
+// compiler sinks the special functions behind those.
 template <int pending, typename MN, typename Slope> __device__ __forceinline__ void start_slopes(MN &mn, Slope &slope) {
     kittens::warpgroup::mma_async_wait<pending>();
     pin(mn);
@@ -233,7 +243,8 @@ template <int pending, typename MN, typename Slope> __device__ __forceinline__ v
     pin(slope);
 }
 
-// S role of the kernels for weight gradients alone: one warpgroup, which hands a tile over only after it has issued its products of the next.
+// S role of the kernels for weight gradients alone: one warpgroup, which hands a tile over only after it has issued its products of the
+// next.
 template <typename T, typename Shared> __device__ __forceinline__ void scores(Shared &shared, const InterWork &work) {
     using namespace kittens;
     using P = typename Shared::P;
@@ -284,9 +295,10 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
     if (work.begin < work.end) tiles.hand_over(buffer.slot ^ 1);
 }
 
-// S role of the fused kernel: two warpgroups, which take the tiles in turn. dQ of a tile follows the other group's products of the next one into
-// the tensor cores; under it, and under W's, that group does its elementwise part. Otherwise the two fall into step.
-template <typename T, typename Shared> __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int group) {
+// S role of the fused kernel: two warpgroups, which take the tiles in turn. dQ of a tile follows the other group's products of the next one
+// into the tensor cores; under it, and under W's, that group does its elementwise part. Otherwise the two fall into step.
+template <typename T, typename Shared>
+__device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int group) {
     using namespace kittens;
     using P = typename Shared::P;
     static_assert(P::s_groups == 2 && P::q_stages == P::g_stages);
@@ -372,7 +384,7 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores_an
 
 template <int d_h, int outputs, typename T>
 __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
-flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
+    flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
     using namespace kittens;
     using P = InterPolicy<d_h, outputs>;
     using Shared = InterShared<d_h, outputs, T>;
@@ -399,11 +411,11 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
         }
         for (int s = 0; s < P::g_stages; ++s) {
             init_semaphore(shared.g_full[s], 1);
-            init_semaphore(shared.g_empty[s], ctas * 4);                                          // warps of W, or of S
+            init_semaphore(shared.g_empty[s], ctas * 4);  // warps of W, or of S
         }
         for (int b = 0; b < 2; ++b) {
             for (int reader = 0; reader < readers; ++reader) init_semaphore(shared.grads_full[b][reader], 4);
-            init_semaphore(shared.grads_empty[b], 4 * P::accumulator_groups + P::query);     // warps of W, the dR warp
+            init_semaphore(shared.grads_empty[b], 4 * P::accumulator_groups + P::query);  // warps of W, the dR warp
         }
         for (int piece = 0; piece < P::staged_pieces; ++piece) {
             init_semaphore(shared.staged_full[piece], 4);
@@ -538,7 +550,8 @@ flashmhf_backward_inter(const __grid_constant__ BackwardMaps maps, const __grid_
                 __syncwarp();
                 if (p.dr_sums)
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) atomicAdd(p.dr_sums + static_cast<int64_t>(tile) * backward_rows + lane + 32 * half, dr[half]);
+                    for (int half = 0; half < 2; ++half)
+                        atomicAdd(p.dr_sums + static_cast<int64_t>(tile) * backward_rows + lane + 32 * half, dr[half]);
                 __syncwarp();
                 if (leader) turns.pass(tile);
                 buffer.advance();

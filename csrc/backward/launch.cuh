@@ -3,12 +3,12 @@
 
 #include <algorithm>
 
-#include "backward/launch.h"
-#include "common/launch_kernel.cuh"
 #include "backward/collect.cuh"
-#include "backward/router_kernels.cuh"
 #include "backward/inter_kernel.cuh"
+#include "backward/launch.h"
+#include "backward/router_kernels.cuh"
 #include "backward/token_kernel.cuh"
+#include "common/launch_kernel.cuh"
 
 namespace flashmhf {
 namespace {
@@ -18,7 +18,8 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const Backw
     using P = InterPolicy<d_h, outputs>;
     // both CTAs of a pair need the same head and the same tokens
     const bool pairs = P::pairs && l.params.subnets * l.params.subnet_tiles % 2 == 0 && l.plan.whole % 2 == 0;
-    if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, sizeof(InterShared<d_h, outputs, T>))) return error;
+    if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, sizeof(InterShared<d_h, outputs, T>)))
+        return error;
     return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
                            sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
 }
@@ -76,8 +77,8 @@ template <int d_h, typename T> cudaError_t finish_query(const BackwardLaunch &l,
     g.dq = l.params.dq;
     g.dq_heads = l.params.dq_heads;
     const int chunks = g.dw ? (g.subnets + gate_dw_columns<d_h> - 1) / gate_dw_columns<d_h> : 1;
-    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128, sizeof(GateGradShared<d_h, T>),
-                                          l.stream, g))
+    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128,
+                                          sizeof(GateGradShared<d_h, T>), l.stream, g))
         return error;
     if (!g.dw) return cudaSuccess;
     const int64_t count = static_cast<int64_t>(g.heads) * d_h * g.subnets;
@@ -97,15 +98,17 @@ template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l)
                 if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;
             if (p.dr_sums && p.dr)
-                if (cudaError_t error = launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p)) return error;
+                if (cudaError_t error =
+                        launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p))
+                    return error;
             if (cudaError_t error = finish_query<d_h, T>(l, p.query_sums, 1)) return error;
             return collect_weights<d_h, T>(l);
         }
     }
     if (l.needs_tokens) {
         const BackwardMaps maps{l.q, l.grad_out, l.token_k, l.token_u, l.token_v};
-        if (cudaError_t error = launch_kernel(false, flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts), TokenPolicy<d_h>::threads,
-                                              sizeof(TokenShared<d_h, T>), l.stream, maps, p))
+        if (cudaError_t error = launch_kernel(false, flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts),
+                                              TokenPolicy<d_h>::threads, sizeof(TokenShared<d_h, T>), l.stream, maps, p))
             return error;
         if (cudaError_t error = finish_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
     }

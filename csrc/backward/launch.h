@@ -10,16 +10,16 @@
 namespace flashmhf {
 
 struct BackwardLaunch {
-    bool bf16;                       // otherwise fp16
-    bool fused;                      // one kernel for everything, else the token- and inter-stationary kernels
+    bool bf16;   // otherwise fp16
+    bool fused;  // one kernel for everything, else the token- and inter-stationary kernels
     bool needs_tokens, needs_weights;
     BackwardPlan plan;
-    CUtensorMap q, grad_out;         // boxes of 64 tokens
-    CUtensorMap k, u, v;             // boxes of 64 inter rows
+    CUtensorMap q, grad_out;                // boxes of 64 tokens
+    CUtensorMap k, u, v;                    // boxes of 64 inter rows
     CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
     BackwardParams params;
-    GateParams gate;                 // gate.w: gated_backward
-    size_t sums_bytes;               // to be cleared from params.query_sums on, by gate_rows where there is a router
+    GateParams gate;    // gate.w: gated_backward
+    size_t sums_bytes;  // to be cleared from params.query_sums on, by gate_rows where there is a router
     cudaStream_t stream;
 };
 

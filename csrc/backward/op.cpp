@@ -1,9 +1,9 @@
 // check -> allocate -> plan -> launch
-#include "checks.h"
-#include "device.h"
 #include "backward/launch.h"
-#include "common/tensor_map.h"
 #include "backward/policy.h"
+#include "checks.h"
+#include "common/tensor_map.h"
+#include "device.h"
 #include "operators.h"
 
 #include <algorithm>
@@ -172,9 +172,10 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
 
     const int swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
     auto rows = [&](const char *name, const Tensor &x, int64_t batch_stride, int64_t token_stride) {
-        return tensor_map(name, at_head(x, head_axis, first), map_type(launch.bf16),
-                          {{d_h, 1, panel}, {heads, x.stride(head_axis), 1}, {axes.length, token_stride, backward_rows}, {axes.batch, batch_stride, 1}},
-                          swizzle);
+        return tensor_map(
+            name, at_head(x, head_axis, first), map_type(launch.bf16),
+            {{d_h, 1, panel}, {heads, x.stride(head_axis), 1}, {axes.length, token_stride, backward_rows}, {axes.batch, batch_stride, 1}},
+            swizzle);
     };
     auto weights = [&](const char *name, const Tensor &x, int box) {
         return tensor_map(name, at_head(x, 0, first), map_type(launch.bf16),
@@ -202,7 +203,21 @@ Grads run(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor
     };
     const int device = q.get_device_index();
     Call call{{static_cast<int>(sizes.head_dim), needs_tokens, needs_weights, r || router, router != nullptr, deterministic, false},
-              {}, sizes, q, k, u, v, grad_out, 0, 0, r, needs_dq, {grad(q, needs_dq), grad(r ? *r : q, needs_tokens && r)}, out, accumulate, router,
+              {},
+              sizes,
+              q,
+              k,
+              u,
+              v,
+              grad_out,
+              0,
+              0,
+              r,
+              needs_dq,
+              {grad(q, needs_dq), grad(r ? *r : q, needs_tokens && r)},
+              out,
+              accumulate,
+              router,
               current_stream(device)};
     if (sizes.tokens == 0 || (!needs_tokens && !needs_weights)) {
         if (needs_weights && !accumulate)
@@ -230,7 +245,8 @@ Grads run(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor
     }
     // Returned to PyTorch's allocator at the end, which keeps the order of the stream; so do the groups, which all use it.
     const Tensor workspace = torch::stable::new_empty(q, std::vector<int64_t>{floats}, ScalarType::Float);
-    for (int i = 0; i < groups.count; ++i) launch_heads(call, groups.begin(i), groups.size(i), plans[i], static_cast<float *>(workspace.data_ptr()));
+    for (int i = 0; i < groups.count; ++i)
+        launch_heads(call, groups.begin(i), groups.size(i), plans[i], static_cast<float *>(workspace.data_ptr()));
     return call.grads;
 }
 
@@ -242,7 +258,8 @@ void check_grad_out(const Tensor &grad_out, const Tensor &q) {
     STD_TORCH_CHECK(same, "grad_out must have the shape of q; grad_out is ", shape_of(grad_out), " but q is ", shape_of(q));
 }
 
-ProblemSizes check_all(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r) {
+ProblemSizes check_all(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
+                       const std::optional<Tensor> &r) {
     const ProblemSizes sizes = check_operands(q, k, u, v);
     check_grad_out(grad_out, q);
     if (r) check_r(*r, q, sizes);
@@ -251,8 +268,9 @@ ProblemSizes check_all(const Tensor &grad_out, const Tensor &q, const Tensor &k,
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
-                                                            const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
+                                                            const Tensor &v, const std::optional<Tensor> &r, bool deterministic,
+                                                            bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
     const DeviceScope scope(q.get_device_index(), "flashmhf backward");
     auto weight_grad = [&](const Tensor &x) {
@@ -264,8 +282,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_o
 }
 
 std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
-                                                const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights, Tensor dk,
-                                                Tensor du, Tensor dv) {
+                                                const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights,
+                                                Tensor dk, Tensor du, Tensor dv) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
     const DeviceScope scope(q.get_device_index(), "flashmhf backward_accumulate_");
     auto check_buffer = [&](const Tensor &x, const char *name) {
@@ -283,8 +301,8 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
-                                                                  const Tensor &v, const Tensor &w, double eps, bool deterministic, bool needs_tokens,
-                                                                  bool needs_weights) {
+                                                                  const Tensor &v, const Tensor &w, double eps, bool deterministic,
+                                                                  bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, std::nullopt);
     check_w(w, q, sizes);
     const DeviceScope scope(q.get_device_index(), "flashmhf gated_backward");

@@ -6,36 +6,36 @@
 namespace flashmhf {
 
 struct BackwardParams {
-    int batch;                 // sequences; a tile of tokens never crosses them
-    int64_t length;            // tokens of a sequence
-    int row_tiles;             // of a sequence: ceil(length / 64)
+    int batch;                         // sequences; a tile of tokens never crosses them
+    int64_t length;                    // tokens of a sequence
+    int row_tiles;                     // of a sequence: ceil(length / 64)
     int64_t dense_batch, dense_token;  // strides of the contiguous [T, ...] outputs, in tokens
-    int heads, subnets;        // H, E
-    int subnet_dim;            // d_e
-    int subnet_tiles;          // ceil(d_e / 64)
+    int heads, subnets;                // H, E
+    int subnet_dim;                    // d_e
+    int subnet_tiles;                  // ceil(d_e / 64)
 
-    const void *r;             // R [batch, length, H, E], or null: all ones
-    bool r_is_float;           // else the element type
+    const void *r;                     // R [batch, length, H, E], or null: all ones
+    bool r_is_float;                   // else the element type
     int64_t r_batch, r_token, r_head;  // strides of R in elements
-    int dq_heads, dr_heads;    // of a token in dq and dr: all of them, where this launch takes some
+    int dq_heads, dr_heads;            // of a token in dq and dr: all of them, where this launch takes some
 
     // Inter-stationary kernels. The first `whole` items (head, sub-network, tile of 64 inter rows; that order) take one CTA each, the
     // others `parts` CTAs that share the tokens.
     int whole, parts;
-    float *query_sums;         // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
-    float *dr_sums;            // [H, E, batch * row_tiles * 64] fp32, zeroed; null without R
+    float *query_sums;  // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
+    float *dr_sums;     // [H, E, batch * row_tiles * 64] fp32, zeroed; null without R
     // Deterministic: CTAs whose additions to a tile are complete, zeroed. Null: any order.
-    uint32_t *query_turns;     // [H][batch * row_tiles]
-    uint32_t *dr_turns;        // [H * E][batch * row_tiles]
-    float *weight_parts;       // [items - whole][parts][dK, dU, dV][64 * d_h] fp32 in fragment order
-    void *dk, *du, *dv;        // [H, E, d_e, d_h] in the element type, or fp32 buffers to add to
+    uint32_t *query_turns;  // [H][batch * row_tiles]
+    uint32_t *dr_turns;     // [H * E][batch * row_tiles]
+    float *weight_parts;    // [items - whole][parts][dK, dU, dV][64 * d_h] fp32 in fragment order
+    void *dk, *du, *dv;     // [H, E, d_e, d_h] in the element type, or fp32 buffers to add to
     bool accumulate;
 
     // Token-stationary kernel. `parts` CTAs share the sub-networks of a token block.
     int token_parts;
-    float *query_parts;        // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
-    void *dq;                  // [T, dq_heads, d_h]; null: not needed
-    void *dr;                  // [T, dr_heads, E] in R's type; null without R
+    float *query_parts;  // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
+    void *dq;            // [T, dq_heads, d_h]; null: not needed
+    void *dr;            // [T, dr_heads, E] in R's type; null without R
 
 #ifdef __CUDACC__
     __device__ __forceinline__ int64_t dense_index(int sequence, int token) const { return sequence * dense_batch + token * dense_token; }
@@ -44,38 +44,38 @@ struct BackwardParams {
 
 // The router's part of gated_backward; H are the heads of this launch.
 struct GateParams {
-    const void *q;             // [batch, length, H, d_h], strides in elements
+    const void *q;  // [batch, length, H, d_h], strides in elements
     int64_t q_batch, q_token, q_head;
     int batch, row_tiles, heads, subnets;
     int64_t length, dense_batch, dense_token;
-    const void *w;             // [H, d_h, E], fp32 or the element type; null: no router
+    const void *w;  // [H, d_h, E], fp32 or the element type; null: no router
     bool w_is_float;
     float eps;
-    float *r, *scale;          // [T, H, E]; [T, H]: 1 / (sum_e sigmoid(P) + eps)
-    float *sums;               // to be cleared along with it: what the main kernels add to
+    float *r, *scale;  // [T, H, E]; [T, H]: 1 / (sum_e sigmoid(P) + eps)
+    float *sums;       // to be cleared along with it: what the main kernels add to
     int64_t sums_floats;
-    const float *dr_sums, *dr; // [H, E, batch * row_tiles * 64], or null and [T, H, E]
-    const float *query_tiles;  // [H][batch * row_tiles][query_parts][64 * d_h] fp32 in fragment order: dQ without the router's part
+    const float *dr_sums, *dr;  // [H, E, batch * row_tiles * 64], or null and [T, H, E]
+    const float *query_tiles;   // [H][batch * row_tiles][query_parts][64 * d_h] fp32 in fragment order: dQ without the router's part
     int query_parts;
-    void *dq;                  // [T, dq_heads, d_h]; null: not needed
+    void *dq;  // [T, dq_heads, d_h]; null: not needed
     int dq_heads;
-    float *dw_parts;           // [dw_part_count][H, d_h, E]
+    float *dw_parts;  // [dw_part_count][H, d_h, E]
     int dw_part_count;
-    void *dw;                  // W's type and shape; null: not needed
+    void *dw;  // W's type and shape; null: not needed
 };
 
 // Sums tiles of 64 x d_h fp32 values in fragment order and writes their rows. Tile x lies in group x / group_tiles; rows are d_h elements.
 struct CollectParams {
-    const float *tiles;        // [tiles][parts], part_stride floats apart
+    const float *tiles;  // [tiles][parts], part_stride floats apart
     int parts;
     int64_t part_stride;
-    int first_tile;            // global number of tile 0, for its place in the output
+    int first_tile;  // global number of tile 0, for its place in the output
     int group_tiles;
-    int64_t group_rows;        // rows of a group; the last tile may be partial
-    int inner_groups;          // group = outer * inner_groups + inner starts at row outer * outer_step + inner * inner_step
+    int64_t group_rows;  // rows of a group; the last tile may be partial
+    int inner_groups;    // group = outer * inner_groups + inner starts at row outer * outer_step + inner * inner_step
     int64_t outer_step, inner_step, row_step;
-    void *out[3];              // element type, or fp32 to add to; one for each blockIdx.z
-    int64_t out_step;          // floats between the tiles of one and of the next
+    void *out[3];      // element type, or fp32 to add to; one for each blockIdx.z
+    int64_t out_step;  // floats between the tiles of one and of the next
     bool accumulate;
 };
 

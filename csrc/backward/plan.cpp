@@ -16,11 +16,11 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t cta_overhead_tiles = 4;
 // Parts of split items live in memory, 3 * 64 * d_h fp32 each: bound their number.
 constexpr int64_t max_parts = 768;
-// What a launch costs besides its CTAs, in tiles (40 us on an H200): the kernels before and after them drain and fill the device. That its CTAs do not
-// end together costs nothing where power sets the clock.
+// What a launch costs besides its CTAs, in tiles (40 us on an H200): the kernels before and after them drain and fill the device. That its
+// CTAs do not end together costs nothing where power sets the clock.
 constexpr int launch_overhead_tiles(int head_dim) { return 3072 / head_dim; }
-// Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind one
-// another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
+// Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind
+// one another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
 constexpr double turns_slowdown = 1.16, turn_tiles = 5, pair_slowdown = 1.27;
 // CTAs of the kernel that computes R on an SM; at d_h = 256 three, and the others wait.
 constexpr int64_t gate_rows_ctas = 5;
@@ -40,7 +40,8 @@ double launch_time(const BackwardShape &shape, const BackwardPlan &plan, const B
 BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
     const int64_t row_tiles = ceil_div(shape.length, 64), tiles = shape.batch * row_tiles, subnet_tiles = ceil_div(shape.subnet_dim, 64);
     const int64_t items = shape.heads * shape.subnets * subnet_tiles;
-    if (tiles >= (int64_t{1} << 30) || items * max_parts >= (int64_t{1} << 31) || shape.heads > 65535 || shape.length >= (int64_t{1} << 31) - 128)
+    if (tiles >= (int64_t{1} << 30) || items * max_parts >= (int64_t{1} << 31) || shape.heads > 65535 ||
+        shape.length >= (int64_t{1} << 31) - 128)
         throw std::invalid_argument("the backward kernels index fewer than 2^31 tokens of a sequence, 2^30 tiles and 65,536 heads");
     BackwardPlan plan{};
     plan.row_tiles = static_cast<int>(row_tiles);
@@ -133,7 +134,8 @@ HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task
     for (const Candidate &c : candidates) shortest = std::min(shortest, c.time);
     int best = -1;
     for (int i = 0; i < static_cast<int>(candidates.size()); ++i)
-        if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats)) best = i;
+        if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats))
+            best = i;
     return {shape.heads, best + 1};
 }
 

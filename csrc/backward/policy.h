@@ -4,7 +4,7 @@
 
 namespace flashmhf {
 
-constexpr int backward_rows = 64;   // tokens of a tile, and inter rows of a tile: the M of wgmma
+constexpr int backward_rows = 64;  // tokens of a tile, and inter rows of a tile: the M of wgmma
 constexpr int backward_shared_memory_limit = 227 * 1024;
 // Sub-networks that the router's kernels hold in registers at once, and of those the ones whose dW a CTA accumulates: 128 registers of it.
 constexpr int gate_chunk_columns = 32;
@@ -16,9 +16,9 @@ template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
 
 // What an inter-stationary kernel produces. One fused kernel where it fits; d_h = 256 takes dK, dU and dV apart.
 enum BackwardOutputs : int {
-    query_grad = 1,               // dQ (fp32 sums in global memory) and dR
-    key_grads = 2,                // dK, dU
-    value_grad = 4,               // dV
+    query_grad = 1,  // dQ (fp32 sums in global memory) and dR
+    key_grads = 2,   // dK, dU
+    value_grad = 4,  // dV
     weight_grads = key_grads | value_grad,
     all_grads = query_grad | weight_grads,
 };
@@ -26,12 +26,12 @@ enum BackwardOutputs : int {
 // Inter-stationary kernel: a CTA owns 64 inter rows of one sub-network and walks over tokens in tiles of 64.
 template <int d_h, int outputs> struct InterPolicy {
     static_assert(d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256, "head dimensions with a policy");
-    static constexpr int panel_cols = d_h % 64 == 0 ? 64 : 32;   // 128-byte swizzle, or 64-byte at d_h = 96
+    static constexpr int panel_cols = d_h % 64 == 0 ? 64 : 32;  // 128-byte swizzle, or 64-byte at d_h = 96
     static constexpr bool query = outputs & query_grad, keys = outputs & key_grads, values = outputs & value_grad;
     static_assert(d_h < 256 || !query, "K, U, V and dQ of d_h = 256 do not fit one kernel");
     static_assert(d_h < 256 || keys != values, "the accumulators of d_h = 256 do not fit one kernel");
-    static constexpr bool needs_v = keys;                       // dA = dO V^T enters dM and dN only
-    static constexpr bool pairs = query;                        // the others gain nothing from clusters of two
+    static constexpr bool needs_v = keys;  // dA = dO V^T enters dM and dN only
+    static constexpr bool pairs = query;   // the others gain nothing from clusters of two
 
     // Warpgroups: loader; "S", scores, elementwise part and, in the fused kernel, where they are two, dQ; one or two "W", weight gradients.
     static constexpr int accumulator_groups = d_h == 256 && keys ? 2 : 1;
@@ -46,7 +46,8 @@ template <int d_h, int outputs> struct InterPolicy {
     // 16-column blocks of [dM|dN] that S reads back from shared memory for dQ: its registers do not hold all of them beside M, N and dA.
     static constexpr int reloaded_blocks = d_h == 128 ? 1 : 0;
     static constexpr int staged_pieces = d_h == 128 ? 2 : 1;  // of a dQ tile: one is on its way to memory while the next is computed
-    static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;  // of one product: an m64n256 needs more registers than at launch
+    static constexpr int w_columns =
+        accumulator_groups == 2 ? d_h / 2 : d_h;  // of one product: an m64n256 needs more registers than at launch
     // Fused: where registers allow it, the special functions start under the product dA; elsewhere they always do.
     static constexpr bool early_slopes = d_h < 128;
 
@@ -54,7 +55,8 @@ template <int d_h, int outputs> struct InterPolicy {
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
     static constexpr int row_tile_bytes = backward_rows * d_h * 2;
     static constexpr int shared_memory = (needs_v ? 3 : 2) * row_tile_bytes + (q_stages + g_stages) * row_tile_bytes +
-                                         2 * 8192 * (2 * keys + values) + (query ? 2 * row_tile_bytes : 0) /* fp32 */ + q_stages * 256 + (query ? 2 * 1024 : 0) + 256;
+                                         2 * 8192 * (2 * keys + values) + (query ? 2 * row_tile_bytes : 0) /* fp32 */ + q_stages * 256 +
+                                         (query ? 2 * 1024 : 0) + 256;
     static_assert(shared_memory <= backward_shared_memory_limit, "does not fit the shared memory of an SM");
 };
 
@@ -62,7 +64,7 @@ template <int d_h, int outputs> struct InterPolicy {
 template <int d_h> struct TokenPolicy {
     static constexpr int panel_cols = d_h % 64 == 0 ? 64 : 32;
     static constexpr int consumers = 2;
-    static constexpr int inter = d_h == 256 ? 32 : 64;           // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
+    static constexpr int inter = d_h == 256 ? 32 : 64;  // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
     static constexpr int stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int threads = 128 * (1 + consumers);
     static constexpr int loader_registers = 24, consumer_registers = 240;

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "backward/params.h"
-#include "backward/swiglu_grad.cuh"
 #include "backward/policy.h"
 #include "backward/rows.cuh"
+#include "backward/swiglu_grad.cuh"
 
 namespace flashmhf {
 
@@ -13,7 +13,8 @@ namespace flashmhf {
 struct TokenTile {
     int sequence, first, rows;
     __device__ __forceinline__ TokenTile(const GateParams &g, int tile)
-        : sequence(tile / g.row_tiles), first((tile - sequence * g.row_tiles) * backward_rows),
+        : sequence(tile / g.row_tiles),
+          first((tile - sequence * g.row_tiles) * backward_rows),
           rows(static_cast<int>(min(static_cast<int64_t>(backward_rows), g.length - first))) {}
     __device__ __forceinline__ int64_t q_offset(const GateParams &g, int head, int row) const {
         return sequence * g.q_batch + (first + row) * g.q_token + head * g.q_head;
@@ -23,9 +24,11 @@ struct TokenTile {
     }
 };
 
-// R and 1 / (sum + eps), and zeros where the main kernels add. A CTA of four warps takes every gridDim.x-th tile of a head; a warp multiplies its 16
-// rows by W with mma.sync. Thread t of a quad holds d_h = 32 i + 8 t .. + 7 of Q: any order will do that is the same in W.
-template <int d_h, typename T> __global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ GateParams p) {
+// R and 1 / (sum + eps), and zeros where the main kernels add. A CTA of four warps takes every gridDim.x-th tile of a head; a warp
+// multiplies its 16 rows by W with mma.sync. Thread t of a quad holds d_h = 32 i + 8 t .. + 7 of Q: any order will do that is the same in
+// W.
+template <int d_h, typename T>
+__global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ GateParams p) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using to = kittens::base_types::convertor<T2, float2>;
     using from = kittens::base_types::convertor<float2, T2>;
@@ -35,7 +38,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, d_h == 256
     const int tiles = p.batch * p.row_tiles;
 
     const int64_t zeros = p.sums_floats / 4, block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y;
-    for (int64_t i = zeros * block / all + thread, end = zeros * (block + 1) / all; i < end; i += 128) reinterpret_cast<float4 *>(p.sums)[i] = {};
+    for (int64_t i = zeros * block / all + thread, end = zeros * (block + 1) / all; i < end; i += 128)
+        reinterpret_cast<float4 *>(p.sums)[i] = {};
 
     auto stage_w = [&](int first) {
         __syncthreads();  // the chunk before has been read
@@ -46,8 +50,9 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, d_h == 256
             if (e < p.subnets)
 #pragma unroll
                 for (int n = 0; n < 4; ++n)
-                    w[n] = p.w_is_float ? __ldg(static_cast<const float *>(p.w) + at + n * p.subnets)
-                                        : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.w) + at + n * p.subnets));
+                    w[n] = p.w_is_float
+                               ? __ldg(static_cast<const float *>(p.w) + at + n * p.subnets)
+                               : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.w) + at + n * p.subnets));
             const T2 high[2] = {to::convert({w[0], w[1]}), to::convert({w[2], w[3]})};
             const float2 back[2] = {from::convert(high[0]), from::convert(high[1])};
             const T2 low[2] = {to::convert({w[0] - back[0].x, w[1] - back[0].y}), to::convert({w[2] - back[1].x, w[3] - back[1].y})};
@@ -69,8 +74,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, d_h == 256
 #pragma unroll
             for (int i = 0; i < steps / 2; ++i) q[half][i] = __ldcs(reinterpret_cast<const uint4 *>(src + 32 * i));
         }
-        // sigma of sub-networks first + 8 b + 2t, + 1, of row g, then of row g + 8; 0 beyond E. The sums need all sub-networks before the first
-        // weight is written: a chunk of them stays in registers meanwhile.
+        // sigma of sub-networks first + 8 b + 2t, + 1, of row g, then of row g + 8; 0 beyond E. The sums need all sub-networks before the
+        // first weight is written: a chunk of them stays in registers meanwhile.
         float s[blocks][4];
         float2 sum = {0.f, 0.f};
         auto load_chunk = [&](int first, bool add) {
@@ -82,7 +87,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, d_h == 256
 #pragma unroll
                 for (int j = 0; j < steps; ++j) {
                     const uint4 &low = q[0][j / 2], &high = q[1][j / 2], w = fragments[b][j][lane];
-                    const uint32_t words[4] = {j % 2 ? low.z : low.x, j % 2 ? high.z : high.x, j % 2 ? low.w : low.y, j % 2 ? high.w : high.y};
+                    const uint32_t words[4] = {j % 2 ? low.z : low.x, j % 2 ? high.z : high.x, j % 2 ? low.w : low.y,
+                                               j % 2 ? high.w : high.y};
                     mma_16x8(s[b], reinterpret_cast<const T2(&)[4]>(words), w.x, w.y);
                     if (p.w_is_float) mma_16x8(s[b], reinterpret_cast<const T2(&)[4]>(words), w.z, w.w);
                 }
@@ -135,14 +141,15 @@ struct SplitPair {
 // Shared memory of flashmhf_gate_grad: what all warps read, and what each has for its own 16 rows.
 template <int d_h, typename T> struct GateGradShared {
     static constexpr int chunk = gate_chunk_columns, cols = gate_staged_columns<d_h>;
-    uint4 w[chunk / 16][d_h / 8][32];              // B fragments of W^T: high terms of k and k + 8, low terms of both
-    alignas(16) T q[backward_rows][d_h + 8];       // padded: ldmatrix reads eight rows from eight different groups of banks
+    uint4 w[chunk / 16][d_h / 8][32];         // B fragments of W^T: high terms of k and k + 8, low terms of both
+    alignas(16) T q[backward_rows][d_h + 8];  // padded: ldmatrix reads eight rows from eight different groups of banks
     StagedTile<cols> staged;
 };
 
 // dP = scale (dR - sum_f dR_f R_f) sigma (1 - sigma); dq = dQ + dP W^T; this CTA's part of dW = Q^T dP. A CTA takes every gridDim.x-th tile
 // of a head, a warp 16 tokens of each, on its own until the parts of dW are summed. blockIdx.z: which sub-networks of dW; the first CTAs
-// write dq. Products are mma.sync with dP in registers: as it comes, dP is the A operand of dP W^T; transposed 8 x 8 by movmatrix, B of Q^T dP.
+// write dq. Products are mma.sync with dP in registers: as it comes, dP is the A operand of dP W^T; transposed 8 x 8 by movmatrix, B of Q^T
+// dP.
 template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmhf_gate_grad(const __grid_constant__ GateParams p) {
     using Shared = GateGradShared<d_h, T>;
     using bf16_2 = kittens::bf16_2;
@@ -185,7 +192,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 #pragma unroll
             for (int j = 0; j < cols / 8; ++j) copy_16_bytes_async(&shared.staged.fragment(j, thread), dq_tile + (column / 8 + j) * 128);
         };
-        __syncwarp();  // the previous tile's Q and staged rows have been read
+        __syncwarp();                      // the previous tile's Q and staged rows have been read
         constexpr bool early = d_h < 256;  // arrives with R and dR, where that leaves registers
         if (early && needs_dq) fetch_dq(0);
         if (p.dw) {
@@ -258,7 +265,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
             wait_copied_words();
             __syncwarp();
             // dP of 8 sub-networks as the B operand: rows 0-7, then 8-15, of this warp's tokens
-            auto transposed = [&](const bf16_2 (&x)[steps][4], int n, uint32_t (&b)[2]) {
+            auto transposed = [&](const bf16_2(&x)[steps][4], int n, uint32_t (&b)[2]) {
                 // with one chunk the fragments hold all sub-networks, else those from dw_first on
                 const int s = n / 2 + (dw_columns < chunk && one_chunk ? static_cast<int>(blockIdx.z) * dw_steps : 0);
 #pragma unroll
@@ -340,8 +347,9 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
                     }
                 }
                 __syncwarp();
-                shared.staged.template write<T>(static_cast<T *>(p.dq) + (start * p.dq_heads + head) * d_h + column, p.dense_token * p.dq_heads * d_h,
-                                                first_row, min(tile.rows, first_row + 16), false, lane, 32);
+                shared.staged.template write<T>(static_cast<T *>(p.dq) + (start * p.dq_heads + head) * d_h + column,
+                                                p.dense_token * p.dq_heads * d_h, first_row, min(tile.rows, first_row + 16), false, lane,
+                                                32);
             }
         }
     }

@@ -28,7 +28,8 @@ template <typename T> struct GradBlock {
 };
 // Rows g and g + 8 have weights r.x, r.y; their dR sums grow by the columns of this thread. What the caller does not use costs nothing.
 template <typename T, typename Base>
-__device__ __forceinline__ void swiglu_grad(GradBlock<T> &out, const Base &a, const Base &c, const Base &n, const Base &d, float2 r, float2 &dr) {
+__device__ __forceinline__ void swiglu_grad(GradBlock<T> &out, const Base &a, const Base &c, const Base &n, const Base &d, float2 r,
+                                            float2 &dr) {
     using to = kittens::base_types::convertor<typename GradBlock<T>::T2, float2>;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

@@ -41,11 +41,12 @@ struct RowPair {
     __device__ __forceinline__ bool valid(int half) const { return token + 8 * half < tokens; }
 };
 
-constexpr int token_turn_barrier = 1 + TokenPolicy<128>::consumers;  // named barriers: one for the output of each consumer, then one for its turns
+constexpr int token_turn_barrier =
+    1 + TokenPolicy<128>::consumers;  // named barriers: one for the output of each consumer, then one for its turns
 
 template <int d_h, typename T>
 __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
-flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
+    flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
     using namespace kittens;
     using P = TokenPolicy<d_h>;
     using Shared = TokenShared<d_h, T>;
@@ -211,7 +212,8 @@ flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_
         pin(dq);
         if (p.query_parts) {
             if (tile < tiles) {
-                float *slot = p.query_parts + ((static_cast<int64_t>(head) * tiles + tile) * p.token_parts + blockIdx.z) * backward_rows * d_h;
+                float *slot =
+                    p.query_parts + ((static_cast<int64_t>(head) * tiles + tile) * p.token_parts + blockIdx.z) * backward_rows * d_h;
                 each_fragment(dq, [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
             }
         } else {

@@ -35,7 +35,8 @@ cudaError_t launch_clusters(int cluster_size, bool early, Kernel kernel, dim3 gr
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 template <typename Kernel, typename... Args>
-cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream, const Args &...args) {
+cudaError_t launch_kernel(bool early, Kernel kernel, dim3 grid, int threads, size_t shared_memory, cudaStream_t stream,
+                          const Args &...args) {
     if (shared_memory > 0)
         if (cudaError_t error = allow_shared_memory(kernel, shared_memory)) return error;
     return launch_clusters(1, early, kernel, grid, threads, shared_memory, stream, args...);

@@ -1,5 +1,5 @@
-// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync with its transposing loads and moves, small copies, pins
-// that keep the compiler from moving register accesses across asynchronous products, and barriers of CTAs and clusters.
+// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync with its transposing loads and moves, small copies,
+// pins that keep the compiler from moving register accesses across asynchronous products, and barriers of CTAs and clusters.
 #pragma once
 
 #include "kittens.cuh"
@@ -40,19 +40,24 @@ template <kittens::ducks::rt::all RT> __device__ __forceinline__ void pin(RT &ti
 __device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::bf16_2 (&a)[4], uint32_t b0, uint32_t b1) {
     const auto *r = reinterpret_cast<const uint32_t *>(a);
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::half_2 (&a)[4], uint32_t b0, uint32_t b1) {
     const auto *r = reinterpret_cast<const uint32_t *>(a);
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of 16-bit elements, transposed: `row` is this lane's row of eight elements; lanes 8i.. give matrix i, as do the results.
+// Four 8 x 8 matrices of 16-bit elements, transposed: `row` is this lane's row of eight elements; lanes 8i.. give matrix i, as do the
+// results.
 template <typename T2> __device__ __forceinline__ void load_transposed(T2 (&x)[4], const void *row) {
     auto *r = reinterpret_cast<uint32_t *>(x);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+                 : "memory");
 }
 // An 8 x 8 matrix of 16-bit elements that the warp holds, a pair a lane.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
@@ -61,7 +66,8 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
     return y;
 }
 
-// From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; one word, or zero.
+// From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; one word, or
+// zero.
 __device__ __forceinline__ void copy_16_bytes_async(uint32_t shared_address, const void *src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(src) : "memory");
 }
@@ -69,19 +75,24 @@ __device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) 
     copy_16_bytes_async(static_cast<uint32_t>(__cvta_generic_to_shared(dst)), src);
 }
 __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src), "r"(valid ? 4 : 0)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src),
+                 "r"(valid ? 4 : 0)
                  : "memory");
 }
 __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A flag in global memory: what came before the store, here and in threads that this one has synchronised with, is there after the load.
-__device__ __forceinline__ void store_release(uint32_t *flag, uint32_t x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(x) : "memory"); }
+__device__ __forceinline__ void store_release(uint32_t *flag, uint32_t x) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(x) : "memory");
+}
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *flag) {
     uint32_t x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
     return x;
 }
-__device__ __forceinline__ void store_release(uint64_t *flag, uint64_t x) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(x) : "memory"); }
+__device__ __forceinline__ void store_release(uint64_t *flag, uint64_t x) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(x) : "memory");
+}
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t *flag) {
     uint64_t x;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(flag) : "memory");

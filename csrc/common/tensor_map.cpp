@@ -8,8 +8,9 @@
 namespace flashmhf {
 namespace {
 
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                            const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
 
 Encode encode_function() {
     static const Encode encode = [] {
@@ -44,11 +45,12 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
     }
     CUtensorMap map;
     const CUresult result =
-        encode_function()(&map, element, rank, const_cast<void *>(base), sizes, strides,
-                          box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        encode_function()(&map, element, rank, const_cast<void *>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          swizzle_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        throw std::runtime_error(std::string("the driver refuses a tensor map for ") + what + " (CUDA error " + std::to_string(result) + ")");
+        throw std::runtime_error(std::string("the driver refuses a tensor map for ") + what + " (CUDA error " + std::to_string(result) +
+                                 ")");
     return map;
 }
 

@@ -21,56 +21,78 @@ __device__ __forceinline__ void fence_semaphore_init() { asm volatile("fence.mba
 __device__ __forceinline__ void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+                     shared_address(dst)),
+                 "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y)
+                 : "memory");
 }
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+                     shared_address(dst)),
+                 "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z)
+                 : "memory");
 }
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+            shared_address(dst)),
+        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w)
+        : "memory");
 }
 // Into the CTAs of cta_mask: same offset in each, data and semaphore alike.
 __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem, uint16_t cta_mask) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "h"(cta_mask) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], "
+        "%5;" ::"r"(shared_address(dst)),
+        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "h"(cta_mask)
+        : "memory");
 }
 __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem, uint16_t cta_mask) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;"
-                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], "
+        "[%2], %6;" ::"r"(shared_address(dst)),
+        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask)
+        : "memory");
 }
 __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem, uint16_t cta_mask) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-                 ::"r"(shared_address(dst)), "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w), "h"(cta_mask) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2], %7;" ::"r"(shared_address(dst)),
+        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w), "h"(cta_mask)
+        : "memory");
 }
 
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int2 c) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
-                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared_address(src)),
+                 "r"(c.x), "r"(c.y)
+                 : "memory");
 }
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int3 c) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
-                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z)
+                 : "memory");
 }
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int4 c) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w) : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w)
+                 : "memory");
 }
 // Adds elementwise into global memory, in the tensor map's type.
 __device__ __forceinline__ void store_add_async(const CUtensorMap *map, const void *src, int2 c) {
-    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];"
-                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y) : "memory");
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(shared_address(src)), "r"(c.x), "r"(c.y)
+                 : "memory");
 }
 __device__ __forceinline__ void store_add_async(const CUtensorMap *map, const void *src, int3 c) {
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
-                 ::"l"(map), "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z)
+                 : "memory");
 }
 // dst[0 .. bytes / 4) += src, fp32, in the L2.
 __device__ __forceinline__ void reduce_add_async(float *dst, const void *src, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 ::"l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)),
+                 "r"(bytes)
+                 : "memory");
 }
 // bytes from src, both multiples of 16, to the L2: no more than a hint, right even before griddepcontrol.wait.
 __device__ __forceinline__ void prefetch_linear(const void *src, uint32_t bytes) {
@@ -90,15 +112,21 @@ __device__ __forceinline__ void store_linear_async(void *dst, const void *src, u
 // Arrival on the semaphore of CTA cta of the cluster. Not .release.cluster, which costs a MEMBAR.GPU in the loop: for handing back
 // buffers that only wgmma has read, whose reads wgmma.wait_group has already waited for.
 __device__ __forceinline__ void arrive_remote(kittens::semaphore &sem, int cta) {
-    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
-                 ::"r"(shared_address(&sem)), "r"(cta) : "memory");
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(
+            shared_address(&sem)),
+        "r"(cta)
+        : "memory");
 }
 
 // To the same place in the shared memory of CTA cta of the cluster, where the semaphore at the same place as `sem` counts the bytes.
 __device__ __forceinline__ void store_remote_async(float4 *dst, float4 x, kittens::semaphore &sem, int cta) {
-    asm volatile("{\n.reg .b32 there, count;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
-                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [count];\n}"
-                 ::"r"(shared_address(dst)), "r"(shared_address(&sem)), "r"(cta), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile(
+        "{\n.reg .b32 there, count;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [count];\n}" ::"r"(
+            shared_address(dst)),
+        "r"(shared_address(&sem)), "r"(cta), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        : "memory");
 }
 
-} // namespace flashmhf::tma
+}  // namespace flashmhf::tma

@@ -1,5 +1,5 @@
-// Adding up the parts of split items in the forward kernel, under the whole items that follow them: by one warp of the producer, which else has
-// nothing to do. No consumer fences or waits for it.
+// Adding up the parts of split items in the forward kernel, under the whole items that follow them: by one warp of the producer, which else
+// has nothing to do. No consumer fences or waits for it.
 #pragma once
 
 #include "forward/epilogue.cuh"
@@ -11,9 +11,10 @@ __device__ __forceinline__ uint64_t *part_flag(const ForwardParams &p, int clust
     return p.flags + (cluster * 2 + part) * p.row_ctas + rank;
 }
 
-// Tells of the parts of this CTA, then adds up the item that ends in its cluster, for the rows of this CTA and in the order of the clusters.
-// Sums of 8 columns of a row tile are in registers at a time, of which the producer has few; their parts come through a ring. There a dozen
-// kilobytes can be on their way without registers, at a steady rate: a burst of loads would clog the path that all warps share.
+// Tells of the parts of this CTA, then adds up the item that ends in its cluster, for the rows of this CTA and in the order of the
+// clusters. Sums of 8 columns of a row tile are in registers at a time, of which the producer has few; their parts come through a ring.
+// There a dozen kilobytes can be on their way without registers, at a steady rate: a burst of loads would clog the path that all warps
+// share.
 template <int d_h, typename T> __device__ __forceinline__ void add_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     const ForwardSchedule &s = p.schedule;

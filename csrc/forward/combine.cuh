@@ -1,5 +1,5 @@
-// Adds the fp32 parts of split items in the order of their clusters and writes the output, where the forward kernel does not (add_parts.cuh).
-// One block: 8 columns of one row tile.
+// Adds the fp32 parts of split items in the order of their clusters and writes the output, where the forward kernel does not
+// (add_parts.cuh). One block: 8 columns of one row tile.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -10,7 +10,8 @@ namespace flashmhf {
 template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(const __grid_constant__ ForwardParams p) {
     const auto &s = p.schedule;
     const int tiles = gridDim.x / s.rest;  // row tiles of an item
-    const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / p.consumers, wg = blockIdx.x % tiles % p.consumers, column = blockIdx.y;
+    const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / p.consumers, wg = blockIdx.x % tiles % p.consumers,
+              column = blockIdx.y;
     const int first = s.first_owner(index), last = s.last_owner(index);
     const RowTile tile(p, s.waves * s.clusters + index, rank, wg);
     const int row = fragment_row(threadIdx.x);

@@ -11,12 +11,12 @@
 // share an item's inner range and add their sums.
 #pragma once
 
-#include "forward/add_parts.cuh"
 #include <cstddef>
+#include "forward/add_parts.cuh"
 
+#include "forward/epilogue.cuh"
 #include "forward/gate.cuh"
 #include "forward/producer.cuh"
-#include "forward/epilogue.cuh"
 #include "forward/swiglu_tile.cuh"
 
 namespace flashmhf {
@@ -43,8 +43,8 @@ template <int d_h, typename T> struct ForwardConsumer {
     __device__ __forceinline__ void release(int slot) {
         if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
     }
-    // At the start the ring is the consumers'. All tiles at once would come before the first Q: the slots behind the first are handed over when it is
-    // there. With few tokens the memory is the bound, and must not wait.
+    // At the start the ring is the consumers'. All tiles at once would come before the first Q: the slots behind the first are handed over
+    // when it is there. With few tokens the memory is the bound, and must not wait.
     __device__ __forceinline__ void release_ring(int from, int to) {
 #pragma unroll 1
         for (int slot = from; slot < to; ++slot) release(slot);
@@ -72,9 +72,9 @@ template <int d_h, typename T> struct ForwardConsumer {
     }
     // Q has been read; the buffer is empty, or holds an output for the producer to store.
     __device__ __forceinline__ void release_q() { kittens::arrive(q_empty_barrier(wg)); }
-    // Once an item the warpgroups issue their products one after the other: side by side they would reach their elementwise parts, and leave
-    // the tensor cores idle, together. From there they run freely: taking turns in every tile passes each delay on to the others. Items no
-    // longer than the ring are left out: a warpgroup could arrive for the next turn before the other has taken this one.
+    // Once an item the warpgroups issue their products one after the other: side by side they would reach their elementwise parts, and
+    // leave the tensor cores idle, together. From there they run freely: taking turns in every tile passes each delay on to the others.
+    // Items no longer than the ring are left out: a warpgroup could arrive for the next turn before the other has taken this one.
     __device__ __forceinline__ bool takes_turns(const Item &item) { return item.end - item.begin > P::slots; }
     __device__ __forceinline__ void await_turn(const Item &item) {
         if (wg > 0 && takes_turns(item)) kittens::arrive_and_wait(turn_barrier(wg));
@@ -261,10 +261,12 @@ template <int d_h, typename T> struct ForwardConsumer {
     }
 };
 
-template <int d_h, typename T> __global__ __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
-void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_u,
-             const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_r,
-             const __grid_constant__ ForwardParams p) {
+template <int d_h, typename T>
+__global__ __launch_bounds__(ForwardPolicy<d_h>::threads,
+                             1) void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                                             const __grid_constant__ CUtensorMap map_u, const __grid_constant__ CUtensorMap map_v,
+                                             const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_r,
+                                             const __grid_constant__ ForwardParams p) {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
     static_assert(offsetof(Shared, pieces) + P::piece_slots * P::piece_bytes <= P::shared_memory);

@@ -13,8 +13,9 @@ template <int d_h> __device__ __forceinline__ size_t part_offset(const ForwardPa
     return static_cast<size_t>(((cluster * 2 + part) * p.row_ctas + rank) * p.consumers + warpgroup) * (tile_rows * d_h);
 }
 
-template <int d_h> __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, int cluster, int part, int rank,
-                                                               int warpgroup) {
+template <int d_h>
+__device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, int cluster, int part, int rank,
+                                           int warpgroup) {
     auto *dst = reinterpret_cast<float4 *>(p.partials + part_offset<d_h>(p, cluster, part, rank, warpgroup)) + kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) __stcg(dst + 128 * j, fragment_quad<d_h>(o, j));
@@ -29,7 +30,8 @@ template <typename T> __device__ __forceinline__ void store_pair(T *dst, float x
     *reinterpret_cast<T2 *>(dst) = kittens::base_types::convertor<T2, float2>::convert(float2{x, y});
 }
 // Two columns of rows `row` and `row + 8` of a row tile, as in a float4 above, to the output.
-template <int d_h, typename T> __device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, const RowTile &tile, int row, int column) {
+template <int d_h, typename T>
+__device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, const RowTile &tile, int row, int column) {
     T *dst = output_at<d_h, T>(p, tile, row, column);
     store_pair(dst, sum.x, sum.y);
     if (holds_token(p, tile.sequence, tile.token + row + 8)) store_pair(dst + 8 * p.out_token, sum.z, sum.w);
@@ -39,14 +41,17 @@ template <int d_h, typename T> __device__ __forceinline__ void store_quad(float4
 // i % sharers, where it is number i / sharers and lies beside the pieces of the other sharers, in the order of their ranks.
 struct Pieces {
     int of_tile, all, sharers;
-    template <int d_h> __device__ __forceinline__ static Pieces of(const ForwardParams &p) { return {d_h / 8, d_h / 8 * p.consumers, p.schedule.sharers}; }
+    template <int d_h> __device__ __forceinline__ static Pieces of(const ForwardParams &p) {
+        return {d_h / 8, d_h / 8 * p.consumers, p.schedule.sharers};
+    }
     __device__ __forceinline__ int of_cta(int rank) const { return (all - rank + sharers - 1) / sharers; }
     __device__ __forceinline__ int bytes(int rank) const { return of_cta(rank) * sharers * 128 * int{sizeof(float4)}; }
 };
 
 // The sums of a warpgroup, to the rings of the CTAs that add them; no ring holds tiles any more.
 template <int d_h>
-__device__ __forceinline__ void send_shares(float4 *shares, kittens::semaphore &full, const OutputTile<d_h> &o, const ForwardParams &p, int warpgroup) {
+__device__ __forceinline__ void send_shares(float4 *shares, kittens::semaphore &full, const OutputTile<d_h> &o, const ForwardParams &p,
+                                            int warpgroup) {
     const Pieces pieces = Pieces::of<d_h>(p);
     const int thread = kittens::warpgroup::laneid(), rank = kittens::cluster_ctarank();
     int number = warpgroup * pieces.of_tile / pieces.sharers, cta = warpgroup * pieces.of_tile - number * pieces.sharers;

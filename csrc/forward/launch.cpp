@@ -86,8 +86,9 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
                    strided(s.length, problem.r_token) && strided(s.batch, problem.r_batch) &&
                    reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0;
     if (p.gate_tiles)
-        launch.r = tensor_map("r", problem.gate_data, MapType::fp32,
-                              {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r_token, tile_rows}, {s.batch, problem.r_batch, 1}}, 128);
+        launch.r =
+            tensor_map("r", problem.gate_data, MapType::fp32,
+                       {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r_token, tile_rows}, {s.batch, problem.r_batch, 1}}, 128);
     return launch;
 }
 
@@ -109,7 +110,10 @@ cudaError_t describe_device(int head_dim, Device *device) {
     std::atomic<uint64_t> *slot = index < devices ? &known[index * 4 + instance] : nullptr;
     uint64_t packed = slot ? slot->load() : 0;
     if (packed == 0) {
-        auto count = instance == 0 ? count_clusters<64> : instance == 1 ? count_clusters<96> : instance == 2 ? count_clusters<128> : count_clusters<256>;
+        auto count = instance == 0   ? count_clusters<64>
+                     : instance == 1 ? count_clusters<96>
+                     : instance == 2 ? count_clusters<128>
+                                     : count_clusters<256>;
         for (int size = max_sharers; size > 0; --size) {
             int clusters;
             if (cudaError_t error = count(size, &clusters)) return error;

@@ -1,10 +1,10 @@
 // Definitions for host/launch_forward.h; included by the instances only.
 #pragma once
 
-#include "forward/launch.h"
 #include "common/launch_kernel.cuh"
 #include "forward/combine.cuh"
 #include "forward/consumer.cuh"
+#include "forward/launch.h"
 
 namespace flashmhf {
 namespace {
@@ -13,8 +13,9 @@ namespace {
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
     if (cudaError_t error = allow_shared_memory(forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
-    if (cudaError_t error = launch_clusters(l.plan.cluster_size, true, forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size), 128 * (l.plan.consumers + 1),
-                                            l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
+    if (cudaError_t error =
+            launch_clusters(l.plan.cluster_size, true, forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size),
+                            128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
         return error;
     if (l.plan.partials == 0 || l.plan.flags) return cudaSuccess;
 

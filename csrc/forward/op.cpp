@@ -14,7 +14,8 @@ struct GateSource {
     float eps = 0.f;
 };
 
-Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, GateSource gate, const ProblemSizes &sizes, const char *range) {
+Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, GateSource gate, const ProblemSizes &sizes,
+           const char *range) {
     const DeviceScope scope(q.get_device_index(), range);
     Tensor out = torch::stable::new_empty(q, q.sizes());
     if (sizes.tokens == 0) return out;
@@ -26,7 +27,9 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
 
     ForwardProblem problem{};
     problem.bf16 = q.scalar_type() == ScalarType::BFloat16;
-    problem.shape = {axes.batch, axes.length, static_cast<int>(sizes.heads), static_cast<int>(sizes.head_dim), static_cast<int>(sizes.subnets), sizes.subnet_dim};
+    problem.shape = {
+        axes.batch,      axes.length, static_cast<int>(sizes.heads), static_cast<int>(sizes.head_dim), static_cast<int>(sizes.subnets),
+        sizes.subnet_dim};
     problem.q = q.data_ptr(), problem.k = k.data_ptr(), problem.u = u.data_ptr(), problem.v = v.data_ptr(), problem.out = out.data_ptr();
     problem.q_batch = axes.q_batch, problem.q_token = axes.q_token, problem.q_head = q.stride(q.dim() - 2);
     const int64_t row = sizes.heads * sizes.head_dim;  // of the output

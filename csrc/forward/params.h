@@ -9,35 +9,35 @@ namespace flashmhf {
 
 // Where a row's weights of the sub-networks come from.
 enum class Gate : int {
-    ones,         // no weights
-    r_float,      // R [T, H, E] fp32
-    r_half,       // R [T, H, E] in the element type
-    w_float,      // computed from W [H, d_h, E] fp32
-    w_half,       // computed from W [H, d_h, E] in the element type
+    ones,     // no weights
+    r_float,  // R [T, H, E] fp32
+    r_half,   // R [T, H, E] in the element type
+    w_float,  // computed from W [H, d_h, E] fp32
+    w_half,   // computed from W [H, d_h, E] in the element type
 };
 
 struct ForwardParams {
     ForwardSchedule schedule;
-    int cluster_size;         // CTAs of a cluster
-    int row_ctas;             // of them that take neighbouring rows of one item and multicast its tiles to each other
-    int consumers;            // consumer warpgroups of a CTA, a row tile each
-    int batch;                // sequences; a row tile never crosses them
-    int64_t length;           // tokens of a sequence
-    int row_tiles;            // of a sequence: ceil(length / 64)
-    int blocks;               // work items of a head: ceil(batch * row_tiles / (row_ctas * consumers))
-    int subnets;              // E
-    int subnet_tiles;         // ceil(d_e / 64)
-    void *out;                // where sums of parts go; the rest through the tensor map
+    int cluster_size;              // CTAs of a cluster
+    int row_ctas;                  // of them that take neighbouring rows of one item and multicast its tiles to each other
+    int consumers;                 // consumer warpgroups of a CTA, a row tile each
+    int batch;                     // sequences; a row tile never crosses them
+    int64_t length;                // tokens of a sequence
+    int row_tiles;                 // of a sequence: ceil(length / 64)
+    int blocks;                    // work items of a head: ceil(batch * row_tiles / (row_ctas * consumers))
+    int subnets;                   // E
+    int subnet_tiles;              // ceil(d_e / 64)
+    void *out;                     // where sums of parts go; the rest through the tensor map
     int64_t out_batch, out_token;  // its strides in elements
     Gate gate;
-    const void *gate_data;    // R or W
-    bool gate_tiles;          // the producer reads R by TMA, as a matrix of H * E columns
+    const void *gate_data;             // R or W
+    bool gate_tiles;                   // the producer reads R by TMA, as a matrix of H * E columns
     int64_t r_batch, r_token, r_head;  // strides of R in elements
-    float eps;                // of the normalisation, for W
-    int router_bytes;         // of W of a head, where it fits shared memory; 0: it does not, or is not needed
-    float *partials;          // [splits][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
-    uint64_t *flags;          // [splits][2][row_ctas], when the clusters add them up: `token` where a part has been stored
-    uint64_t token;           // of 64 random bits, of this launch and its replays alone: whatever the workspace holds, it is not that
+    float eps;                         // of the normalisation, for W
+    int router_bytes;                  // of W of a head, where it fits shared memory; 0: it does not, or is not needed
+    float *partials;                   // [splits][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
+    uint64_t *flags;                   // [splits][2][row_ctas], when the clusters add them up: `token` where a part has been stored
+    uint64_t token;  // of 64 random bits, of this launch and its replays alone: whatever the workspace holds, it is not that
 };
 
 }  // namespace flashmhf

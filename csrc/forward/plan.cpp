@@ -13,12 +13,18 @@ namespace {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Footprint {
-    int shared_memory, pieces, spare_gate, consumers;  // bytes: all; of them, of parts that are added; of them, of the gate of a second item
+    int shared_memory, pieces, spare_gate,
+        consumers;  // bytes: all; of them, of parts that are added; of them, of the gate of a second item
     bool may_share, may_add_parts;
 };
-template <int d_h> constexpr Footprint footprint = {ForwardPolicy<d_h>::shared_memory, ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
-                                                    (ForwardPolicy<d_h>::gate_buffers - 1) * ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::gate_tile_bytes,
-                                                    ForwardPolicy<d_h>::consumers, ForwardPolicy<d_h>::may_share, ForwardPolicy<d_h>::may_add_parts};
+template <int d_h>
+constexpr Footprint footprint = {
+    ForwardPolicy<d_h>::shared_memory,
+    ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
+    (ForwardPolicy<d_h>::gate_buffers - 1) * ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::gate_tile_bytes,
+    ForwardPolicy<d_h>::consumers,
+    ForwardPolicy<d_h>::may_share,
+    ForwardPolicy<d_h>::may_add_parts};
 
 Footprint footprint_of(int head_dim) {
     switch (head_dim) {
@@ -39,16 +45,16 @@ int checked(int64_t x, const char *what) {
 constexpr int shortest_part = 2;
 // What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
 constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
-// Behind whole waves more: measured in pairs of turns, d_h = 128. Of 12 tiles to gain, nothing is left at T = 3,072 (1.3 % slower) and in the 128M
-// model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.
+// Behind whole waves more: measured in pairs of turns, d_h = 128. Of 12 tiles to gain, nothing is left at T = 3,072 (1.3 % slower) and in
+// the 128M model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.
 constexpr int behind_waves_tiles(int head_dim) { return 1792 / head_dim; }
-// Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128. Both
-// grow with d_h.
+// Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128.
+// Both grow with d_h.
 constexpr int tiles_a_part = 8;
 
-// What going on to another item costs a cluster, some 4 us when the others do not do so at the same time. It is also what adding up costs where the
-// clusters do it under their one whole item. With more waves spans come last: first they read slower, probably because spans of different lengths
-// put the clusters out of step for all items after them.
+// What going on to another item costs a cluster, some 4 us when the others do not do so at the same time. It is also what adding up costs
+// where the clusters do it under their one whole item. With more waves spans come last: first they read slower, probably because spans of
+// different lengths put the clusters out of step for all items after them.
 constexpr int gap_tiles(int head_dim) { return 512 / head_dim; }
 
 // Tiles in sequence when the last `rest` items are cut into equal spans.

@@ -21,19 +21,19 @@ struct Device {
 };
 
 struct ForwardPlan {
-    int cluster_size;          // CTAs
-    int row_ctas;              // of a cluster that take rows of their own: 1, or 2 that multicast to each other
-    int consumers;             // row tiles of a CTA
-    int row_tiles;             // of 64 tokens, of a sequence
-    int blocks;                // work items of a head
-    int subnet_tiles;          // of 64 inner units, of a sub-network
+    int cluster_size;  // CTAs
+    int row_ctas;      // of a cluster that take rows of their own: 1, or 2 that multicast to each other
+    int consumers;     // row tiles of a CTA
+    int row_tiles;     // of 64 tokens, of a sequence
+    int blocks;        // work items of a head
+    int subnet_tiles;  // of 64 inner units, of a sub-network
     ForwardSchedule schedule;
-    int64_t partials;          // fp32 elements of workspace; 0: nothing is split
-    int flags;                 // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
+    int64_t partials;                                           // fp32 elements of workspace; 0: nothing is split
+    int flags;                                                  // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
     int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
-    int shared_memory;         // bytes a CTA, without `pieces`
-    int pieces;                // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
-    int spare_gate;            // bytes that hold W where they have one
+    int shared_memory;                                          // bytes a CTA, without `pieces`
+    int pieces;      // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
+    int spare_gate;  // bytes that hold W where they have one
 };
 
 // Throws std::invalid_argument for a head dimension without a policy and for shapes beyond the index range.

@@ -4,9 +4,9 @@
 
 namespace flashmhf {
 
-constexpr int tile_rows = 64;       // token rows of a consumer warpgroup (the M of wgmma)
-constexpr int tile_inter = 64;      // inner units of a tile; K and U stacked make the N = 128 of the first product
-constexpr int element_bytes = 2;    // bf16 or fp16
+constexpr int tile_rows = 64;     // token rows of a consumer warpgroup (the M of wgmma)
+constexpr int tile_inter = 64;    // inner units of a tile; K and U stacked make the N = 128 of the first product
+constexpr int element_bytes = 2;  // bf16 or fp16
 
 constexpr int shared_memory_limit = 227 * 1024;
 constexpr int barrier_bytes = 384;  // all semaphores and item records of a CTA, rounded up
@@ -42,7 +42,8 @@ template <int d_h> struct ForwardPolicy {
     static constexpr bool may_add_parts = q_in_registers;
     static constexpr int piece_bytes = tile_rows * 8 * 4, piece_slots = may_add_parts ? 6 : 0;
 
-    static constexpr int shared_memory = slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
+    static constexpr int shared_memory =
+        slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.

@@ -4,10 +4,10 @@
 
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
-#include "forward/router.cuh"
-#include "forward/shared_memory.cuh"
 #include "common/tma.cuh"
 #include "forward/params.h"
+#include "forward/router.cuh"
+#include "forward/shared_memory.cuh"
 
 namespace flashmhf {
 
@@ -16,8 +16,9 @@ struct WeightMaps {
 };
 
 // Rows `row..` of one matrix to rows `at..` of the panels of a tile, of this CTA alone or, multicast, of those in the mask `ctas`.
-template <bool multicast, typename Tile> __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *map, int col, int row, int subnet,
-                                                                                   kittens::semaphore &full, uint16_t ctas) {
+template <bool multicast, typename Tile>
+__device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *map, int col, int row, int subnet, kittens::semaphore &full,
+                                          uint16_t ctas) {
     constexpr int panel_cols = Tile::swizzle_bytes / element_bytes;
 #pragma unroll
     for (int c = 0; c < Tile::cols; c += panel_cols) {
@@ -33,7 +34,8 @@ __device__ __forceinline__ void begin(const ForwardParams &p) {
     kittens::pdl::wait();
 }
 
-// The tiles that fill the ring for the first time, to the L2: a hint, right even while the kernel before this one writes them. By one thread.
+// The tiles that fill the ring for the first time, to the L2: a hint, right even while the kernel before this one writes them. By one
+// thread.
 template <int d_h> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     const int share = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
@@ -55,8 +57,9 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     using P = ForwardPolicy<d_h>;
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
-    const int share = multicast && p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;  // first row of a tile to fetch
-    const uint16_t ctas = p.row_ctas > 1 ? (1 << p.row_ctas) - 1 : 1 << kittens::cluster_ctarank();               // that get it
+    const int share =
+        multicast && p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;      // first row of a tile to fetch
+    const uint16_t ctas = p.row_ctas > 1 ? (1 << p.row_ctas) - 1 : 1 << kittens::cluster_ctarank();  // that get it
 
     auto fill = [&](int bytes) {
         wait_sleeping(sem.slot_empty[ring.slot], ring.phase);
@@ -125,7 +128,9 @@ struct RowTile {
         token = (tile - sequence * p.row_tiles) * tile_rows;
     }
 };
-__device__ __forceinline__ bool holds_token(const ForwardParams &p, int sequence, int token) { return sequence < p.batch && token < p.length; }
+__device__ __forceinline__ bool holds_token(const ForwardParams &p, int sequence, int token) {
+    return sequence < p.batch && token < p.length;
+}
 
 // Given weights are not scaled.
 template <int d_h> __device__ __forceinline__ void unit_scale(GateTile<d_h> &tile, int from, int to) {
@@ -135,8 +140,9 @@ template <int d_h> __device__ __forceinline__ void unit_scale(GateTile<d_h> &til
 // R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it, by one warp: lanes along the sub-networks. A
 // burst of loads clogs the path that all warps share (6 % of a run at T = 32,256), so a few at a time, through registers; but in a hurry
 // (fp32 only) all at once, by copies that need no register, complete after wait_gate().
-template <int d_h, typename T> __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first,
-                                                                         bool hurry, GateTile<d_h> &dst) {
+template <int d_h, typename T>
+__device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first, bool hurry,
+                                          GateTile<d_h> &dst) {
     constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk, batch = step == 1 ? 4 : 16 / step;
     const int lane = kittens::laneid(), e = lane % chunk;
     const int64_t left = item.sequence < p.batch && first + e < p.subnets ? p.length - item.token : 0;
@@ -180,9 +186,9 @@ template <typename Tile> __device__ __forceinline__ void store_output(const Tile
 }
 
 // For one consumer warpgroup, by one warp: Q and weights of its items in, outputs out.
-template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared, const CUtensorMap *map,
-                                                                                  const CUtensorMap *map_r, const CUtensorMap *map_out,
-                                                                                  const ForwardParams &p, int warpgroup) {
+template <int d_h, typename T>
+__device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
+                                                   const CUtensorMap *map_out, const ForwardParams &p, int warpgroup) {
     using P = ForwardPolicy<d_h>;
     const bool leader = kittens::laneid() == 0;
     auto &full = shared.semaphores.q_full[warpgroup];
@@ -203,7 +209,8 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
         const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
         const int part = p.schedule.sharers == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
         const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
-        if (leader) shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
+        if (leader)
+            shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
         return true;
     };
     // Waits until the buffer holds no Q to be read, but, from item `index` on, an output: sends that off.
@@ -230,7 +237,8 @@ template <int d_h, typename T> __device__ __forceinline__ void load_rows_of_item
             for (int c = 0; c < d_h; c += P::panel_cols)
                 tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
             if (P::gate_early && p.gate_tiles)  // from a multiple of 16 bytes on: TMA takes no other column
-                tma::load_async(gate.weights, map_r, int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence}, full);
+                tma::load_async(gate.weights, map_r, int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence},
+                                full);
         }
         if (P::gate_early && p.gate < Gate::w_float) {
             if (!p.gate_tiles) {

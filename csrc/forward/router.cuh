@@ -1,11 +1,11 @@
-// The router's weights of 16 rows of a row tile, by one warp: P = Q W by mma.sync on fragments of Q, r = sigmoid(P) / (sum_e sigmoid(P) + eps).
-// The sums need all sub-networks; shared memory holds the sigmoids of a chunk of them, and the division is one multiply when a weight is read.
-// Wherever W is read from, the bits are the same.
+// The router's weights of 16 rows of a row tile, by one warp: P = Q W by mma.sync on fragments of Q, r = sigmoid(P) / (sum_e sigmoid(P) +
+// eps). The sums need all sub-networks; shared memory holds the sigmoids of a chunk of them, and the division is one multiply when a weight
+// is read. Wherever W is read from, the bits are the same.
 #pragma once
 
 #include "common/ptx.cuh"
-#include "forward/shared_memory.cuh"
 #include "forward/params.h"
+#include "forward/shared_memory.cuh"
 
 namespace flashmhf {
 
@@ -68,7 +68,7 @@ template <int d_h, typename T, bool halved, typename Source> struct RouterRows {
 
   private:
     __device__ __forceinline__ static unsigned lane() { return kittens::laneid(); }
-    __device__ __forceinline__ unsigned row() const { return group + lane() / 4; }                        // the first of two; the other is 8 below
+    __device__ __forceinline__ unsigned row() const { return group + lane() / 4; }  // the first of two; the other is 8 below
     __device__ __forceinline__ static int column(int e) { return e + static_cast<int>(lane() % 4 * 2); }  // the first of two neighbours
     // sigmoid(P) of sub-networks e..e + 7 in the fragment order of an accumulator: columns 2t, 2t + 1 of rows g, then of rows g + 8.
     template <typename Query> __device__ __forceinline__ void sigmoids(float (&s)[4], int e, Query &&query) {
@@ -76,11 +76,12 @@ template <int d_h, typename T, bool halved, typename Source> struct RouterRows {
         s[0] = s[1] = s[2] = s[3] = 0.f;
         auto product = [&](auto *w) {
             int x = at;
-#pragma unroll (Source::batch)
+#pragma unroll(Source::batch)
             for (int k = 0; k < d_h / 16; ++k, x += 16 * p.subnets) {
                 T2 q[4];
                 query(k, q);
-                multiply(s, q, Source::load(w + x), Source::load(w + (x + p.subnets)), Source::load(w + (x + 8 * p.subnets)), Source::load(w + (x + 9 * p.subnets)));
+                multiply(s, q, Source::load(w + x), Source::load(w + (x + p.subnets)), Source::load(w + (x + 8 * p.subnets)),
+                         Source::load(w + (x + 9 * p.subnets)));
             }
         };
         if (p.gate == Gate::w_half) product(static_cast<const T *>(w));
@@ -97,7 +98,9 @@ template <int d_h, typename T, bool halved, typename Source> struct RouterRows {
     __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], T2 b0, T2 b1) {
         mma_16x8(s, q, reinterpret_cast<const uint32_t &>(b0), reinterpret_cast<const uint32_t &>(b1));
     }
-    __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], T w0, T w1, T w2, T w3) { multiply(s, q, T2{w0, w1}, T2{w2, w3}); }
+    __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], T w0, T w1, T w2, T w3) {
+        multiply(s, q, T2{w0, w1}, T2{w2, w3});
+    }
     // W = its rounding plus a remainder: two products carry 16 (bf16) or 22 (fp16) bits of it.
     __device__ __forceinline__ static void multiply(float (&s)[4], const T2 (&q)[4], float w0, float w1, float w2, float w3) {
         using to = kittens::base_types::convertor<T2, float2>;

@@ -2,14 +2,14 @@
 //
 // Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from L2 at a time. They go in
 // waves: item = wave * clusters + cluster. The last items, which do not fill a wave, are laid end to end along the inner dimension and cut
-// into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the time of `gap` tiles:
-// that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the clusters, so a result depends
-// on the shape and the device only.
+// into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the time of `gap`
+// tiles: that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the clusters, so a result
+// depends on the shape and the device only.
 //
 // Whole items go first, wave by wave; the combine kernel adds the parts. With one wave a cluster takes its span
-// first and the whole item then, under which the parts are added up, by the cluster that holds an item's last part. It waits for parts of clusters
-// before it only. Those were launched before it, and leave their parts without waiting for anybody: they come however few clusters the device
-// runs at a time.
+// first and the whole item then, under which the parts are added up, by the cluster that holds an item's last part. It waits for parts of
+// clusters before it only. Those were launched before it, and leave their parts without waiting for anybody: they come however few clusters
+// the device runs at a time.
 //
 // Where all items run at once, and are few, the CTAs of a cluster divide the inner range of its one item among them, and add their sums
 // in the order of their ranks.
@@ -27,20 +27,18 @@ constexpr int max_sharers = 8;  // CTAs of a cluster; more are not portable
 constexpr int most_parts = 32;  // of an item that the clusters add up: a lane for each
 
 struct ForwardSchedule {
-    int inter_tiles;  // of a head: E * ceil(d_e / 64)
-    int clusters;     // of the launch
-    int waves;        // of whole items
-    int rest;         // items after them, fewer than clusters
-    int splits;       // clusters that share the rest; rest <= splits <= clusters
-    int sharers;      // CTAs of a cluster that divide the inner range of its item; more than 1: one wave, no rest
-    int gap;          // tiles
-    bool adds_parts;  // the clusters add up the parts of split items; otherwise the combine kernel does
+    int inter_tiles;          // of a head: E * ceil(d_e / 64)
+    int clusters;             // of the launch
+    int waves;                // of whole items
+    int rest;                 // items after them, fewer than clusters
+    int splits;               // clusters that share the rest; rest <= splits <= clusters
+    int sharers;              // CTAs of a cluster that divide the inner range of its item; more than 1: one wave, no rest
+    int gap;                  // tiles
+    bool adds_parts;          // the clusters add up the parts of split items; otherwise the combine kernel does
     int quotient, remainder;  // rest * (gap + inter_tiles) = splits * quotient + remainder, or inter_tiles = sharers * quotient + remainder
 
     // First tile of a cluster's span, in the gaps and tiles of the rest laid end to end; or of a sharer's, in the tiles of an item.
-    FLASHMHF_HOST_DEVICE int span_begin(int cluster) const {
-        return cluster * quotient + (cluster < remainder ? cluster : remainder);
-    }
+    FLASHMHF_HOST_DEVICE int span_begin(int cluster) const { return cluster * quotient + (cluster < remainder ? cluster : remainder); }
     // The cluster whose span holds a tile of them.
     FLASHMHF_HOST_DEVICE int owner(int tile) const {
         const int longer = remainder * (quotient + 1);

@@ -23,7 +23,9 @@ template <int d_h> struct alignas(ForwardPolicy<d_h>::gate_alignment) GateTile {
     float weights[tile_rows * chunk];
     float scale[tile_rows];  // of a row
 
-    __device__ __forceinline__ float &at(unsigned row, int subnet) { return weights[row * chunk + (chunk == 32 ? subnet ^ row % 8 * 4 : subnet)]; }
+    __device__ __forceinline__ float &at(unsigned row, int subnet) {
+        return weights[row * chunk + (chunk == 32 ? subnet ^ row % 8 * 4 : subnet)];
+    }
 };
 
 template <int d_h, typename T> struct alignas(1024) ForwardShared {
@@ -34,7 +36,8 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     using Q = tile<tile_rows, d_h>;
 
     struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], shares_full, part_stored[2], piece_full[P::piece_slots];
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], shares_full, part_stored[2],
+            piece_full[P::piece_slots];
         kittens::semaphore w_full, w_empty;  // for the router
     };
 
@@ -44,7 +47,8 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     GateTile<d_h> gate[P::gate_buffers][P::consumers];
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
     Semaphores semaphores;
-    alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];  // of parts that are being added up, or W; a launch with neither ends here
+    alignas(16) float4
+        pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];  // of parts that are being added up, or W; a launch with neither ends here
 
     // Sums of the sharers of an item, when the ring has no more tiles to hold: as in epilogue.cuh.
     static_assert(!P::may_share || (P::consumers * d_h / 8 + max_sharers - 1) * tile_rows * 32 <= sizeof(ring));

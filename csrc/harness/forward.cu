@@ -33,10 +33,12 @@ __device__ float normal(uint64_t seed, uint64_t i) {  // splitmix64, then Box-Mu
     return sqrtf(-2.f * logf(a)) * cospif(2.f * b);
 }
 template <typename T> __global__ void fill_normal(T *x, int64_t n, float scale, uint64_t seed) {
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x) x[i] = T(scale * normal(seed, i));
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        x[i] = T(scale * normal(seed, i));
 }
 __global__ void fill_weights(float *r, int64_t n, uint64_t seed) {  // in (0, 1)
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x) r[i] = 1.f / (1.f + expf(-normal(seed, i)));
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        r[i] = 1.f / (1.f + expf(-normal(seed, i)));
 }
 
 struct Sizes {
@@ -46,7 +48,9 @@ struct Sizes {
 };
 
 // out[i, h, :] of token i * stride in fp64; one block for each (i, h).
-template <typename T> __global__ void reference(double *out, const T *q, const T *k, const T *u, const T *v, const float *r, const float *w, Sizes s, int64_t stride) {
+template <typename T>
+__global__ void reference(double *out, const T *q, const T *k, const T *u, const T *v, const float *r, const float *w, Sizes s,
+                          int64_t stride) {
     extern __shared__ double shared[];
     double *acc = shared, *weight = shared + s.head_dim;
     const int64_t token = blockIdx.x * stride, head = blockIdx.y, row = token * s.heads + head;
@@ -54,7 +58,8 @@ template <typename T> __global__ void reference(double *out, const T *q, const T
     for (int i = threadIdx.x; i < d; i += blockDim.x) acc[i] = 0;
     for (int e = threadIdx.x; e < s.subnets; e += blockDim.x) {
         double p = 0;
-        if (w) for (int i = 0; i < d; ++i) p += double(float(q[row * d + i])) * w[(head * d + i) * s.subnets + e];
+        if (w)
+            for (int i = 0; i < d; ++i) p += double(float(q[row * d + i])) * w[(head * d + i) * s.subnets + e];
         weight[e] = w ? 1 / (1 + exp(-p)) : r ? r[row * s.subnets + e] : 1.0;
     }
     __syncthreads();
@@ -79,7 +84,8 @@ template <typename T> __global__ void reference(double *out, const T *q, const T
 }
 template <typename T> __global__ void gather(double *out, const T *x, Sizes s, int64_t stride) {
     const int64_t row = blockIdx.x * stride * s.heads + blockIdx.y;
-    for (int i = threadIdx.x; i < s.head_dim; i += blockDim.x) out[(blockIdx.x * int64_t{gridDim.y} + blockIdx.y) * s.head_dim + i] = double(float(x[row * s.head_dim + i]));
+    for (int i = threadIdx.x; i < s.head_dim; i += blockDim.x)
+        out[(blockIdx.x * int64_t{gridDim.y} + blockIdx.y) * s.head_dim + i] = double(float(x[row * s.head_dim + i]));
 }
 
 template <typename X> X *allocate(int64_t n) {
@@ -90,7 +96,8 @@ template <typename X> X *allocate(int64_t n) {
 
 template <typename T> int run(const Sizes &s, const std::string &gate, int launches, bool verify) {
     const int64_t queries = s.tokens * s.heads * s.head_dim, weights = s.heads * s.subnets * s.subnet_dim * s.head_dim;
-    T *q = allocate<T>(queries), *out = allocate<T>(queries), *k = allocate<T>(weights), *u = allocate<T>(weights), *v = allocate<T>(weights);
+    T *q = allocate<T>(queries), *out = allocate<T>(queries), *k = allocate<T>(weights), *u = allocate<T>(weights),
+      *v = allocate<T>(weights);
     float *r = allocate<float>(s.tokens * s.heads * s.subnets), *w = allocate<float>(int64_t{s.heads} * s.head_dim * s.subnets);
     const float scale = 1.f / std::sqrt(float(s.head_dim));
     fill_normal<<<1024, 256>>>(q, queries, 1.f, 1);
@@ -114,9 +121,11 @@ template <typename T> int run(const Sizes &s, const std::string &gate, int launc
     flashmhf::Device device;
     check(flashmhf::describe_device(s.head_dim, &device));
     const flashmhf::ForwardPlan plan = flashmhf::plan_forward(problem.shape, device);
-    const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, plan.partials ? allocate<float>(plan.workspace()) : nullptr);
+    const flashmhf::ForwardLaunch launch =
+        flashmhf::prepare_forward(problem, plan, plan.partials ? allocate<float>(plan.workspace()) : nullptr);
     std::printf("clusters %d of %d CTAs, %d waves, %d items split over %d clusters, %.1f MB of partial sums, added by %s\n",
-                plan.schedule.clusters, plan.cluster_size, plan.schedule.waves, plan.schedule.rest, plan.schedule.splits, plan.partials * 4e-6, plan.flags ? "forward" : "combine");
+                plan.schedule.clusters, plan.cluster_size, plan.schedule.waves, plan.schedule.rest, plan.schedule.splits,
+                plan.partials * 4e-6, plan.flags ? "forward" : "combine");
 
     std::vector<cudaEvent_t> events(launches + 1);
     for (auto &event : events) check(cudaEventCreate(&event));
@@ -139,7 +148,8 @@ template <typename T> int run(const Sizes &s, const std::string &gate, int launc
     const int64_t sampled = s.tokens < 256 ? s.tokens : 256, stride = s.tokens / sampled;
     double *expected = allocate<double>(sampled * s.heads * s.head_dim), *got = allocate<double>(sampled * s.heads * s.head_dim);
     const dim3 grid(sampled, s.heads);
-    reference<<<grid, 256, (s.head_dim + s.subnets) * sizeof(double)>>>(expected, q, k, u, v, gate == "r" ? r : nullptr, gate == "w" ? w : nullptr, s, stride);
+    reference<<<grid, 256, (s.head_dim + s.subnets) * sizeof(double)>>>(expected, q, k, u, v, gate == "r" ? r : nullptr,
+                                                                        gate == "w" ? w : nullptr, s, stride);
     gather<<<grid, 128>>>(got, out, s, stride);
     std::vector<double> a(sampled * s.heads * s.head_dim), b(a.size());
     check(cudaMemcpy(a.data(), expected, a.size() * sizeof(double), cudaMemcpyDeviceToHost));
@@ -147,27 +157,30 @@ template <typename T> int run(const Sizes &s, const std::string &gate, int launc
     double error = 0, norm = 0;
     for (size_t i = 0; i < a.size(); ++i) error += (a[i] - b[i]) * (a[i] - b[i]), norm += a[i] * a[i];
     const double relative = std::sqrt(error / norm), limit = problem.bf16 ? 2.6e-3 : 3.5e-4;
-    std::printf("relative L2 error %.2e of %lld tokens, limit %.1e: %s\n", relative, static_cast<long long>(sampled), limit, relative <= limit ? "ok" : "WRONG");
+    std::printf("relative L2 error %.2e of %lld tokens, limit %.1e: %s\n", relative, static_cast<long long>(sampled), limit,
+                relative <= limit ? "ok" : "WRONG");
     return relative <= limit ? 0 : 1;
 }
 
 }  // namespace
 
 int main(int argc, char **argv) {
-    std::map<std::string, std::string> options = {{"T", "4096"},   {"H", "16"},       {"d_h", "128"},     {"E", "22"},   {"d_e", "384"},
-                                                  {"gate", "r"},   {"dtype", "bf16"}, {"launches", "20"}, {"check", "1"}};
+    std::map<std::string, std::string> options = {{"T", "4096"}, {"H", "16"},       {"d_h", "128"},     {"E", "22"},   {"d_e", "384"},
+                                                  {"gate", "r"}, {"dtype", "bf16"}, {"launches", "20"}, {"check", "1"}};
     for (int i = 1; i < argc; ++i) {
         const char *equals = std::strchr(argv[i], '=');
         const std::string name(argv[i], equals ? equals - argv[i] : std::strlen(argv[i]));
         if (!equals || !options.count(name)) {
-            std::fprintf(stderr, "unknown argument %s; arguments: T= H= d_h= E= d_e= gate=r|ones|w dtype=bf16|fp16 launches= check=\n", argv[i]);
+            std::fprintf(stderr, "unknown argument %s; arguments: T= H= d_h= E= d_e= gate=r|ones|w dtype=bf16|fp16 launches= check=\n",
+                         argv[i]);
             return 2;
         }
         options[name] = equals + 1;
     }
     try {
         auto number = [&](const char *name) { return std::stoll(options[name]); };
-        const Sizes sizes{number("T"), static_cast<int>(number("H")), static_cast<int>(number("d_h")), static_cast<int>(number("E")), number("d_e")};
+        const Sizes sizes{number("T"), static_cast<int>(number("H")), static_cast<int>(number("d_h")), static_cast<int>(number("E")),
+                          number("d_e")};
         const int launches = static_cast<int>(number("launches"));
         return options["dtype"] == "fp16" ? run<__half>(sizes, options["gate"], launches, number("check"))
                                           : run<__nv_bfloat16>(sizes, options["gate"], launches, number("check"));

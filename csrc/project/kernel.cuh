@@ -1,15 +1,17 @@
-// Projection of few tokens: out = x W^T + bias, one rounding. Latency rules, not bandwidth: a CTA has little to fetch, and asks for all of it at once.
+// Projection of few tokens: out = x W^T + bias, one rounding. Latency rules, not bandwidth: a CTA has little to fetch, and asks for all of
+// it at once.
 //
-//   producer warp          before the wait for the kernel before: its tiles of W to the L2, which stays coherent if that kernel writes them;
+//   producer warp          before the wait for the kernel before: its tiles of W to the L2, which stays coherent if that kernel writes
+//   them;
 //                          with `settled`, to the ring at once; then x, and W if it is not there, by TMA
 //   consumer warpgroup     64 features of all tokens over the CTA's share of k: features are the rows of wgmma, tokens its columns
 //   at last                the sums to the CTA of the cluster that finishes their 16 features, which adds them in the order of the ranks
 #pragma once
 
-#include "forward/barriers.h"
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
+#include "forward/barriers.h"
 #include "project/params.h"
 
 namespace flashmhf {
@@ -41,8 +43,10 @@ template <int max_tokens, typename T> struct alignas(1024) ProjectTileShared {
     static_assert(2 * (sizeof(w) + sizeof(x) + sizeof(parts) + 2048) <= 228 * 1024, "two CTAs an SM: one starts under the other");
 };
 
-template <int max_tokens, typename T> __global__ __launch_bounds__(ProjectTilePolicy<max_tokens>::threads)
-void project_tiles(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const __grid_constant__ ProjectParams p) {
+template <int max_tokens, typename T>
+__global__ __launch_bounds__(ProjectTilePolicy<max_tokens>::threads) void project_tiles(const __grid_constant__ CUtensorMap map_w,
+                                                                                        const __grid_constant__ CUtensorMap map_x,
+                                                                                        const __grid_constant__ ProjectParams p) {
     using P = ProjectTilePolicy<max_tokens>;
     using Shared = ProjectTileShared<max_tokens, T>;
     using warpgroup = kittens::warpgroup;
@@ -68,7 +72,9 @@ void project_tiles(const __grid_constant__ CUtensorMap map_w, const __grid_const
     if (warp == 4) {
         if (lane != 0) return;
         auto w_at = [&](int i) { return int2{(begin + i) * P::step, feature}; };
-        auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], sizeof(typename Shared::W) + sizeof(typename Shared::X)); };
+        auto expect = [&](int slot) {
+            kittens::tma::expect_bytes(shared.full[slot], sizeof(typename Shared::W) + sizeof(typename Shared::X));
+        };
         for (int i = 0; i < min(steps, P::early); ++i) {
             if (!p.settled || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));
             else expect(i), tma::load_async(&shared.w[i], &map_w, w_at(i), shared.full[i]);

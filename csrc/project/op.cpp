@@ -1,8 +1,8 @@
 // check -> allocate -> launch
 #include "checks.h"
 #include "device.h"
-#include "project/launch.h"
 #include "operators.h"
+#include "project/launch.h"
 
 namespace flashmhf {
 

@@ -13,10 +13,14 @@
 
 #define KITTENS_FLASHMHF_BUNDLED 1  // tells these headers from an upstream checkout
 
+// Each block needs the ones before it.
 #include "common/base_types.cuh"
 #include "common/util.cuh"
+
 #include "types/register.cuh"
 #include "types/shared.cuh"
+
 #include "ops/thread.cuh"
 #include "ops/wgmma.cuh"
+
 #include "ops/group.cuh"

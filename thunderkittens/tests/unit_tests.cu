@@ -1,7 +1,7 @@
 // Device tests of every tile operation that the kernels use. Prints one line per test; exits 1 if any failed.
 //   nvcc -std=c++20 -gencode=arch=compute_90a,code=sm_90a -I../include -I../../csrc -o unit_tests unit_tests.cu && ./unit_tests
-#include "kittens.cuh"
 #include "common/tma.cuh"
+#include "kittens.cuh"
 
 #include <cmath>
 #include <cstdio>
@@ -13,18 +13,18 @@
 using namespace kittens;
 namespace ext = flashmhf::tma;
 
-#define CHECK_CUDA(call)                                                                                     \
-    do {                                                                                                     \
-        cudaError_t status = (call);                                                                         \
-        if (status != cudaSuccess) {                                                                         \
-            std::printf("CUDA error at line %d: %s\n", __LINE__, cudaGetErrorString(status));                \
-            std::exit(2);                                                                                    \
-        }                                                                                                    \
+#define CHECK_CUDA(call)                                                                      \
+    do {                                                                                      \
+        cudaError_t status = (call);                                                          \
+        if (status != cudaSuccess) {                                                          \
+            std::printf("CUDA error at line %d: %s\n", __LINE__, cudaGetErrorString(status)); \
+            std::exit(2);                                                                     \
+        }                                                                                     \
     } while (0)
 
 static int failures = 0;
 static void report(const std::string &name, double error, double limit) {
-    const bool ok = error <= limit; // false for NaN
+    const bool ok = error <= limit;  // false for NaN
     std::printf("%s %s error %.2e limit %.0e\n", ok ? "PASS" : "FAIL", name.c_str(), error, limit);
     failures += !ok;
 }
@@ -32,7 +32,9 @@ static void report(const std::string &name, double error, double limit) {
 // Values exact in bf16 and fp16, so that products differ from the reference by fp32 summation order alone.
 __host__ __device__ static float value(int i, int seed) {
     uint32_t z = (uint32_t)i * 2654435761u + (uint32_t)seed * 40503u + 12345u;
-    z ^= z >> 15; z *= 2246822519u; z ^= z >> 13;
+    z ^= z >> 15;
+    z *= 2246822519u;
+    z ^= z >> 13;
     return (float)((int)(z % 33u) - 16) / 16.f;
 }
 template <typename T> __device__ static T as(float x) { return base_types::convertor<T, float>::convert(x); }
@@ -55,7 +57,7 @@ template <ducks::rt::all RT> __device__ static void dump(float *out, const RT &t
             }
 }
 
-struct Buffer { // device memory filled with NaN bytes, read back as floats
+struct Buffer {  // device memory filled with NaN bytes, read back as floats
     float *device;
     size_t count;
     explicit Buffer(size_t n) : count(n) {
@@ -75,7 +77,7 @@ static double max_error(const std::vector<float> &got, const std::function<doubl
     double worst = 0;
     for (size_t i = 0; i < got.size(); i++) {
         const double e = std::fabs(got[i] - expected((int)i));
-        if (!(e <= worst)) worst = e; // keeps NaN
+        if (!(e <= worst)) worst = e;  // keeps NaN
     }
     return worst;
 }
@@ -101,7 +103,7 @@ __global__ void product_kernel(float *out) {
     ext::fence_shared_writes();
     __syncthreads();
     rt_fl<16, N> c;
-    c = 3.f; // mm_* must overwrite it
+    c = 3.f;  // mm_* must overwrite it
     if constexpr (registers) {
         rt<T, 16, K> ra;
         warpgroup::load(ra, a);
@@ -111,10 +113,22 @@ __global__ void product_kernel(float *out) {
         if constexpr (form == ABt && !accumulate) warpgroup::mm_ABt(c, ra, b);
         warpgroup::mma_async_wait();
     } else {
-        if constexpr (form == AB) { if constexpr (accumulate) warpgroup::mma_AB(c, a, b); else warpgroup::mm_AB(c, a, b); }
-        if constexpr (form == ABt) { if constexpr (accumulate) warpgroup::mma_ABt(c, a, b); else warpgroup::mm_ABt(c, a, b); }
-        if constexpr (form == AtB) { if constexpr (accumulate) warpgroup::mma_AtB(c, a, b); else warpgroup::mm_AtB(c, a, b); }
-        if constexpr (form == AtBt) { if constexpr (accumulate) warpgroup::mma_AtBt(c, a, b); else warpgroup::mm_AtBt(c, a, b); }
+        if constexpr (form == AB) {
+            if constexpr (accumulate) warpgroup::mma_AB(c, a, b);
+            else warpgroup::mm_AB(c, a, b);
+        }
+        if constexpr (form == ABt) {
+            if constexpr (accumulate) warpgroup::mma_ABt(c, a, b);
+            else warpgroup::mm_ABt(c, a, b);
+        }
+        if constexpr (form == AtB) {
+            if constexpr (accumulate) warpgroup::mma_AtB(c, a, b);
+            else warpgroup::mm_AtB(c, a, b);
+        }
+        if constexpr (form == AtBt) {
+            if constexpr (accumulate) warpgroup::mma_AtBt(c, a, b);
+            else warpgroup::mm_AtBt(c, a, b);
+        }
         warpgroup::mma_async_wait();
     }
     dump(out, c);
@@ -171,7 +185,8 @@ __global__ void pipelined_kernel(float *out) {
     ext::fence_shared_writes();
     __syncthreads();
     rt_fl<16, 64> c, d;
-    c = 0.f; d = 0.f;
+    c = 0.f;
+    d = 0.f;
     st_descriptor<st_bf<64, 128>, 0> da(a);
     st_descriptor<st_bf<128, 64>, 1> db(b);
     warpgroup::mma_fence(c);
@@ -198,8 +213,7 @@ template <typename T, typename R, int rows, int cols, int swizzle> __global__ vo
     warpgroup::load(r, a);
     warpgroup::store(b, r);
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x)
-        out[i] = base_types::convertor<float, T>::convert(b[{i / cols, i % cols}]);
+    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x) out[i] = base_types::convertor<float, T>::convert(b[{i / cols, i % cols}]);
 }
 template <typename T, typename R, int rows, int cols, int swizzle = 0> static void test_copy() {
     Buffer out(rows * cols);
@@ -208,7 +222,7 @@ template <typename T, typename R, int rows, int cols, int swizzle = 0> static vo
     std::snprintf(name, sizeof name, "load+store %s tile %dx%d through %s swizzle %d", name_of<T>(), rows, cols, name_of<R>(), swizzle);
     report(name, max_error(out.host(), [](int i) { return (double)value(i, 1); }), 0);
 }
-__global__ void fragment_kernel(float *out) { // the register order of a loaded tile, of a column-layout tile and of a subtile
+__global__ void fragment_kernel(float *out) {  // the register order of a loaded tile, of a column-layout tile and of a subtile
     extern __shared__ int raw[];
     shared_allocator<1024> allocator(raw);
     st_bf<64, 64> &a = allocator.allocate<st_bf<64, 64>>();
@@ -223,7 +237,7 @@ __global__ void fragment_kernel(float *out) { // the register order of a loaded 
         warp::load(c, part);
         for (int i = 0; i < 2; i++)
             for (int j = 0; j < 2; j++)
-                for (int k = 0; k < 4; k++) { // column layout: pairs run down the rows
+                for (int k = 0; k < 4; k++) {  // column layout: pairs run down the rows
                     const int row = 16 * i + 2 * (laneid() % 4) + 8 * (k >> 1), col = 16 * j + laneid() / 4 + 8 * (k & 1);
                     const float2 v = __bfloat1622float2(c.tiles[i][j].data[k]);
                     out[4096 + row * 32 + col] = v.x;
@@ -257,7 +271,7 @@ __global__ void elementwise_kernel(float *out) {
     warp::copy(low, x);
     rt_fl<16, 64> back;
     warp::copy(back, low);
-    warp::sub(back, back, x);   // exact values: zero
+    warp::sub(back, back, x);  // exact values: zero
     warp::add(y, y, back);
     dump(out, y);
     warp::row_sum(total, x);
@@ -267,12 +281,15 @@ __global__ void elementwise_kernel(float *out) {
 }
 
 // ---- synchronisation and copies
-__global__ void semaphore_kernel(float *in, float *out) { // producer warp -> consumer warps, two phases, counted arrivals; named barrier
+__global__ void semaphore_kernel(float *in, float *out) {  // producer warp -> consumer warps, two phases, counted arrivals; named barrier
     extern __shared__ int raw[];
     shared_allocator<1024> allocator(raw);
     sv_fl<256> &data = allocator.allocate<sv_fl<256>>();
     __shared__ semaphore full, empty;
-    if (threadIdx.x == 0) { init_semaphore(full, 0, 1); init_semaphore(empty, 3); }
+    if (threadIdx.x == 0) {
+        init_semaphore(full, 0, 1);
+        init_semaphore(empty, 3);
+    }
     ext::fence_semaphore_init();
     __syncthreads();
     for (int it = 0; it < 6; it++) {
@@ -288,9 +305,12 @@ __global__ void semaphore_kernel(float *in, float *out) { // producer warp -> co
         }
     }
     if (warpid() < 2) arrive_and_wait(barrier<2>(1));
-    else if (warpid() == 2) { if (!test_wait(full, 1)) out[0] = NAN; }
+    else if (warpid() == 2) {
+        if (!test_wait(full, 1)) out[0] = NAN;
+    }
 }
-template <typename T, int rows, int cols, int swizzle> __global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap out, float *check) {
+template <typename T, int rows, int cols, int swizzle>
+__global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap out, float *check) {
     extern __shared__ int raw[];
     shared_allocator<1024> allocator(raw);
     using ST = st<T, rows, cols, true, swizzle>;
@@ -301,11 +321,13 @@ template <typename T, int rows, int cols, int swizzle> __global__ void tensor_ke
         init_semaphore(full, 0, 1);
         ext::fence_semaphore_init();
         kittens::tma::expect_bytes(full, sizeof(ST));
-        for (int c = 0; c < cols; c += panel) ext::load_async(&tile.data[c * rows], &in, int2{c, 8}, full); // the last 8 rows are out of bounds: zeros
+        for (int c = 0; c < cols; c += panel)
+            ext::load_async(&tile.data[c * rows], &in, int2{c, 8}, full);  // the last 8 rows are out of bounds: zeros
     }
     __syncthreads();
     wait(full, 0);
-    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x) check[i] = base_types::convertor<float, T>::convert(tile[{i / cols, i % cols}]);
+    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x)
+        check[i] = base_types::convertor<float, T>::convert(tile[{i / cols, i % cols}]);
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int c = 0; c < cols; c += panel) ext::store_async(&out, &tile.data[c * rows], int2{c, 0});
@@ -326,13 +348,18 @@ __global__ void reduce_kernel(float *sum, const __grid_constant__ CUtensorMap ma
         kittens::tma::store_async_wait();
     }
 }
-__global__ void __cluster_dims__(2, 1, 1) cluster_kernel(const __grid_constant__ CUtensorMap in, float *out) { // each CTA loads half and multicasts it
+__global__ void __cluster_dims__(2, 1, 1)
+    cluster_kernel(const __grid_constant__ CUtensorMap in, float *out) {  // each CTA loads half and multicasts it
     extern __shared__ int raw[];
     shared_allocator<1024> allocator(raw);
     st_bf<64, 128> &tile = allocator.allocate<st_bf<64, 128>>();
     __shared__ semaphore full, empty;
     const int rank = cluster_ctarank();
-    if (threadIdx.x == 0) { init_semaphore(full, 0, 1); init_semaphore(empty, 2); ext::fence_semaphore_init(); }
+    if (threadIdx.x == 0) {
+        init_semaphore(full, 0, 1);
+        init_semaphore(empty, 2);
+        ext::fence_semaphore_init();
+    }
     everyone::tma::cluster::sync();
     for (int it = 0; it < 4; it++) {
         if (threadIdx.x == 0) {
@@ -347,13 +374,19 @@ __global__ void __cluster_dims__(2, 1, 1) cluster_kernel(const __grid_constant__
     }
     everyone::tma::cluster::sync();
 }
-__global__ void __launch_bounds__(384, 1) roles_kernel(float *out) { // register budgets of specialised warpgroups
-    if (warpgroup::groupid() == 0) { warpgroup::decrease_registers<24>(); out[threadIdx.x] = 1.f; }
-    else { warpgroup::increase_registers<240>(); out[threadIdx.x] = 2.f; }
+__global__ void __launch_bounds__(384, 1) roles_kernel(float *out) {  // register budgets of specialised warpgroups
+    if (warpgroup::groupid() == 0) {
+        warpgroup::decrease_registers<24>();
+        out[threadIdx.x] = 1.f;
+    } else {
+        warpgroup::increase_registers<240>();
+        out[threadIdx.x] = 2.f;
+    }
 }
 
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                            const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
 static CUtensorMap tensor_map(void *p, CUtensorMapDataType type, int element, int cols, int rows, int box_cols, int box_rows, int swizzle) {
     void *entry = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -362,10 +395,15 @@ static CUtensorMap tensor_map(void *p, CUtensorMapDataType type, int element, in
     const cuuint64_t size[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, stride[1] = {(cuuint64_t)cols * element};
     const cuuint32_t box[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, step[2] = {1, 1};
     const CUresult status = ((Encode)entry)(&map, type, 2, p, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                            swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                            : swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                                            swizzle == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                            : swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                            : CU_TENSOR_MAP_SWIZZLE_NONE,
                                             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS) { std::printf("cuTensorMapEncodeTiled: %d\n", (int)status); std::exit(2); }
+    if (status != CUDA_SUCCESS) {
+        std::printf("cuTensorMapEncodeTiled: %d\n", (int)status);
+        std::exit(2);
+    }
     return map;
 }
 template <typename T> __global__ void fill_global(T *p, int n, int seed) {
@@ -375,7 +413,8 @@ template <typename T, int rows, int cols, int swizzle> static void test_tensor_m
     Buffer in(rows * cols), out(rows * cols), check(rows * cols);
     fill_global<<<1, 256>>>((T *)in.device, rows * cols, 1);
     const auto type = std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const CUtensorMap from = tensor_map(in.device, type, 2, cols, rows, swizzle / 2, rows, swizzle), to = tensor_map(out.device, type, 2, cols, rows, swizzle / 2, rows, swizzle);
+    const CUtensorMap from = tensor_map(in.device, type, 2, cols, rows, swizzle / 2, rows, swizzle),
+                      to = tensor_map(out.device, type, 2, cols, rows, swizzle / 2, rows, swizzle);
     launch(tensor_kernel<T, rows, cols, swizzle>, 1, 128, from, to, check.device);
     auto expected = [](int i) { return i / cols + 8 < rows ? (double)value(i + 8 * cols, 1) : 0.; };
     char name[96];
@@ -395,11 +434,14 @@ int main() {
     {
         Buffer out(2 * 4096);
         launch(pipelined_kernel, 1, 128, out.device);
-        report("two products in flight", max_error(out.host(), [](int i) {
-                   double s = 0;
-                   for (int k = 0; k < 128; k++) s += (double)value((i % 4096 / 64) * 128 + k, 1) * value(k * 64 + i % 64, 2);
-                   return s;
-               }), 1e-4);
+        report("two products in flight",
+               max_error(out.host(),
+                         [](int i) {
+                             double s = 0;
+                             for (int k = 0; k < 128; k++) s += (double)value((i % 4096 / 64) * 128 + k, 1) * value(k * 64 + i % 64, 2);
+                             return s;
+                         }),
+               1e-4);
     }
     test_copy<bf16, bf16, 64, 64>();
     test_copy<bf16, float, 64, 128>();
@@ -411,21 +453,27 @@ int main() {
     {
         Buffer out(4096 + 1024);
         launch(fragment_kernel, 1, 128, out.device);
-        report("fragment order, column layout, subtile", max_error(out.host(), [](int i) {
-                   if (i < 4096) return (double)value(i, 1);
-                   const int r = 32 + (i - 4096) / 32, c = (i - 4096) % 32;
-                   return (double)value(r * 64 + c, 1);
-               }), 0);
+        report("fragment order, column layout, subtile",
+               max_error(out.host(),
+                         [](int i) {
+                             if (i < 4096) return (double)value(i, 1);
+                             const int r = 32 + (i - 4096) / 32, c = (i - 4096) % 32;
+                             return (double)value(r * 64 + c, 1);
+                         }),
+               0);
     }
     {
         Buffer out(4096 + 64);
         launch(elementwise_kernel, 1, 128, out.device);
-        report("elementwise, vectors, row_sum", max_error(out.host(), [](int i) {
-                   if (i < 4096) return ((double)value(i, 1) * value(i / 64, 5) + value(i % 64, 5) + value(i, 1)) * 2 - 1;
-                   double s = 0;
-                   for (int c = 0; c < 64; c++) s += value((i - 4096) * 64 + c, 1);
-                   return s;
-               }), 1e-5);
+        report("elementwise, vectors, row_sum",
+               max_error(out.host(),
+                         [](int i) {
+                             if (i < 4096) return ((double)value(i, 1) * value(i / 64, 5) + value(i % 64, 5) + value(i, 1)) * 2 - 1;
+                             double s = 0;
+                             for (int c = 0; c < 64; c++) s += value((i - 4096) * 64 + c, 1);
+                             return s;
+                         }),
+               1e-5);
     }
     {
         Buffer in(1536), out(1536);

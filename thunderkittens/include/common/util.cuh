@@ -23,7 +23,9 @@ template <int default_alignment = 1024> struct shared_allocator {
     int *ptr;
 
   private:
-    template <typename A, size_t... dims> struct array_of { using type = A; };
+    template <typename A, size_t... dims> struct array_of {
+        using type = A;
+    };
     template <typename A, size_t first, size_t... rest> struct array_of<A, first, rest...> {
         using type = typename array_of<A, rest...>::type[first];
     };
@@ -64,4 +66,4 @@ __device__ static inline int cluster_nctarank() {
     return ranks;
 }
 
-} // namespace kittens
+}  // namespace kittens

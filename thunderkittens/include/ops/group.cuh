@@ -5,13 +5,13 @@ namespace kittens {
 
 // Elementwise operators for unary_map and bin_map.
 namespace base_ops {
-#define KITTENS_UNARY(name, expression)                                                  \
-    struct name {                                                                        \
-        __device__ static inline float op(const float &x) { return expression; }         \
-        template <typename T2> __device__ static inline T2 op(const T2 &v) {             \
-            float2 f = base_types::convertor<float2, T2>::convert(v);                    \
-            return base_types::convertor<T2, float2>::convert({op(f.x), op(f.y)});       \
-        }                                                                                \
+#define KITTENS_UNARY(name, expression)                                            \
+    struct name {                                                                  \
+        __device__ static inline float op(const float &x) { return expression; }   \
+        template <typename T2> __device__ static inline T2 op(const T2 &v) {       \
+            float2 f = base_types::convertor<float2, T2>::convert(v);              \
+            return base_types::convertor<T2, float2>::convert({op(f.x), op(f.y)}); \
+        }                                                                          \
     };
 KITTENS_UNARY(exp, __expf(x))
 KITTENS_UNARY(exp2, exp2f(x))
@@ -19,13 +19,13 @@ KITTENS_UNARY(log, __logf(x))
 KITTENS_UNARY(abs, fabsf(x))
 KITTENS_UNARY(relu, fmaxf(x, 0.f))
 #undef KITTENS_UNARY
-#define KITTENS_BINARY(name, expression)                                                                                   \
-    struct name {                                                                                                          \
-        __device__ static inline float op(const float &a, const float &b) { return expression; }                           \
-        template <typename T2> __device__ static inline T2 op(const T2 &x, const T2 &y) {                                  \
-            float2 f = base_types::convertor<float2, T2>::convert(x), g = base_types::convertor<float2, T2>::convert(y);   \
-            return base_types::convertor<T2, float2>::convert({op(f.x, g.x), op(f.y, g.y)});                               \
-        }                                                                                                                  \
+#define KITTENS_BINARY(name, expression)                                                                                 \
+    struct name {                                                                                                        \
+        __device__ static inline float op(const float &a, const float &b) { return expression; }                         \
+        template <typename T2> __device__ static inline T2 op(const T2 &x, const T2 &y) {                                \
+            float2 f = base_types::convertor<float2, T2>::convert(x), g = base_types::convertor<float2, T2>::convert(y); \
+            return base_types::convertor<T2, float2>::convert({op(f.x, g.x), op(f.y, g.y)});                             \
+        }                                                                                                                \
     };
 KITTENS_BINARY(sum, a + b)
 KITTENS_BINARY(sub, a - b)
@@ -34,7 +34,7 @@ KITTENS_BINARY(div, a / b)
 KITTENS_BINARY(max, fmaxf(a, b))
 KITTENS_BINARY(min, fminf(a, b))
 #undef KITTENS_BINARY
-} // namespace base_ops
+}  // namespace base_ops
 
 template <int _GROUP_WARPS> struct group {
     static constexpr int GROUP_WARPS = _GROUP_WARPS;
@@ -73,8 +73,12 @@ template <int _GROUP_WARPS> struct group {
         }
     }
 
-    template <int n_reg> __device__ static inline void increase_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n_reg)); }
-    template <int n_reg> __device__ static inline void decrease_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n_reg)); }
+    template <int n_reg> __device__ static inline void increase_registers() {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n_reg));
+    }
+    template <int n_reg> __device__ static inline void decrease_registers() {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n_reg));
+    }
 
     // ---- shared <-> register tiles: warp w of the group holds rows [w * RT::rows, (w + 1) * RT::rows) of the shared tile
     template <ducks::rt::all RT, ducks::st::all ST> __device__ static inline void load(RT &dst, const ST &src) {
@@ -135,11 +139,16 @@ template <int _GROUP_WARPS> struct group {
 #pragma unroll
         for (int w = 0; w < RV::outer_dim; w++) {
             if constexpr (std::is_same_v<typename RV::layout, ducks::rv_layout::ortho>) {
-                if (t == 0) { put(16 * w + g, src[w][0].x); put(16 * w + g + 8, src[w][0].y); }
+                if (t == 0) {
+                    put(16 * w + g, src[w][0].x);
+                    put(16 * w + g + 8, src[w][0].y);
+                }
             } else if constexpr (std::is_same_v<typename RV::layout, ducks::rv_layout::align>) {
                 if (g == 0) {
-                    put(16 * w + 2 * t, src[w][0].x); put(16 * w + 2 * t + 1, src[w][0].y);
-                    put(16 * w + 2 * t + 8, src[w][1].x); put(16 * w + 2 * t + 9, src[w][1].y);
+                    put(16 * w + 2 * t, src[w][0].x);
+                    put(16 * w + 2 * t + 1, src[w][0].y);
+                    put(16 * w + 2 * t + 8, src[w][1].x);
+                    put(16 * w + 2 * t + 9, src[w][1].y);
                 }
             } else if (32 * w + lane < RV::length) put(32 * w + lane, src[w][0]);
         }
@@ -156,22 +165,31 @@ template <int _GROUP_WARPS> struct group {
     }
     template <typename op, ducks::rt::all RT> __device__ static inline void bin_map(RT &dst, const RT &lhs, const typename RT::T &rhs) {
         const typename RT::dtype pair = base_types::packing<typename RT::T>::pack(rhs);
-        each_pair<RT>([&](int i, int j, int k) { dst.tiles[i][j].data[k] = op::template op<typename RT::dtype>(lhs.tiles[i][j].data[k], pair); });
+        each_pair<RT>(
+            [&](int i, int j, int k) { dst.tiles[i][j].data[k] = op::template op<typename RT::dtype>(lhs.tiles[i][j].data[k], pair); });
     }
     // op with one value per row (col_vec of the tile) or per column (row_vec)
-    template <typename op, ducks::rt::row_layout RT, ducks::rv::all V> __device__ static inline void row_map(RT &dst, const RT &src, const V &values) {
+    template <typename op, ducks::rt::row_layout RT, ducks::rv::all V>
+    __device__ static inline void row_map(RT &dst, const RT &src, const V &values) {
         static_assert(std::is_same_v<V, typename RT::col_vec>);
         each_pair<RT>([&](int i, int j, int k) {
             const auto v = (k & 1) ? values[i][0].y : values[i][0].x;
             dst.tiles[i][j].data[k] = op::template op<typename RT::dtype>(src.tiles[i][j].data[k], typename RT::dtype{v, v});
         });
     }
-    template <typename op, ducks::rt::row_layout RT, ducks::rv::all V> __device__ static inline void col_map(RT &dst, const RT &src, const V &values) {
+    template <typename op, ducks::rt::row_layout RT, ducks::rv::all V>
+    __device__ static inline void col_map(RT &dst, const RT &src, const V &values) {
         static_assert(std::is_same_v<V, typename RT::row_vec>);
-        each_pair<RT>([&](int i, int j, int k) { dst.tiles[i][j].data[k] = op::template op<typename RT::dtype>(src.tiles[i][j].data[k], values[j][k >> 1]); });
+        each_pair<RT>([&](int i, int j, int k) {
+            dst.tiles[i][j].data[k] = op::template op<typename RT::dtype>(src.tiles[i][j].data[k], values[j][k >> 1]);
+        });
     }
-    template <ducks::rt::all RT> __device__ static inline void zero(RT &dst) { dst = base_types::convertor<typename RT::T, float>::convert(0.f); }
-    template <ducks::rt::all RT> __device__ static inline void one(RT &dst) { dst = base_types::convertor<typename RT::T, float>::convert(1.f); }
+    template <ducks::rt::all RT> __device__ static inline void zero(RT &dst) {
+        dst = base_types::convertor<typename RT::T, float>::convert(0.f);
+    }
+    template <ducks::rt::all RT> __device__ static inline void one(RT &dst) {
+        dst = base_types::convertor<typename RT::T, float>::convert(1.f);
+    }
     template <ducks::rt::all RT, ducks::rt::all RU> __device__ static inline void copy(RT &dst, const RU &src) {
         static_assert(RT::rows == RU::rows && RT::cols == RU::cols && std::is_same_v<typename RT::layout, typename RU::layout>);
         each_pair<RT>([&](int i, int j, int k) {
@@ -183,20 +201,46 @@ template <int _GROUP_WARPS> struct group {
     template <ducks::rt::all RT> __device__ static inline void log(RT &dst, const RT &src) { unary_map<base_ops::log>(dst, src); }
     template <ducks::rt::all RT> __device__ static inline void abs(RT &dst, const RT &src) { unary_map<base_ops::abs>(dst, src); }
     template <ducks::rt::all RT> __device__ static inline void relu(RT &dst, const RT &src) { unary_map<base_ops::relu>(dst, src); }
-    template <ducks::rt::all RT, typename U> __device__ static inline void add(RT &dst, const RT &lhs, const U &rhs) { bin_map<base_ops::sum>(dst, lhs, rhs); }
-    template <ducks::rt::all RT, typename U> __device__ static inline void sub(RT &dst, const RT &lhs, const U &rhs) { bin_map<base_ops::sub>(dst, lhs, rhs); }
-    template <ducks::rt::all RT, typename U> __device__ static inline void mul(RT &dst, const RT &lhs, const U &rhs) { bin_map<base_ops::mul>(dst, lhs, rhs); }
-    template <ducks::rt::all RT, typename U> __device__ static inline void div(RT &dst, const RT &lhs, const U &rhs) { bin_map<base_ops::div>(dst, lhs, rhs); }
-    template <ducks::rt::all RT, typename U> __device__ static inline void max(RT &dst, const RT &lhs, const U &rhs) { bin_map<base_ops::max>(dst, lhs, rhs); }
-    template <ducks::rt::all RT, typename U> __device__ static inline void min(RT &dst, const RT &lhs, const U &rhs) { bin_map<base_ops::min>(dst, lhs, rhs); }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void add_row(RT &dst, const RT &src, const V &v) { row_map<base_ops::sum>(dst, src, v); }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void mul_row(RT &dst, const RT &src, const V &v) { row_map<base_ops::mul>(dst, src, v); }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void div_row(RT &dst, const RT &src, const V &v) { row_map<base_ops::div>(dst, src, v); }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void add_col(RT &dst, const RT &src, const V &v) { col_map<base_ops::sum>(dst, src, v); }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void mul_col(RT &dst, const RT &src, const V &v) { col_map<base_ops::mul>(dst, src, v); }
+    template <ducks::rt::all RT, typename U> __device__ static inline void add(RT &dst, const RT &lhs, const U &rhs) {
+        bin_map<base_ops::sum>(dst, lhs, rhs);
+    }
+    template <ducks::rt::all RT, typename U> __device__ static inline void sub(RT &dst, const RT &lhs, const U &rhs) {
+        bin_map<base_ops::sub>(dst, lhs, rhs);
+    }
+    template <ducks::rt::all RT, typename U> __device__ static inline void mul(RT &dst, const RT &lhs, const U &rhs) {
+        bin_map<base_ops::mul>(dst, lhs, rhs);
+    }
+    template <ducks::rt::all RT, typename U> __device__ static inline void div(RT &dst, const RT &lhs, const U &rhs) {
+        bin_map<base_ops::div>(dst, lhs, rhs);
+    }
+    template <ducks::rt::all RT, typename U> __device__ static inline void max(RT &dst, const RT &lhs, const U &rhs) {
+        bin_map<base_ops::max>(dst, lhs, rhs);
+    }
+    template <ducks::rt::all RT, typename U> __device__ static inline void min(RT &dst, const RT &lhs, const U &rhs) {
+        bin_map<base_ops::min>(dst, lhs, rhs);
+    }
+    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void add_row(RT &dst, const RT &src, const V &v) {
+        row_map<base_ops::sum>(dst, src, v);
+    }
+    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void mul_row(RT &dst, const RT &src, const V &v) {
+        row_map<base_ops::mul>(dst, src, v);
+    }
+    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void div_row(RT &dst, const RT &src, const V &v) {
+        row_map<base_ops::div>(dst, src, v);
+    }
+    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void add_col(RT &dst, const RT &src, const V &v) {
+        col_map<base_ops::sum>(dst, src, v);
+    }
+    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void mul_col(RT &dst, const RT &src, const V &v) {
+        col_map<base_ops::mul>(dst, src, v);
+    }
     // sum of each row, in all lanes that hold it
-    template <ducks::rv::all V, ducks::rt::row_layout RT> __device__ static inline void row_sum(V &dst, const RT &src) { row_reduce<base_ops::sum>(dst, src); }
-    template <ducks::rv::all V, ducks::rt::row_layout RT> __device__ static inline void row_max(V &dst, const RT &src) { row_reduce<base_ops::max>(dst, src); }
+    template <ducks::rv::all V, ducks::rt::row_layout RT> __device__ static inline void row_sum(V &dst, const RT &src) {
+        row_reduce<base_ops::sum>(dst, src);
+    }
+    template <ducks::rv::all V, ducks::rt::row_layout RT> __device__ static inline void row_max(V &dst, const RT &src) {
+        row_reduce<base_ops::max>(dst, src);
+    }
 
     // ---- wgmma. Each product is one commit group. accumulate = 0 (mm_*) overwrites d. fence = 0 leaves mma_fence to the caller.
     //
@@ -215,13 +259,19 @@ template <int _GROUP_WARPS> struct group {
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     }
     __device__ static inline void mma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-    template <int N = 0> __device__ static inline void mma_async_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+    template <int N = 0> __device__ static inline void mma_async_wait() {
+        asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+    }
 
-#define KITTENS_MMA(NAME, A_KIND, TA, TB)                                                                                             \
-    template <ducks::rt::row_layout D, A_KIND A, ducks::st_descriptor::input B, int fence = 1, int accumulate = 1>                    \
-    __device__ static inline void mma_##NAME(D &d, const A &a, const B &b) { product<fence, accumulate, TA, TB>(d, a, b); }           \
-    template <ducks::rt::row_layout D, A_KIND A, ducks::st_descriptor::input B>                                                       \
-    __device__ static inline void mm_##NAME(D &d, const A &a, const B &b) { product<1, 0, TA, TB>(d, a, b); }
+#define KITTENS_MMA(NAME, A_KIND, TA, TB)                                                                          \
+    template <ducks::rt::row_layout D, A_KIND A, ducks::st_descriptor::input B, int fence = 1, int accumulate = 1> \
+    __device__ static inline void mma_##NAME(D &d, const A &a, const B &b) {                                       \
+        product<fence, accumulate, TA, TB>(d, a, b);                                                               \
+    }                                                                                                              \
+    template <ducks::rt::row_layout D, A_KIND A, ducks::st_descriptor::input B>                                    \
+    __device__ static inline void mm_##NAME(D &d, const A &a, const B &b) {                                        \
+        product<1, 0, TA, TB>(d, a, b);                                                                            \
+    }
     KITTENS_MMA(AB, ducks::rt::row_layout, 0, 1)
     KITTENS_MMA(ABt, ducks::rt::row_layout, 0, 0)
     KITTENS_MMA(AB, ducks::st_descriptor::input, 0, 1)
@@ -276,7 +326,8 @@ template <int _GROUP_WARPS> struct group {
         for (int i = 0; i < RT::height; i++)
 #pragma unroll
             for (int j = 0; j < RT::width; j++)
-                f(i, j, tile.idx(base, {base_row + 16 * i + lane % 16, 16 * j + lane / 16 * 8}), base_row + 16 * i + lane / 4, 16 * j + 2 * (lane % 4), base);
+                f(i, j, tile.idx(base, {base_row + 16 * i + lane % 16, 16 * j + lane / 16 * 8}), base_row + 16 * i + lane / 4,
+                  16 * j + 2 * (lane % 4), base);
     }
     // The warp whose rows come w-th: of two or more warpgroups, warp w of each stands side by side (64 * warpgroups rows as wgmma tiles).
     __device__ static inline int group_warp() {
@@ -291,17 +342,22 @@ template <int _GROUP_WARPS> struct group {
             D lo = src.tiles[i][0].data[0], hi = src.tiles[i][0].data[1];
 #pragma unroll
             for (int j = 0; j < RT::width; j++) {
-                if (j > 0) { lo = op::template op<D>(lo, src.tiles[i][j].data[0]); hi = op::template op<D>(hi, src.tiles[i][j].data[1]); }
+                if (j > 0) {
+                    lo = op::template op<D>(lo, src.tiles[i][j].data[0]);
+                    hi = op::template op<D>(hi, src.tiles[i][j].data[1]);
+                }
                 lo = op::template op<D>(lo, src.tiles[i][j].data[2]);
                 hi = op::template op<D>(hi, src.tiles[i][j].data[3]);
             }
             D both = op::template op<D>(D{lo.x, hi.x}, D{lo.y, hi.y});
 #pragma unroll
-            for (int s = 1; s <= 2; s *= 2) both = op::template op<D>(both, D{__shfl_xor_sync(MASK_ALL, both.x, s), __shfl_xor_sync(MASK_ALL, both.y, s)});
+            for (int s = 1; s <= 2; s *= 2)
+                both = op::template op<D>(both, D{__shfl_xor_sync(MASK_ALL, both.x, s), __shfl_xor_sync(MASK_ALL, both.y, s)});
             dst[i][0] = both;
         }
     }
-    template <int fence, int accumulate, int TA, int TB, typename D, typename A, typename B> __device__ static inline void product(D &d, const A &a, const B &b) {
+    template <int fence, int accumulate, int TA, int TB, typename D, typename A, typename B>
+    __device__ static inline void product(D &d, const A &a, const B &b) {
         static_assert(GROUP_WARPS == 4, "wgmma needs a warpgroup");
         using ST_B = ducks::st_descriptor::detail::get_st<B>;
         constexpr int N = TB ? ST_B::cols : ST_B::rows, K = TB ? ST_B::rows : ST_B::cols;
@@ -310,15 +366,18 @@ template <int _GROUP_WARPS> struct group {
         st_descriptor<ST_B, TB> b_desc(b);
         if constexpr (fence) mma_fence(d);
         if constexpr (ducks::rt::all<A>) {
-            static_assert(std::is_same_v<typename A::T, typename ST_B::T> && A::cols == K && D::height == A::height, "operand shapes or types differ");
+            static_assert(std::is_same_v<typename A::T, typename ST_B::T> && A::cols == K && D::height == A::height,
+                          "operand shapes or types differ");
 #pragma unroll
             for (int m = 0; m < D::height; m++)
 #pragma unroll
                 for (int k = 0; k < K / 16; k++)
-                    mma::rt_st(&d.tiles[m][0].data[0].x, reinterpret_cast<const uint32_t *>(a.tiles[m][k].data), b_desc.chunk_descriptor(k), k > 0 || accumulate);
+                    mma::rt_st(&d.tiles[m][0].data[0].x, reinterpret_cast<const uint32_t *>(a.tiles[m][k].data), b_desc.chunk_descriptor(k),
+                               k > 0 || accumulate);
         } else {
             using ST_A = ducks::st_descriptor::detail::get_st<A>;
-            static_assert(std::is_same_v<typename ST_A::T, typename ST_B::T> && (TA ? ST_A::rows : ST_A::cols) == K, "operand shapes or types differ");
+            static_assert(std::is_same_v<typename ST_A::T, typename ST_B::T> && (TA ? ST_A::rows : ST_A::cols) == K,
+                          "operand shapes or types differ");
             static_assert((TA ? ST_A::cols : ST_A::rows) == 64 && D::height == 1, "a shared A operand has 64 rows");
             st_descriptor<ST_A, TA> a_desc(a);
 #pragma unroll
@@ -332,4 +391,4 @@ template <int _GROUP_WARPS> struct group {
 using warp = group<1>;
 using warpgroup = group<4>;
 
-} // namespace kittens
+}  // namespace kittens

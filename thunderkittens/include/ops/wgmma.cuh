@@ -27,7 +27,8 @@ namespace wgmma {
 #define KITTENS_T13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define KITTENS_T14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define KITTENS_T15 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define KITTENS_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define KITTENS_D(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define KITTENS_TL0 KITTENS_T0
 #define KITTENS_DL0 KITTENS_D(0)
 #define KITTENS_TL1 KITTENS_TL0 ", " KITTENS_T1
@@ -64,21 +65,21 @@ namespace wgmma {
 template <typename T, int N, int TA, int TB> struct base;
 
 // P0.. are the operand numbers after the accumulators.
-#define KITTENS_WGMMA(N, LAST, TYPE, NAME, P0, P1, P2, P3, P4, P5, P6)                                                          \
-    template <int TA, int TB> struct base<TYPE, N, TA, TB> {                                                                    \
-        __device__ static inline void st_st(float *d, uint64_t a, uint64_t b, int accumulate) {                                 \
+#define KITTENS_WGMMA(N, LAST, TYPE, NAME, P0, P1, P2, P3, P4, P5, P6)                                                                  \
+    template <int TA, int TB> struct base<TYPE, N, TA, TB> {                                                                            \
+        __device__ static inline void st_st(float *d, uint64_t a, uint64_t b, int accumulate) {                                         \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME \
-                         " {" KITTENS_TL##LAST "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P3 ", %" #P4 ";\n}"                        \
-                         : KITTENS_DL##LAST                                                                                     \
-                         : "l"(a), "l"(b), "r"(accumulate), "n"(TA), "n"(TB));                                                  \
-        }                                                                                                                       \
-        __device__ static inline void rt_st(float *d, const uint32_t *a, uint64_t b, int accumulate) {                          \
-            static_assert(TA == 0, "A in registers is K-major");                                                                \
+                         " {" KITTENS_TL##LAST "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P3 ", %" #P4 ";\n}"                                 \
+                         : KITTENS_DL##LAST                                                                                             \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(TA), "n"(TB));                                                          \
+        }                                                                                                                               \
+        __device__ static inline void rt_st(float *d, const uint32_t *a, uint64_t b, int accumulate) {                                  \
+            static_assert(TA == 0, "A in registers is K-major");                                                                        \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME \
-                         " {" KITTENS_TL##LAST "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, %" #P6 ";\n}"  \
-                         : KITTENS_DL##LAST                                                                                     \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TB));                       \
-        }                                                                                                                       \
+                         " {" KITTENS_TL##LAST "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, %" #P6 ";\n}"           \
+                         : KITTENS_DL##LAST                                                                                             \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TB));                               \
+        }                                                                                                                               \
     };
 #define KITTENS_WGMMA_TYPES(N, LAST, ...) KITTENS_WGMMA(N, LAST, bf16, "bf16", __VA_ARGS__) KITTENS_WGMMA(N, LAST, half, "f16", __VA_ARGS__)
 
@@ -102,6 +103,6 @@ KITTENS_WGMMA_TYPES(256, 15, 128, 129, 130, 131, 132, 133, 134)
 #undef KITTENS_WGMMA_TYPES
 #undef KITTENS_WGMMA
 
-} // namespace wgmma
-} // namespace detail
-} // namespace kittens
+}  // namespace wgmma
+}  // namespace detail
+}  // namespace kittens

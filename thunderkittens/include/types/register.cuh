@@ -10,25 +10,37 @@ namespace ducks {
 namespace rt_layout {
 struct row {};
 struct col {};
-template <typename T> concept all = std::is_same_v<T, row> || std::is_same_v<T, col>;
-} // namespace rt_layout
+template <typename T>
+concept all = std::is_same_v<T, row> || std::is_same_v<T, col>;
+}  // namespace rt_layout
 namespace rv_layout {
-struct align { static constexpr int inner_dim = 2; }; // along the pairs of a tile (8 copies)
-struct ortho { static constexpr int inner_dim = 1; }; // across the pairs of a tile (4 copies)
-struct naive { static constexpr int inner_dim = 1; }; // element i in lane i % 32, no copies
-template <typename T> concept all = std::is_same_v<T, align> || std::is_same_v<T, ortho> || std::is_same_v<T, naive>;
-} // namespace rv_layout
+struct align {
+    static constexpr int inner_dim = 2;
+};  // along the pairs of a tile (8 copies)
+struct ortho {
+    static constexpr int inner_dim = 1;
+};  // across the pairs of a tile (4 copies)
+struct naive {
+    static constexpr int inner_dim = 1;
+};  // element i in lane i % 32, no copies
+template <typename T>
+concept all = std::is_same_v<T, align> || std::is_same_v<T, ortho> || std::is_same_v<T, naive>;
+}  // namespace rv_layout
 namespace rt {
 struct identifier {};
-template <typename T> concept all = std::is_same_v<typename T::identifier, identifier>;
-template <typename T> concept row_layout = all<T> && std::is_same_v<typename T::layout, ducks::rt_layout::row>;
-template <typename T> concept col_layout = all<T> && std::is_same_v<typename T::layout, ducks::rt_layout::col>;
-} // namespace rt
+template <typename T>
+concept all = std::is_same_v<typename T::identifier, identifier>;
+template <typename T>
+concept row_layout = all<T> && std::is_same_v<typename T::layout, ducks::rt_layout::row>;
+template <typename T>
+concept col_layout = all<T> && std::is_same_v<typename T::layout, ducks::rt_layout::col>;
+}  // namespace rt
 namespace rv {
 struct identifier {};
-template <typename T> concept all = std::is_same_v<typename T::identifier, identifier>;
-} // namespace rv
-} // namespace ducks
+template <typename T>
+concept all = std::is_same_v<typename T::identifier, identifier>;
+}  // namespace rv
+}  // namespace ducks
 
 // Vector of _length elements. ortho: data[w][0] = (16w + g, 16w + g + 8); align: data[w][0], data[w][1] = pairs 2t, 8 + 2t of block w.
 template <typename _T, size_t _length, ducks::rv_layout::all _layout = ducks::rv_layout::naive> struct rv {
@@ -53,7 +65,8 @@ template <typename _T, size_t _length, ducks::rv_layout::all _layout = ducks::rv
         for (int i = 0; i < outer_dim; i++)
 #pragma unroll
             for (int j = 0; j < inner_dim; j++)
-                if constexpr (is_naive) data[i][j] = value; else data[i][j] = base_types::packing<T>::pack(value);
+                if constexpr (is_naive) data[i][j] = value;
+                else data[i][j] = base_types::packing<T>::pack(value);
     }
 };
 template <int _l, ducks::rv_layout::all layout = ducks::rv_layout::naive> using rv_fl = rv<float, _l, layout>;
@@ -108,4 +121,4 @@ template <int _r, int _c, ducks::rt_layout::all layout = ducks::rt_layout::row> 
 template <int _r, int _c, ducks::rt_layout::all layout = ducks::rt_layout::row> using rt_bf = rt<bf16, _r, _c, layout>;
 template <int _r, int _c, ducks::rt_layout::all layout = ducks::rt_layout::row> using rt_hf = rt<half, _r, _c, layout>;
 
-} // namespace kittens
+}  // namespace kittens

@@ -9,13 +9,15 @@ namespace kittens {
 namespace ducks {
 namespace sv {
 struct identifier {};
-template <typename T> concept all = std::is_same_v<typename T::identifier, identifier>;
-} // namespace sv
+template <typename T>
+concept all = std::is_same_v<typename T::identifier, identifier>;
+}  // namespace sv
 namespace st {
 struct identifier {};
-template <typename T> concept all = std::is_same_v<typename T::identifier, identifier>;
-} // namespace st
-} // namespace ducks
+template <typename T>
+concept all = std::is_same_v<typename T::identifier, identifier>;
+}  // namespace st
+}  // namespace ducks
 
 template <typename _T, size_t _length> struct __align__(128) sv {
     using identifier = ducks::sv::identifier;
@@ -48,7 +50,7 @@ template <typename T, int swizzle_bytes> __device__ static inline uint32_t panel
 template <int swizzle_bytes, typename A> __device__ static inline A swizzled(A address) {
     return address ^ (((address % (swizzle_bytes * 8)) >> 7) << 4);
 }
-} // namespace detail
+}  // namespace detail
 
 // Part of a tile, for loads and stores (not an operand of wgmma).
 template <typename _ST, int _rows, int _cols> struct st_subtile {
@@ -93,14 +95,17 @@ template <typename _T, int _rows, int _cols, bool _swizzle = true, int _swizzle_
     }
     __device__ static inline T *idx(T *ptr, int2 rc) {
         if constexpr (!swizzle) return ptr + rc.x * cols + rc.y;
-        else return reinterpret_cast<T *>(detail::swizzled<swizzle_bytes>(
-                 reinterpret_cast<uintptr_t>(ptr) + detail::panel_offset<T, swizzle_bytes>(rows, rc.x, rc.y)));
+        else
+            return reinterpret_cast<T *>(detail::swizzled<swizzle_bytes>(reinterpret_cast<uintptr_t>(ptr) +
+                                                                         detail::panel_offset<T, swizzle_bytes>(rows, rc.x, rc.y)));
     }
     __device__ inline dtype &operator[](const int2 &rc) { return *idx(data, rc); }
     __device__ inline const dtype &operator[](const int2 &rc) const { return *idx(const_cast<dtype *>(data), rc); }
     __device__ inline dtype &operator[](int i) { return data[i]; }
 
-    template <int sub_rows, int sub_cols> __device__ inline st_subtile<st, sub_rows, sub_cols> subtile(int2 rowcol) { return {*this, rowcol}; }
+    template <int sub_rows, int sub_cols> __device__ inline st_subtile<st, sub_rows, sub_cols> subtile(int2 rowcol) {
+        return {*this, rowcol};
+    }
     // columns idx * sub_cols.. as a tile in its own right: whole panels
     template <int sub_cols> __device__ inline st<_T, _rows, sub_cols, _swizzle, swizzle_bytes> &subtile(int idx) {
         static_assert(sub_cols * sizeof(T) % swizzle_bytes == 0, "a column range must be whole panels");
@@ -116,8 +121,8 @@ template <int _r, int _c, bool _swizzle = true, int _swizzle_bytes = 0> using st
 namespace ducks {
 namespace st_descriptor {
 struct identifier {};
-} // namespace st_descriptor
-} // namespace ducks
+}  // namespace st_descriptor
+}  // namespace ducks
 
 // wgmma matrix descriptor of a 16-bit tile (PTX ISA, "Matrix descriptor format"): address, leading and stride byte offsets in units of
 // 16 bytes, swizzle mode 1, 2, 3 for 128, 64, 32 bytes.
@@ -149,12 +154,17 @@ template <ducks::st::all _ST, int MN_major> struct st_descriptor {
 
 namespace ducks {
 namespace st_descriptor {
-template <typename T> concept input = ducks::st::all<T> || std::is_same_v<typename T::identifier, identifier>;
+template <typename T>
+concept input = ducks::st::all<T> || std::is_same_v<typename T::identifier, identifier>;
 namespace detail {
-template <typename T> struct st_getter { using type = typename T::ST; };
-template <ducks::st::all T> struct st_getter<T> { using type = T; };
+template <typename T> struct st_getter {
+    using type = typename T::ST;
+};
+template <ducks::st::all T> struct st_getter<T> {
+    using type = T;
+};
 template <typename T> using get_st = typename st_getter<T>::type;
-} // namespace detail
-} // namespace st_descriptor
-} // namespace ducks
-} // namespace kittens
+}  // namespace detail
+}  // namespace st_descriptor
+}  // namespace ducks
+}  // namespace kittens
