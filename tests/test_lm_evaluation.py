@@ -247,7 +247,7 @@ def test_missing_extra_is_named():
     program = "import sys; sys.modules['transformers'] = None; from flashmhf.app import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "generate", "--model", "x", "y"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
-    assert found.returncode == 2 and "needs transformers; install it with: pip install 'flashmhf[lm]'" in found.stderr
+    assert found.returncode == 2 and "needs transformers: pip install 'flashmhf[lm]'" in found.stderr
 
 
 def test_presets_cover_the_commands_defaults():

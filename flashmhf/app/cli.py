@@ -8,17 +8,18 @@ leaves a table on the terminal and ``flashmhf_report.png`` in the current direct
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import flashmhf
 
-from .. import backends
+from .. import backends, extras
 from ..bench import cli as bench_cli
 from . import lm_cli, report, study, tiny_lm
 
@@ -37,6 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
         return options.run(options)
     except (UsageError, tiny_lm.TextError) as error:
         print(f"flashmhf: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        advice = extras.advice("this command", error.name)
+        if advice is None:
+            raise
+        print(f"flashmhf: {advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nflashmhf: interrupted", file=sys.stderr)
@@ -97,28 +104,39 @@ def _headline(setting: study.Setting) -> str:
     return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
 
 
-def _progress(total: int | None, what: str, unit: str) -> tqdm:
+@contextlib.contextmanager
+def _progress(total: int | None, what: str, unit: str) -> Iterator[Callable[[str], object]]:
+    """Gives the function that counts one unit and shows a text beside the bar. Without tqdm (core installation) no bar is drawn."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        yield lambda shown: None
+        return
     interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets few lines
-    return tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr)
+    with tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr) as bar:
+
+        def advance(shown: str) -> None:
+            bar.set_postfix_str(shown, refresh=False)
+            bar.update()
+
+        yield advance
 
 
 def _run_check(device: torch.device, backend: str | None = None) -> list[study.Accuracy]:
     accuracies = []
-    with _progress(None, "check against float64", "tensor") as bar:
+    with _progress(None, "check against float64", "tensor") as advance:
         for accuracy in study.check(device, backend=backend):
             accuracies.append(accuracy)
-            bar.set_postfix_str(f"{accuracy.backend} {str(accuracy.dtype).removeprefix('torch.')}", refresh=False)
-            bar.update()
+            advance(f"{accuracy.backend} {str(accuracy.dtype).removeprefix('torch.')}")
     return accuracies
 
 
 def _run_compare(setting: study.Setting) -> list[study.Measurement]:
     measurements = []
-    with _progress(3 * len(setting.lengths), "time and memory", "measurement") as bar:
+    with _progress(3 * len(setting.lengths), "time and memory", "measurement") as advance:
         for measurement in study.compare(setting):
             measurements.append(measurement)
-            bar.set_postfix_str(f"{measurement.module}, length {measurement.length}", refresh=False)
-            bar.update()
+            advance(f"{measurement.module}, length {measurement.length}")
     return measurements
 
 
@@ -126,16 +144,16 @@ def _run_training(results: report.Results, text: bytes) -> None:
     results.not_trained = tiny_lm.why_not()
     if results.not_trained:
         return
-    with _progress(results.recipe.steps * len(TRAINED), "language model", "step") as bar:
+    with _progress(results.recipe.steps * len(TRAINED), "language model", "step") as advance:
 
         def show(name: str, step: int, loss: float) -> None:
-            bar.set_postfix_str(f"{name}, loss {loss:.3f}", refresh=False)
-            bar.update()
+            advance(f"{name}, loss {loss:.3f}")
 
         results.trained = tiny_lm.train(text, results.recipe, TRAINED, results.setting.device, show)
 
 
 def _everything(options: argparse.Namespace) -> int:
+    extras.require("the picture", "matplotlib")
     device = _device(options)
     text = tiny_lm.read_text(options.text)
     if not os.access(PICTURE.parent, os.W_OK) or (PICTURE.exists() and not os.access(PICTURE, os.W_OK)):
@@ -179,6 +197,8 @@ def _check(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     if options.paper:
+        if options.out:
+            extras.require("--out", "matplotlib")
         if _device(options).type != "cuda":
             raise UsageError("bench --paper needs a CUDA GPU; without --paper the comparison runs on the CPU, too")
         return bench_cli.run(options)

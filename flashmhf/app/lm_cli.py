@@ -9,16 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-EXTRAS = {
-    "transformers": "lm",
-    "accelerate": "lm",
-    "tokenizers": "lm",
-    "safetensors": "lm",
-    "huggingface_hub": "lm",
-    "datasets": "lm",
-    "pyarrow": "lm",
-    "lm_eval": "eval",
-}
+from .. import extras
 
 
 def register(subparsers) -> None:
@@ -35,10 +26,9 @@ def _command(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
         try:
             return action(args)
         except ModuleNotFoundError as error:
-            extra = EXTRAS.get((error.name or "").partition(".")[0])
-            if extra is None:
+            message = extras.advice("this command", error.name)
+            if message is None:
                 raise
-            message = f"this command needs {error.name}; install it with: pip install 'flashmhf[{extra}]'"
         except (ValueError, OSError, NotImplementedError, KeyError) as error:
             message = str(error.args[0]) if isinstance(error, KeyError) else str(error)
         except RuntimeError as error:

@@ -4,10 +4,14 @@ Importing this package registers ``FlashMHFConfig`` and ``FlashMHFForCausalLM`` 
 ``flashmhf[lm]``.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from .. import extras
 
-from .configuration import FFN_TYPES, FlashMHFConfig
-from .modeling import FlashMHFForCausalLM, FlashMHFModel, FlashMHFPreTrainedModel
+extras.require("flashmhf.lm", "transformers")
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402  (the line above says what is missing)
+
+from .configuration import FFN_TYPES, FlashMHFConfig  # noqa: E402
+from .modeling import FlashMHFForCausalLM, FlashMHFModel, FlashMHFPreTrainedModel  # noqa: E402
 
 AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
 AutoModel.register(FlashMHFConfig, FlashMHFModel, exist_ok=True)

@@ -1,0 +1,35 @@
+"""The optional packages: which extra of flashmhf installs which, and the one line that says so where one is missing."""
+
+from __future__ import annotations
+
+import importlib
+
+_LM = (
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "matplotlib",
+    "numpy",
+    "pyarrow",
+    "safetensors",
+    "tokenizers",
+    "tqdm",
+    "transformers",
+)
+EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "lm_eval": "eval"}
+
+
+def advice(user: str, module: str | None) -> str | None:
+    """``user`` needs the module's package, and the command that installs it; None for a module that no extra brings."""
+    package = (module or "").partition(".")[0]
+    extra = EXTRA_OF.get(package)
+    return f"{user} needs {package}: pip install 'flashmhf[{extra}]'" if extra else None
+
+
+def require(user: str, *modules: str) -> None:
+    """Imports the modules. Raises ModuleNotFoundError with :func:`advice` for the first that is not installed."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(advice(user, error.name) or str(error), name=error.name) from None
