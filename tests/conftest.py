@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +16,7 @@ import torch  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import backends  # noqa: E402
+from flashmhf.testing import poisoned_memory  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -46,18 +46,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @dataclass(frozen=True)

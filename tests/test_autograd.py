@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-from numerics import assert_accurate, gated_forward, problem
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flashmhf
 from flashmhf import reference
+from flashmhf.testing import assert_accurate, gated_forward, problem
 
 ops = torch.ops.flashmhf
 

@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from numerics import problem
 
 import flashmhf
 from flashmhf import backends
 from flashmhf.backends import hopper
+from flashmhf.testing import problem
 
 
 @pytest.fixture

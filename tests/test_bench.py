@@ -100,6 +100,15 @@ def test_host_timer_times_each_pass():
     assert len(seconds) == len(calls) == 4 and min(seconds) >= 0
 
 
+def test_peak_memory_sees_what_a_call_holds():
+    def run():
+        a, b = torch.ones(1 << 20), torch.ones(1 << 20)
+        del a, b
+        torch.ones(1 << 20)
+
+    assert 8 << 20 <= timing.peak_memory(run, torch.device("cpu")) < 9 << 20
+
+
 # Subjects
 
 
@@ -332,7 +341,7 @@ def test_tables_and_ratios(h200):
 def test_figures(h200, record, tmp_path):
     assert {path.name for path in plots.draw(h200, tmp_path)} == {"latency.png", "memory.png", "roofline.png"}
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
-    assert {path.name for path in plots.draw(record, tmp_path)} == {"latency.png"}
+    assert {path.name for path in plots.draw(record, tmp_path)} == {"latency.png", "memory.png"}
 
 
 def test_a_record_of_few_subjects_is_reported(h200, tmp_path):

@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 import torch
-from numerics import problem
 
 import flashmhf
+from flashmhf.testing import problem
 
 ops = torch.ops.flashmhf
 H, E, D_E, D_H, T = 2, 3, 32, 64, 10

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from numerics import problem
 
 import flashmhf
+from flashmhf.testing import problem
 
 ops = torch.ops.flashmhf
 

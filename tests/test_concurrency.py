@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from numerics import assert_accurate, problem
+
+from flashmhf.testing import assert_accurate, problem
 
 ops = torch.ops.flashmhf
 pytestmark = pytest.mark.gpu

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import runpy
 import subprocess
 import sys
 
@@ -13,6 +11,7 @@ import torch
 
 import flashmhf
 from flashmhf import reference
+from flashmhf.bench import timing
 
 # os._exit: at a regular shutdown the autograd thread may wait for the interpreter, which then ends it in the middle of C++ code and aborts.
 CUDA = """
@@ -68,7 +67,6 @@ def measure(program: str, *arguments: str):
 @pytest.mark.parametrize(("backward", "most"), [(False, 1 / 20), (True, 1 / 12)])
 def test_eager_memory_is_a_small_part_of_the_materialising_code(backward, most):
     # The gradients themselves, which both return, are 1/30 of the materialising peak at this size.
-    bench_eager = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "benchmarks" / "bench_eager.py"))
     q, *kuv = torch.randn(2048, 8, 64), *(torch.randn(8, 7, 192, 64) / 8 for _ in range(3))
     inputs = [x.requires_grad_(backward) for x in (q, *kuv, torch.rand(2048, 8, 7))]
 
@@ -77,7 +75,7 @@ def test_eager_memory_is_a_small_part_of_the_materialising_code(backward, most):
         if backward:
             torch.autograd.grad(out.sum(), inputs)
 
-    ours, theirs = (bench_eager["peak_bytes"](lambda f=f: run(f)) for f in (flashmhf.flash_mhf, reference.forward))
+    ours, theirs = (timing.peak_memory(lambda f=f: run(f), torch.device("cpu")) for f in (flashmhf.flash_mhf, reference.forward))
     assert 0 < ours <= most * theirs, f"{ours / 2**20:.1f} MiB against {theirs / 2**20:.1f} MiB"
 
 

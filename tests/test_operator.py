@@ -9,10 +9,10 @@ import torch
 from conftest import Target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numerics import assert_accurate, problem
 
 import flashmhf
 from flashmhf import reference
+from flashmhf.testing import assert_accurate, problem
 
 FORWARD_GRADS = ("dq", "dk", "du", "dv", "dr")
 GATED_GRADS = ("dq", "dk", "du", "dv", "dw")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import poisoned_memory
-from numerics import relative_l2
 from torch import nn
 
 import flashmhf
 from flashmhf import backends
 from flashmhf.backends import hopper
+from flashmhf.testing import poisoned_memory, relative_l2
 
 DTYPES = [torch.bfloat16, torch.float16]
 

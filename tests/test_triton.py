@@ -10,11 +10,10 @@ import sys
 
 import pytest
 import torch
-from conftest import poisoned_memory
-from numerics import assert_accurate, problem, relative_l2
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.triton import configs
+from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

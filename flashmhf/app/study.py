@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from .. import backends, ops, reference  # noqa: F401  (ops registers the operators)
+from .. import backends, ops, testing
+from ..bench import timing
 from ..nn import MHFFN, FlashMHF, SwiGLU
 
-LIMITS = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 1e-5}  # of the fused GPU back ends
-FLOOR = 1e-6  # what summing in fp32 costs in any order
 WIDTH_MULTIPLE = 8  # elements: 16-byte rows in 16-bit, which cuBLAS wants of SwiGLU's width
 
 
@@ -72,27 +68,15 @@ def check(device: torch.device, *, backend: str | None = None, tokens: int = 500
 
 
 def _check_one(backend: str, dtype: torch.dtype, device: torch.device, tokens: int, seed: int, *, d_h: int, d_e: int, E: int, H: int):  # noqa: N803
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, std: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * std).to(device, dtype)
-
-    q, grad_out = normal(tokens, H, d_h), normal(tokens, H, d_h)
-    k, u = (normal(H, E, d_e, d_h, std=d_h**-0.5) for _ in range(2))
-    v = normal(H, E, d_e, d_h, std=(E * d_e) ** -0.5)
-    r = reference.gate(q, normal(H, d_h, E, std=d_h**-0.5))
-    operands = (q, k, u, v, r)
-    exact_operands = tuple(x.double() for x in operands)
-    exact = (reference.forward(*exact_operands), *reference.backward(grad_out.double(), *exact_operands))
-    plain = (reference.forward(*operands), *reference.backward(grad_out, *operands))
-    leaves = tuple(x.requires_grad_() for x in operands)
+    p = testing.problem(tokens, H, d_h, E, d_e, dtype, device, seed=seed)
+    (plain_out, exact_out), (plain_gradients, exact_gradients) = p.forward(), p.backward()
+    leaves = tuple(x.requires_grad_() for x in (*p.operands, p.r))
     out = ops.flash_mhf(*leaves, backend=backend)
-    ours = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+    ours = (out.detach(), *torch.autograd.grad(out, leaves, p.grad_out))
+    plain, exact = (plain_out, *plain_gradients), (exact_out, *exact_gradients)
     for name, actual, same_precision, truth in zip(("out", "dq", "dk", "du", "dv", "dr"), ours, plain, exact, strict=True):
-        error, baseline = (((x.double() - truth).norm() / truth.norm()).item() for x in (actual, same_precision))
-        limit = max(baseline, FLOOR)
-        if backend != "eager":
-            limit = min(limit, LIMITS[actual.dtype])
+        limit = testing.limit(same_precision, truth, actual.dtype, fixed_limits=backend != "eager")
+        error, baseline = (testing.relative_l2(x, truth) for x in (actual, same_precision))
         yield Accuracy(backend, dtype, name, error, baseline, limit)
 
 
@@ -163,50 +147,11 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[
     def step():
         torch.autograd.grad(module(x), leaves, grad)
 
-    peak = _peak_mib(step, x.device)  # warms up, too
-    return _median_ms(forward, x.device, repeats), _median_ms(step, x.device, repeats), peak
+    timer = timing.timer_for(x.device)
 
-
-def _median_ms(call: Callable[[], None], device: torch.device, repeats: int) -> float:
-    def synchronised() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    call()
-    times = []
-    for _ in range(repeats):
-        start = synchronised()
+    def median_ms(call: Callable[[], None]) -> float:
         call()
-        times.append(synchronised() - start)
-    return 1e3 * statistics.median(times)
+        return 1e3 * timing.percentiles(timer.window(call, repeats))["p50"]
 
-
-def _peak_mib(call: Callable[[], None], device: torch.device) -> float:
-    """The most memory that PyTorch's allocator held during the call, above what it held before."""
-    if device.type == "cuda":
-        call()
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        torch.cuda.synchronize(device)
-        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    return _peak_resident_mib(call)
-
-
-def _peak_resident_mib(call: Callable[[], None]) -> float:
-    """Growth of the resident set's high-water mark, which Linux resets on request; nan elsewhere. PyTorch's CPU allocator keeps none."""
-
-    def status(field: str) -> int:
-        return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-
-    try:
-        call()
-        ctypes.CDLL(None).malloc_trim(0)  # else the call would reuse freed pages that are still counted
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS:")
-    except (OSError, AttributeError):
-        return float("nan")
-    call()
-    return (status("VmHWM:") - before) / 1024
+    peak = timing.peak_memory(step, x.device) / 2**20
+    return median_ms(forward), median_ms(step), peak

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..testing import relative_l2
 from . import environment, timing
 from .shapes import BATCH, DECODE_TOKENS, LENGTHS, SHAPES, Shape
 from .subjects import SUBJECTS, Call, Settings, Subject, first_backend, randomise
@@ -79,13 +80,6 @@ class Context:
 
 class RedCheckError(Exception):
     """The subject computes something else, so its time means nothing."""
-
-
-def relative_l2(actual: Tensor, exact: Tensor) -> float:
-    """||actual - exact|| / ||exact|| in float64; infinite for anything that is not finite."""
-    if not bool(torch.isfinite(actual).all()):
-        return float("inf")
-    return float((actual.double() - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
 def check(subject: Subject, shape: Shape, module: nn.Module, call: Call, x: Tensor, direction: str, generator: torch.Generator) -> float:
@@ -176,8 +170,7 @@ def prepare(subject: Subject, cell: Cell, context: Context) -> Prepared:
     if training:
         flops += subject.backward_flops(shape, cell.tokens) if subject.backward_flops else 2 * flops
     row = {"error": error, "flops": flops, "weight_sets": len(modules), "bytes": weight_bytes + 2 * input_bytes}
-    if beyond is not None:
-        row["memory_mib"] = {"beyond": beyond / 2**20, "total": (beyond + weight_bytes + input_bytes) / 2**20}
+    row["memory_mib"] = {"beyond": beyond / 2**20, "total": (beyond + weight_bytes + input_bytes) / 2**20}
     return Prepared(timing.graphed(run) if cell.graph else run, len(modules), row)
 
 

@@ -1,9 +1,9 @@
 """Timing at sustained clocks: windows of back-to-back passes, subjects interleaved, percentiles; and peak memory.
 
-A pass calls one layer for each of several weight sets and inputs, together several times the L2 cache, so that what a call reads
-is as cold as in a model. Windows follow one another without a pause, so the GPU stays busy. Under a power limit the clocks of a
-window's first tenth of a second are those that the subject before has left: they are not counted. Every round visits all subjects and
-begins with another one, so that ratios hold while the clocks drift.
+A pass calls one layer for each of several weight sets and inputs. Together they are several times the L2 cache, so each call reads
+its weights from DRAM, as in a model. Windows follow one another without a pause, so the GPU stays busy. Under a power limit, the
+subject before determines the clocks of a window's first 0.1 s, so the passes of that time do not count. Every round visits all
+subjects and begins with another one, so ratios hold while the clocks drift.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 Pass = Callable[[], None]
-COLD = 4  # what one pass touches, in units of the L2 cache
-AGREEMENT = 0.01  # two warm-up windows that differ by less are at sustained clocks
+COLD = 4  # bytes that one pass reads, in units of the L2 cache
+AGREEMENT = 0.01  # relative difference of two warm-up windows below which the clocks count as sustained
 
 
 def percentiles(samples: list[float]) -> dict[str, float]:
@@ -34,7 +34,7 @@ def percentiles(samples: list[float]) -> dict[str, float]:
 
 
 def cold_copies(bytes_each: int, l2_bytes: int, at_most: int = 24) -> int:
-    """How many copies of something are together COLD times the L2 cache; at least 2."""
+    """Number of copies of ``bytes_each`` that together are COLD times the L2 cache, from 2 to ``at_most``."""
     return max(2, min(at_most, -(-COLD * l2_bytes // max(bytes_each, 1))))
 
 
@@ -67,12 +67,12 @@ def timer_for(device: torch.device) -> HostTimer | CudaTimer:
 
 
 def passes_for(run: Pass, timer, window_seconds: float) -> int:
-    """How many passes fill a window; two passes are run, the second one is timed."""
+    """Number of passes that fill a window, from the time of the second of two passes."""
     return max(1, round(window_seconds / max(timer.window(run, 2)[-1], 1e-7)))
 
 
 def warm_up(run: Pass, timer, seconds: float) -> float:
-    """Runs for at least ``seconds`` and until two windows agree (at most three times as long); the seconds it took."""
+    """Runs for at least ``seconds``, then until two windows agree, at most ``3 * seconds``. Returns the seconds spent."""
     passes = passes_for(run, timer, seconds / 8)
     start, before = time.perf_counter(), None
     while (elapsed := time.perf_counter() - start) < 3 * seconds:
@@ -84,7 +84,10 @@ def warm_up(run: Pass, timer, seconds: float) -> float:
 
 
 def interleave(runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float, settle_seconds: float = 0.0) -> dict[str, list[float]]:
-    """Seconds of every pass of every subject: of ``window_seconds`` in every round, behind ``settle_seconds`` that are not counted."""
+    """Seconds of every pass of every subject.
+
+    In every round a subject runs ``settle_seconds`` that do not count, then ``window_seconds`` that do.
+    """
     passes = {name: passes_for(run, timer, window_seconds) for name, run in runs.items()}
     uncounted = {name: passes_for(run, timer, settle_seconds) if settle_seconds else 0 for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -108,20 +111,32 @@ def graphed(run: Pass) -> Pass:
     with torch.cuda.graph(graph):
         run()
 
-    def replay(captured: Pass = run) -> None:  # what the graph reads lives as long as ``captured``
+    def replay(captured: Pass = run) -> None:  # ``captured`` keeps the tensors alive that the graph reads
         graph.replay()
 
     return replay
 
 
-def peak_memory(run: Pass, device: torch.device) -> int | None:
-    """Bytes that one warm ``run`` needs at its peak beyond what is allocated before it; None where PyTorch does not count."""
-    if device.type != "cuda":
-        return None
+def peak_memory(run: Pass, device: torch.device) -> int:
+    """Bytes of tensors that a second ``run`` holds at its peak beyond those that were allocated before it."""
     run()
+    if device.type != "cuda":
+        return _peak_of_profiled(run)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_of_profiled(run: Pass) -> int:
+    """PyTorch's CPU allocator keeps no peak, so the profiler's allocations and frees are added up."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    allocated = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return peak

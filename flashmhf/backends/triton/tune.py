@@ -18,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from ... import reference
+from ... import reference, testing
+from ...bench import timing
 from . import HEAD_DIMS, configs, launch
 from .configs import Config
 
@@ -43,11 +44,8 @@ def candidates(kernel: str, bits: int) -> list[Config]:
 
 
 def inputs(shape: dict[str, int], head_dim: int, bits: int) -> dict[str, torch.Tensor]:
-    T, H, E, d_e = shape.values()  # noqa: N806
-    kind = {"device": "cuda", "dtype": torch.bfloat16 if bits == 16 else torch.float32}
-    q, grad_out = (torch.randn(T, H, head_dim, **kind) for _ in range(2))
-    k, u, v = (torch.randn(H, E, d_e, head_dim, **kind) * head_dim**-0.5 for _ in range(3))
-    return {"grad_out": grad_out, "q": q, "k": k, "u": u, "v": v, "r": torch.rand(T, H, E, device="cuda")}
+    p = testing.problem(shape["T"], shape["H"], head_dim, shape["E"], shape["d_e"], torch.bfloat16 if bits == 16 else torch.float32, "cuda")
+    return {"grad_out": p.grad_out, "q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r}
 
 
 def run(kernel: str, x: dict[str, torch.Tensor], config: Config) -> tuple[torch.Tensor, ...]:
@@ -64,7 +62,6 @@ def run(kernel: str, x: dict[str, torch.Tensor], config: Config) -> tuple[torch.
 @functools.lru_cache(1)
 def checked_inputs(bits: int, head_dim: int) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, ...]]]:
     """Inputs of WARM_SHAPE and what each kernel should make of them."""
-    torch.manual_seed(0)
     x = inputs(WARM_SHAPE, head_dim, bits)
     grad_out, *operands = (y.float() for y in x.values())
     dq, dk, du, dv, dr = reference.backward(grad_out, *operands)
@@ -77,24 +74,16 @@ def try_candidate(job: tuple[str, int, int, Config]) -> str | None:
     x, expected = checked_inputs(bits, head_dim)
     try:
         results = run(kernel, x, config)
-        errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(results, expected[kernel], strict=True)]
+        errors = [testing.relative_l2(a, b.double()) for a, b in zip(results, expected[kernel], strict=True)]
     except Exception as error:
         return str(error).splitlines()[0]
     return None if max(errors) < ERROR else f"wrong by {max(errors):.1e}"
 
 
 def milliseconds(kernel: str, x: dict[str, torch.Tensor], config: Config, repeats: int = 3) -> float:
-    """Median of single launches, the first thrown away."""
-    run(kernel, x, config)
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run(kernel, x, config)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2]
+    """Median of ``repeats`` launches, after one that is not counted."""
+    seconds = timing.CudaTimer().window(lambda: run(kernel, x, config), repeats + 1)
+    return 1e3 * timing.percentiles(seconds[1:])["p50"]
 
 
 def rewrite(table: dict[tuple[str, int, int], dict[str, Config]]) -> str:

@@ -1,23 +1,25 @@
-"""The one numeric rule: relative L2 error against float64, judged by the same-precision materialising code and by fixed limits.
+"""What every check of a result shares: random inputs, float64 references, the error measure, the limits, NaN-poisoned memory.
 
-A result passes when its error is at most that of the materialising PyTorch code in the same precision, and, on the fused GPU back
-ends, at most LIMITS. An error below FLOOR always passes: it is what summing in fp32 (fp64) costs in any order.
+The one numeric rule: the relative L2 error against float64 is at most that of the materialising PyTorch code in the same precision
+and, on the fused GPU back ends, at most LIMITS. An error below FLOOR always passes: summing in fp32 (fp64) costs it in any order.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashmhf import reference
+from . import reference
 
 LIMITS = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 1e-5}
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 SMALL, SMALL_FACTOR = 4096, 1.5  # tensors of fewer elements: their errors scatter
-# Of so few elements the materialising error is a chance figure and sums can cancel: only wrong results are told from right ones.
+# Of so few elements the materialising error is a chance figure and sums can cancel: these limits only reject wrong results.
 TINY, TINY_FACTOR, TINY_LIMITS = 256, 4.0, {torch.bfloat16: 0.065, torch.float16: 0.009, torch.float32: 2.5e-4, torch.float64: 1e-11}
 
 
@@ -30,7 +32,11 @@ def relative_l2(actual: Tensor, exact: Tensor) -> float:
 
 
 def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: bool, few_tokens: bool = False) -> float:
-    """The largest error that passes for a tensor of this dtype; a weight gradient of few tokens has few independent errors."""
+    """The largest relative L2 error that passes for a result of this dtype.
+
+    baseline: the materialising result in the same precision; exact: that in float64. fixed_limits: LIMITS apply, too (fused GPU back
+    ends). few_tokens: the tensor is a weight gradient of few tokens, so it has few independent errors and they scatter.
+    """
     allowed = max(relative_l2(baseline, exact), FLOOR[dtype])
     if exact.numel() < TINY:
         return max(TINY_FACTOR * allowed, TINY_LIMITS[dtype])
@@ -42,14 +48,30 @@ def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: 
 
 
 def assert_accurate(name: str, actual: Tensor, baseline: Tensor, exact: Tensor, *, fixed_limits: bool, few_tokens: bool = False) -> None:
+    """Raises AssertionError when ``actual`` exceeds :func:`limit`."""
     allowed = limit(baseline, exact, actual.dtype, fixed_limits=fixed_limits, few_tokens=few_tokens)
     error = relative_l2(actual, exact)
     assert error <= allowed, f"{name}: relative L2 error {error:.3e} exceeds {allowed:.3e} ({actual.dtype}, shape {list(actual.shape)})"
 
 
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 @dataclass
 class Problem:
-    """Inputs of the operator with the exact (float64) and the materialising same-precision results."""
+    """Inputs of the operator with the exact (float64) and the materialising same-precision results.
+
+    q, grad_out [..., H, d_h]; k, u, v [H, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights; eps, the router's.
+    """
 
     q: Tensor
     k: Tensor
@@ -64,8 +86,8 @@ class Problem:
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.k, self.u, self.v
 
-    def _evaluate(self, function, *tensors):
-        """(materialising result, exact result) of a reference function."""
+    def _evaluate(self, function: Callable, *tensors) -> tuple:
+        """(materialising result in the inputs' precision, exact result in float64) of a reference function."""
         exact = function(*(x.double() if isinstance(x, Tensor) else x for x in tensors))
         return function(*tensors), exact
 
@@ -75,6 +97,28 @@ class Problem:
     def backward(self):
         return self._evaluate(reference.backward, self.grad_out, *self.operands, self.r)
 
+    def exact_forward(self, rows: Tensor) -> Tensor:
+        """float64 output [rows, H, d_h] of some tokens; one head at a time, so that long inputs fit in memory."""
+        q, r = self.q.flatten(0, -3)[rows], None if self.r is None else self.r.flatten(0, -3)[rows]
+        heads = []
+        for head in range(q.shape[1]):
+            one = slice(head, head + 1)
+            gate = None if r is None else r[:, one].double()
+            heads.append(reference.forward(q[:, one].double(), *(x[one].double() for x in (self.k, self.u, self.v)), gate))
+        return torch.cat(heads, 1)
+
+    def exact_backward(self, head: int) -> tuple[Tensor, ...]:
+        """float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head; one sub-network at a time, so that long inputs fit."""
+        one = slice(head, head + 1)
+        grad_out, q = self.grad_out[..., one, :].double(), self.q[..., one, :].double()
+        parts = []
+        for e in range(self.k.shape[1]):
+            gate = None if self.r is None else self.r[..., one, e : e + 1].double()
+            parts.append(reference.backward(grad_out, q, *(x[one, e : e + 1].double() for x in (self.k, self.u, self.v)), gate))
+        dq, dk, du, dv, dr = zip(*parts, strict=True)
+        weights = (torch.cat(x, 1)[0] for x in (dk, du, dv))
+        return sum(dq)[..., 0, :], *weights, dr[0] if self.r is None else torch.cat(dr, -1)[..., 0, :]
+
     def gated_forward(self):
         return self._evaluate(gated_forward, *self.operands, self.w, self.eps)
 
@@ -82,11 +126,13 @@ class Problem:
         return self._evaluate(gated_backward, self.grad_out, *self.operands, self.w, self.eps)
 
 
-def gated_forward(q, k, u, v, w, eps):
+def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float) -> Tensor:
+    """Router and operator, materialised, in the inputs' precision."""
     return reference.forward(q, k, u, v, reference.gate(q, w, eps))
 
 
-def gated_backward(grad_out, q, k, u, v, w, eps):
+def gated_backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """dq, dk, du, dv, dw of :func:`gated_forward`."""
     r = reference.gate(q, w, eps)
     dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r)
     dq_gate, dw = reference.gate_backward(dr, q, w, eps)
@@ -100,14 +146,17 @@ def problem(
     subnets: int,
     subnet_dim: int,
     dtype: torch.dtype,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     *,
     gate: str | None = "float32",
     scale: float = 1.0,
     mean_score: float = 0.0,
     seed: int = 0,
 ) -> Problem:
-    """Fresh random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``; gate "float32", "same" or None."""
+    """Fresh random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``.
+
+    leading: q's dimensions before the heads, or the number of tokens. gate: r's and w's dtype, "float32" or "same" as q; None: no r.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     leading = (leading,) if isinstance(leading, int) else leading
 

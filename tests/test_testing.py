@@ -1,4 +1,4 @@
-"""The numerics helper accepts the right result and rejects deliberately wrong kernels."""
+"""flashmhf.testing accepts the right result and rejects deliberately wrong kernels."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from numerics import LIMITS, assert_accurate, problem, relative_l2
 
 from flashmhf import reference
 from flashmhf.backends import eager
+from flashmhf.testing import LIMITS, assert_accurate, problem, relative_l2
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -92,3 +92,15 @@ def test_limits_are_above_the_rounding_of_an_exact_result():
     exact = torch.randn(1 << 16, dtype=torch.float64)
     for dtype, allowed in LIMITS.items():
         assert relative_l2(exact.to(dtype), exact) < allowed
+
+
+@pytest.mark.parametrize("gate", ["float32", None])
+def test_partial_references_agree_with_the_whole_ones(gate):
+    p = problem((3, 5), 2, 32, 3, 16, torch.bfloat16, gate=gate)
+    _, out = p.forward()
+    rows = torch.tensor([0, 7, 14])
+    torch.testing.assert_close(p.exact_forward(rows), out.flatten(0, 1)[rows], rtol=1e-12, atol=1e-14)
+    _, (dq, dk, du, dv, dr) = p.backward()
+    expected = (dq[..., 1, :], dk[1], du[1], dv[1], dr if gate is None else dr[..., 1, :])
+    for part, whole in zip(p.exact_backward(1), expected, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-14)
