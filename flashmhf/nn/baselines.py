@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import ops, reference, router  # noqa: F401  (ops registers the operators)
 from .init import INITIALIZER_RANGE, initialise
@@ -17,6 +18,13 @@ class MHFFN(MultiHead):
     State: in_proj.weight, k, u, v [H, intermediate_dim, d_h], out_proj.weight.
     """
 
+    intermediate_dim: int
+    backend: str
+    deterministic: bool | None
+    k: nn.Parameter
+    u: nn.Parameter
+    v: nn.Parameter
+
     def __init__(
         self,
         d_model: int,
@@ -26,9 +34,9 @@ class MHFFN(MultiHead):
         bias: bool = False,
         backend: str = "auto",
         deterministic: bool | None = None,
-        device=None,
-        dtype=None,
-    ):
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype)
         check_positive(intermediate_dim=intermediate_dim)
         self.intermediate_dim, self.backend, self.deterministic = intermediate_dim, backend, deterministic
@@ -57,7 +65,12 @@ class SwiGLU(nn.Module):
     State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
     """
 
-    def __init__(self, d_model: int, intermediate_dim: int, *, bias: bool = False, device=None, dtype=None):
+    d_model: int
+    intermediate_dim: int
+
+    def __init__(
+        self, d_model: int, intermediate_dim: int, *, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         check_positive(d_model=d_model, intermediate_dim=intermediate_dim)
         self.d_model, self.intermediate_dim = d_model, intermediate_dim
@@ -81,7 +94,13 @@ class ParametricKV(MultiHead):
     State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight.
     """
 
-    def __init__(self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device=None, dtype=None):
+    num_kv: int
+    k: nn.Parameter
+    v: nn.Parameter
+
+    def __init__(
+        self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype)
         check_positive(num_kv=num_kv)
         self.num_kv = num_kv
@@ -106,7 +125,21 @@ class DenseMoE(nn.Module):
     State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim], router [d_model, E].
     """
 
-    def __init__(self, d_model: int, num_subnets: int, subnet_dim: int, *, router_eps: float = 1e-20, device=None, dtype=None):
+    d_model: int
+    num_subnets: int
+    subnet_dim: int
+    router_eps: float
+
+    def __init__(
+        self,
+        d_model: int,
+        num_subnets: int,
+        subnet_dim: int,
+        *,
+        router_eps: float = 1e-20,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_positive(d_model=d_model, num_subnets=num_subnets, subnet_dim=subnet_dim)
         self.d_model, self.num_subnets, self.subnet_dim, self.router_eps = d_model, num_subnets, subnet_dim, router_eps

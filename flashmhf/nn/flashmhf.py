@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import backends, ops, reference, router  # noqa: F401  (ops registers the operators)
 from ..backends import hopper
@@ -35,7 +38,7 @@ class HeadRMSNorm(nn.Module):
     [..., H, d_h] -> [..., H, d_h] in the input's dtype.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, eps: float, device=None, dtype=None):
+    def __init__(self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(num_heads, head_dim, device=device, dtype=dtype))
@@ -111,6 +114,18 @@ class FlashMHF(MultiHead):
     State: in_proj.weight, k, u, v [H, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
     """
 
+    num_subnets: int
+    subnet_dim: int
+    router_eps: float
+    backend: str
+    deterministic: bool | None
+    accumulate_main_grad: bool
+    k: nn.Parameter
+    u: nn.Parameter
+    v: nn.Parameter
+    router: nn.Parameter
+    q_norm: HeadRMSNorm | None
+
     def __init__(
         self,
         d_model: int,
@@ -125,9 +140,9 @@ class FlashMHF(MultiHead):
         backend: str = "auto",
         deterministic: bool | None = None,
         accumulate_main_grad: bool = False,
-        device=None,
-        dtype=None,
-    ):
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype)
         self.num_subnets = num_subnets
         self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else subnet_dim
@@ -142,7 +157,7 @@ class FlashMHF(MultiHead):
 
     @classmethod
     @torch.no_grad()
-    def from_swiglu(cls, swiglu: nn.Module, num_subnets: int = 1, **kwargs) -> FlashMHF:
+    def from_swiglu(cls, swiglu: nn.Module, num_subnets: int = 1, **kwargs: Any) -> FlashMHF:
         """One head that computes the same function as ``swiglu`` (gate_proj, up_proj, down_proj linear layers), to rounding.
 
         W_in = W_out = identity; K and U are the gate's and the up projection's weights, V the down projection's transposed. W_router =

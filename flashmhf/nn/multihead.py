@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 
 def check_positive(**sizes: int) -> None:
@@ -28,7 +30,11 @@ def check_input(x: Tensor, d_model: int) -> None:
 class MultiHead(nn.Module):
     """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's."""
 
-    def __init__(self, d_model: int, num_heads: int, bias: bool, device, dtype):
+    d_model: int
+    num_heads: int
+    head_dim: int
+
+    def __init__(self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim_of(d_model, num_heads)
         self.in_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from .flashmhf import FlashMHF, default_subnet_dim, uses_silu
@@ -36,7 +38,7 @@ def equal_parameter_sizes(d_model: int, parameters: int, num_heads: int) -> tupl
 
 
 def replace_ffn(
-    model: nn.Module, num_heads: int | None = None, num_subnets: int | None = None, subnet_dim: int | None = None, **kwargs
+    model: nn.Module, num_heads: int | None = None, num_subnets: int | None = None, subnet_dim: int | None = None, **kwargs: Any
 ) -> list[str]:
     """Replaces every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; returns their names.
 
