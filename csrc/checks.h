@@ -12,15 +12,13 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "forward/policy.h"
+#include "common/geometry.h"
 #include "project/params.h"
 
 namespace flashmhf {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-constexpr int64_t tma_alignment = 16;  // bytes: bases and strides of a tensor map
 
 // Sizes of a problem; q is [..., H, d_h] with T tokens in its leading dimensions.
 struct ProblemSizes {
@@ -60,8 +58,7 @@ inline ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tenso
     for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
     STD_TORCH_CHECK(k.size(0) == sizes.heads && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k is ", shape_of(k));
     STD_TORCH_CHECK(sizes.heads >= 1 && sizes.subnets >= 1, "H and E must be at least 1");
-    STD_TORCH_CHECK(sizes.head_dim == 64 || sizes.head_dim == 96 || sizes.head_dim == 128 || sizes.head_dim == 256, "d_h is ",
-                    sizes.head_dim, "; supported: 64, 96, 128, 256");
+    STD_TORCH_CHECK(supported_head_dim(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: 64, 96, 128, 256");
     STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
     return sizes;
 }
@@ -110,7 +107,7 @@ inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor &other) {
     }
     TokenAxes t;
     // Tiles of 64 tokens run along one axis: the one that wastes fewer of their rows.
-    auto tiles = [&](int along) { return (axes[along].size + 63) / 64 * axes[1 - along].size; };
+    auto tiles = [&](int along) { return ceil_div(axes[along].size, tile_rows) * axes[1 - along].size; };
     const int along = count == 2 && tiles(1) < tiles(0) ? 1 : 0;
     if (count > 0)
         t.length = axes[along].size, t.q_token = axes[along].q, t.other_token = axes[along].other, t.dense_token = axes[along].dense;
@@ -156,7 +153,7 @@ inline void check_projection(const Tensor &x, const Tensor &w, const std::option
     STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), INT32_MAX), "w is ", shape_of(w), "; supported: multiples of ",
                     project_multiple);
     STD_TORCH_CHECK(w.is_contiguous() && aligned(w.data_ptr()), "w must be contiguous and start at a multiple of 16 bytes");
-    const bool rows = x.size(0) <= 1 || (x.stride(0) > 0 && x.stride(0) * element_bytes % 16 == 0);
+    const bool rows = x.size(0) <= 1 || (x.stride(0) > 0 && x.stride(0) * element_bytes % tma_alignment == 0);
     STD_TORCH_CHECK(x.size(0) == 0 || (x.stride(1) == 1 && rows && aligned(x.data_ptr())),
                     "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
     if (!bias) return;

@@ -3,6 +3,8 @@
 
 #include "backward/params.h"
 #include "backward/rows.cuh"
+#include "common/real.cuh"
+#include "common/token_tile.cuh"
 
 namespace flashmhf {
 
@@ -12,8 +14,8 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
     __shared__ StagedTile<cols> staged;
     kittens::pdl::wait();
     const int thread = threadIdx.x, tile = p.first_tile + blockIdx.x, group = tile / p.group_tiles;
-    const int64_t first = static_cast<int64_t>(tile - group * p.group_tiles) * backward_rows;
-    const int64_t rows = min(static_cast<int64_t>(backward_rows), p.group_rows - first);
+    const int64_t first = static_cast<int64_t>(tile - group * p.group_tiles) * tile_rows;
+    const int64_t rows = min(static_cast<int64_t>(tile_rows), p.group_rows - first);
     const int64_t start = (group / p.inner_groups) * p.outer_step + (group % p.inner_groups) * p.inner_step + first * p.row_step;
 
     const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride + blockIdx.z * p.out_step) +
@@ -41,23 +43,23 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
 // dr_sums [H, E, batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.
 template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
     constexpr int chunk = 32;
-    __shared__ float sums[chunk][backward_rows + 1];
+    __shared__ float sums[chunk][tile_rows + 1];
     kittens::pdl::wait();
     // heads fastest: CTAs that run together write neighbouring rows of E
-    const int block = blockIdx.y * gridDim.x + blockIdx.x, tile = block / p.heads, head = block - tile * p.heads,
-              sequence = tile / p.row_tiles;
-    const int64_t first = static_cast<int64_t>(tile - sequence * p.row_tiles) * backward_rows;
-    const int64_t columns = static_cast<int64_t>(p.batch) * p.row_tiles * backward_rows;
-    const int rows = static_cast<int>(min(static_cast<int64_t>(backward_rows), p.length - first));
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, tile = block / p.heads, head = block - tile * p.heads;
+    const TokenTile tokens(tile, p.row_tiles);
+    const int64_t first = static_cast<int64_t>(tokens.tile) * tile_rows;
+    const int64_t columns = static_cast<int64_t>(p.batch) * p.row_tiles * tile_rows;
+    const int rows = static_cast<int>(min(static_cast<int64_t>(tile_rows), p.length - first));
     for (int e = 0; e < p.subnets; e += chunk) {
         const int count = min(chunk, p.subnets - e);
         __syncthreads();
 #pragma unroll 2
-        for (int i = threadIdx.x; i < count * (backward_rows / 4); i += 256) {
-            const int row = i / (backward_rows / 4), column = i % (backward_rows / 4) * 4;
+        for (int i = threadIdx.x; i < count * (tile_rows / 4); i += 256) {
+            const int row = i / (tile_rows / 4), column = i % (tile_rows / 4) * 4;
             const float4 v =
                 __ldcs(reinterpret_cast<const float4 *>(p.dr_sums + (static_cast<int64_t>(head) * p.subnets + e + row) * columns +
-                                                        static_cast<int64_t>(tile) * backward_rows + column));
+                                                        static_cast<int64_t>(tile) * tile_rows + column));
             sums[row][column] = v.x;
             sums[row][column + 1] = v.y;
             sums[row][column + 2] = v.z;
@@ -68,10 +70,8 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
         for (int i = threadIdx.x; i < chunk * rows; i += 256) {
             const int row = i / chunk, column = i % chunk;
             if (column >= count) continue;
-            const int64_t at = (p.dense_index(sequence, static_cast<int>(first) + row) * p.dr_heads + head) * p.subnets + e + column;
-            const float x = sums[column][row];
-            if (p.r_is_float) static_cast<float *>(p.dr)[at] = x;
-            else static_cast<T *>(p.dr)[at] = kittens::base_types::convertor<T, float>::convert(x);
+            const int64_t at = (p.dense_index(tokens.sequence, static_cast<int>(first) + row) * p.dr_heads + head) * p.subnets + e + column;
+            store_real<T>(p.dr, at, p.r_is_float, sums[column][row]);
         }
     }
 }

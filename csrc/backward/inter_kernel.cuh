@@ -23,7 +23,10 @@
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
 #include "common/fragments.cuh"
+#include "common/real.cuh"
+#include "common/ring.h"
 #include "common/tma.cuh"
+#include "common/token_tile.cuh"
 #include "forward/barriers.h"
 
 namespace flashmhf {
@@ -36,38 +39,23 @@ struct BackwardMaps {
 template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     using P = InterPolicy<d_h, outputs>;
     template <int rows, int cols> using tile = kittens::st<T, rows, cols, true, cols * sizeof(T) % 128 == 0 ? 128 : 64>;
-    using KU = tile<2 * backward_rows, d_h>;  // K over U
-    using Rows = tile<backward_rows, d_h>;
-    using Grads = tile<backward_rows, 2 * backward_rows>;  // dM beside dN, 64 tokens each
-    using Weighted = tile<backward_rows, backward_rows>;   // P
+    using KU = tile<2 * tile_inter, d_h>;  // K over U
+    using Rows = tile<tile_rows, d_h>;
+    using V = tile<tile_inter, d_h>;
+    using Grads = tile<tile_rows, 2 * tile_inter>;  // dM beside dN, 64 tokens each
+    using Weighted = tile<tile_rows, tile_inter>;   // P
 
     KU ku;
-    Rows v[P::needs_v];
+    V v[P::needs_v];
     Rows q[P::q_stages], grad_out[P::g_stages];
     Grads grads[P::keys ? 2 : 0];
     Weighted weighted[P::values ? 2 : 0];
-    float staged[P::query ? backward_rows * d_h : 0];  // dQ in fragment order
-    float r[P::q_stages][backward_rows];
-    float4 dr[P::query ? 2 : 0][backward_rows];  // a row's sums over the columns of four threads
+    float staged[P::query ? tile_rows * d_h : 0];  // dQ in fragment order
+    float r[P::q_stages][tile_rows];
+    float4 dr[P::query ? 2 : 0][tile_rows];  // a row's sums over the columns of four threads
     kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages], grads_full[2][2],
         grads_empty[2],                                                    // one "full" per reading role: dR and W, or one or two W
         staged_full[P::staged_pieces], staged_empty[2][P::staged_pieces];  // an "empty" for each S group, which both stage
-};
-
-// The 64-token tiles of a CTA, in order.
-struct TokenCursor {
-    int sequence, tile, row_tiles;
-    __device__ __forceinline__ TokenCursor(const BackwardParams &p, int first)
-        : sequence(first / p.row_tiles),
-          tile(first - sequence * p.row_tiles),
-          row_tiles(p.row_tiles) {}
-    __device__ __forceinline__ int token() const { return tile * backward_rows; }
-    __device__ __forceinline__ void advance() {
-        if (++tile == row_tiles) {
-            tile = 0;
-            ++sequence;
-        }
-    }
 };
 
 // Where a CTA works: its share of the tokens of an item, and the item's place.
@@ -80,7 +68,7 @@ struct InterWork : TokenShare {
           rank(pairs ? kittens::cluster_ctarank() : 0),
           pair(pairs && kittens::cluster_nctarank() == 2) {
         const int group = item / p.subnet_tiles;
-        row = (item - group * p.subnet_tiles) * backward_rows;
+        row = (item - group * p.subnet_tiles) * tile_inter;
         head = group / p.subnets;
         subnet = group - head * p.subnets;
     }
@@ -150,8 +138,8 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         if constexpr (values) wait(shared.g_full[g.slot], g.phase);
         wait(shared.grads_full[buffer.slot][reader], buffer.phase);
         warpgroup::mma_fence();
-        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<backward_rows>(share), shared.q[q.slot]);
-        if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<backward_rows>(1), shared.q[q.slot]);
+        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(share), shared.q[q.slot]);
+        if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<tile_inter>(1), shared.q[q.slot]);
         if constexpr (values) add_product(dv, shared.weighted[buffer.slot], shared.grad_out[g.slot]);
         if constexpr (keys) {
             warpgroup::mma_async_wait<values * halves>();
@@ -170,7 +158,7 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
     // Every tile has been consumed: the rings become staging, once all W groups are here.
     if constexpr (P::accumulator_groups > 1)
         kittens::arrive_and_wait(kittens::barrier<4 * P::accumulator_groups>(w_barrier + P::accumulator_groups));
-    constexpr int size = backward_rows * d_h, staged = backward_rows * P::w_columns;
+    constexpr int size = tile_inter * d_h, staged = tile_inter * P::w_columns;
     static_assert(P::accumulator_groups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
     float *staging = reinterpret_cast<float *>(&shared.q[0]) + share * staged;
     auto finish = [&](Acc(&acc)[halves], void *out, int which) {
@@ -260,8 +248,8 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
     wait(shared.q_full[0], 0);
 #pragma unroll 1
     for (int it = work.begin; it < work.end; ++it) {
-        rt_fl<16, 2 * backward_rows> mn;
-        rt_fl<16, backward_rows> da, slope;
+        rt_fl<16, 2 * tile_inter> mn;
+        rt_fl<16, tile_inter> da, slope;
         warpgroup::mm_ABt(mn, shared.q[q.slot], shared.ku);
         if constexpr (P::keys) {
             wait(shared.g_full[g.slot], g.phase);
@@ -282,11 +270,11 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
         q.advance();
         g.advance();
 #pragma unroll
-        for (int j = 0; j < backward_rows / 16; ++j) {
+        for (int j = 0; j < tile_inter / 16; ++j) {
             // the next Q: before the last stores, whose queue would delay the answer
             if (j == 2 && it + 1 < work.end) wait(shared.q_full[q.slot], q.phase);
             GradBlock<T> block;
-            const auto &n = mn.tiles[0][j + backward_rows / 16];
+            const auto &n = mn.tiles[0][j + tile_inter / 16];
             swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], n, P::keys ? da.tiles[0][j] : n, r, dr);
             tiles.store(block, buffer.slot, place, j);
         }
@@ -302,7 +290,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
     using namespace kittens;
     using P = typename Shared::P;
     static_assert(P::s_groups == 2 && P::q_stages == P::g_stages);
-    constexpr int d_h = Shared::Rows::cols, blocks = backward_rows / 16;
+    constexpr int d_h = Shared::Rows::cols, blocks = tile_inter / 16;
     constexpr int pieces = P::staged_pieces, columns = d_h / pieces;
     const GradTiles<T, Shared> tiles{shared};
     const bool leader = kittens::laneid() == 0;
@@ -318,8 +306,8 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         uint32_t place = tiles.lane_place();
         asm volatile("" : "+r"(slot), "+r"(row), "+r"(place));
 
-        rt_fl<16, 2 * backward_rows> mn;
-        rt_fl<16, backward_rows> da, slope;
+        rt_fl<16, 2 * tile_inter> mn;
+        rt_fl<16, tile_inter> da, slope;
         wait(shared.q_full[ring.slot], ring.phase);
         warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
         wait(shared.g_full[ring.slot], ring.phase);
@@ -333,7 +321,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         pin(da);
 #pragma unroll
         for (int n = 0; n < P::s_groups; ++n) ring.advance();
-        rt<T, 16, 2 * backward_rows> grads;
+        rt<T, 16, 2 * tile_inter> grads;
         float2 dr = {0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < blocks; ++j) {
@@ -388,7 +376,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
     using namespace kittens;
     using P = InterPolicy<d_h, outputs>;
     using Shared = InterShared<d_h, outputs, T>;
-    static_assert(sizeof(Shared) <= backward_shared_memory_limit);
+    static_assert(sizeof(Shared) <= shared_memory_limit);
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
 
@@ -443,11 +431,11 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
 #pragma unroll
             for (int c = 0; c < d_h; c += P::panel_cols) {
                 const int3 at = {c, work.row, subnet};
-                tma::load_async(&shared.ku.data[c * 2 * backward_rows], &maps.k, at, shared.weights_full);
-                tma::load_async(&shared.ku.data[c * 2 * backward_rows + backward_rows * P::panel_cols], &maps.u, at, shared.weights_full);
-                if constexpr (P::needs_v) tma::load_async(&shared.v[0].data[c * backward_rows], &maps.v, at, shared.weights_full);
+                tma::load_async(&shared.ku.data[c * 2 * tile_inter], &maps.k, at, shared.weights_full);
+                tma::load_async(&shared.ku.data[c * 2 * tile_inter + tile_inter * P::panel_cols], &maps.u, at, shared.weights_full);
+                if constexpr (P::needs_v) tma::load_async(&shared.v[0].data[c * tile_inter], &maps.v, at, shared.weights_full);
             }
-            TokenCursor tokens(p, work.begin);
+            TokenTile tokens(work.begin, p.row_tiles);
             Ring<P::q_stages> q;
             Ring<P::g_stages> g;
             // 64 tokens, for both CTAs of a pair
@@ -455,8 +443,8 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
 #pragma unroll
                 for (int c = 0; c < d_h; c += P::panel_cols) {
                     const int4 at = {c, work.head, tokens.token(), tokens.sequence};
-                    if (work.pair) tma::multicast_async(&tile.data[c * backward_rows], &map, at, full, 0b11);
-                    else tma::load_async(&tile.data[c * backward_rows], &map, at, full);
+                    if (work.pair) tma::multicast_async(&tile.data[c * tile_rows], &map, at, full, 0b11);
+                    else tma::load_async(&tile.data[c * tile_rows], &map, at, full);
                 }
             };
 #pragma unroll 1
@@ -473,8 +461,8 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
             }
         } else if (P::query && warp_in_role == 1 && leader) {
             uint32_t tile = work.head * p.batch * p.row_tiles + work.begin;
-            float *sums = p.query_sums + static_cast<int64_t>(tile) * backward_rows * d_h;
-            const Turns turns{p.query_turns, static_cast<uint32_t>(work.subnet * p.subnet_tiles + work.row / backward_rows)};
+            float *sums = p.query_sums + static_cast<int64_t>(tile) * tile_rows * d_h;
+            const Turns turns{p.query_turns, static_cast<uint32_t>(work.subnet * p.subnet_tiles + work.row / tile_inter)};
             uint32_t phase = 0;
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it, ++tile) {
@@ -483,7 +471,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                 for (int piece = 0; piece < P::staged_pieces; ++piece) {
                     wait(shared.staged_full[piece], phase);
                     if (turns.taken) tma::fence_global();
-                    constexpr int size = P::query ? backward_rows * d_h / P::staged_pieces : 0;
+                    constexpr int size = P::query ? tile_rows * d_h / P::staged_pieces : 0;
                     tma::reduce_add_async(sums + piece * size, shared.staged + piece * size, size * sizeof(float));
                     kittens::tma::store_commit_group();
                 }
@@ -496,14 +484,14 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                 arrive(shared.staged_empty[phase ^ 1][P::staged_pieces - 1]);
                 if (turns.taken) kittens::tma::store_async_wait<0>();
                 turns.pass(tile);
-                sums += backward_rows * d_h;
+                sums += tile_rows * d_h;
                 phase ^= 1;
             }
             kittens::tma::store_async_wait<0>();  // read is not yet added
         } else if (warp_in_role == 2) {
             // one running address: this role has few registers
             const int size = p.r_is_float ? 4 : 2;
-            TokenCursor tokens(p, work.begin);
+            TokenTile tokens(work.begin, p.row_tiles);
             const char *at = static_cast<const char *>(p.r) + size * (tokens.sequence * p.r_batch + (tokens.token() + lane) * p.r_token +
                                                                       work.head * p.r_head + work.subnet);
             Ring<P::q_stages> q;
@@ -514,6 +502,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const char *row = at + size * 32 * half * p.r_token;
+                        // load_real() written out: as a call it makes ptxas schedule the whole kernel anew.
                         if (tokens.token() + lane + 32 * half < p.length)
                             r[half] = p.r_is_float ? __ldg(reinterpret_cast<const float *>(row))
                                                    : base_types::convertor<float, T>::convert(__ldg(reinterpret_cast<const T *>(row)));
@@ -525,13 +514,13 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                 __syncwarp();
                 if (leader) arrive(shared.q_full[q.slot]);
                 tokens.advance();
-                at += size * backward_rows * p.r_token;
-                if (tokens.tile == 0) at += size * (p.r_batch - static_cast<int64_t>(p.row_tiles) * backward_rows * p.r_token);
+                at += size * tile_rows * p.r_token;
+                if (tokens.tile == 0) at += size * (p.r_batch - static_cast<int64_t>(p.row_tiles) * tile_rows * p.r_token);
                 q.advance();
             }
         } else if (P::query && warp_in_role == 3) {
             uint32_t tile = (work.head * p.subnets + work.subnet) * p.batch * p.row_tiles + work.begin;
-            const Turns turns{p.dr_turns, static_cast<uint32_t>(work.row / backward_rows)};
+            const Turns turns{p.dr_turns, static_cast<uint32_t>(work.row / tile_inter)};
             Ring<2> buffer;
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it, ++tile) {
@@ -551,7 +540,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                 if (p.dr_sums)
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
-                        atomicAdd(p.dr_sums + static_cast<int64_t>(tile) * backward_rows + lane + 32 * half, dr[half]);
+                        atomicAdd(p.dr_sums + static_cast<int64_t>(tile) * tile_rows + lane + 32 * half, dr[half]);
                 __syncwarp();
                 if (leader) turns.pass(tile);
                 buffer.advance();

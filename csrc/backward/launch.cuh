@@ -34,7 +34,7 @@ template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l
     CollectParams c{};
     c.tiles = tiles;
     c.parts = parts;
-    c.part_stride = backward_rows * d_h;
+    c.part_stride = tile_rows * d_h;
     c.group_tiles = p.row_tiles;
     c.group_rows = p.length;
     c.inner_groups = p.batch;
@@ -53,7 +53,7 @@ template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch 
     CollectParams c{};
     c.tiles = p.weight_parts;
     c.parts = p.parts;
-    c.part_stride = 3 * backward_rows * d_h;
+    c.part_stride = 3 * tile_inter * d_h;
     c.first_tile = l.plan.whole;
     c.group_tiles = p.subnet_tiles;
     c.group_rows = p.subnet_dim;
@@ -63,7 +63,7 @@ template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch 
     c.out[0] = p.dk;
     c.out[1] = p.du;
     c.out[2] = p.dv;
-    c.out_step = backward_rows * d_h;
+    c.out_step = tile_inter * d_h;
     c.accumulate = p.accumulate;
     return collect<d_h, T>(l, split, 3, c);
 }
@@ -76,7 +76,7 @@ template <int d_h, typename T> cudaError_t finish_query(const BackwardLaunch &l,
     g.query_parts = parts;
     g.dq = l.params.dq;
     g.dq_heads = l.params.dq_heads;
-    const int chunks = g.dw ? (g.subnets + gate_dw_columns<d_h> - 1) / gate_dw_columns<d_h> : 1;
+    const int chunks = g.dw ? ceil_div(g.subnets, gate_dw_columns<d_h>) : 1;
     if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128,
                                           sizeof(GateGradShared<d_h, T>), l.stream, g))
         return error;

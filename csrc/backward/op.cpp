@@ -170,11 +170,11 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
         p.dr_heads = p.dq_heads;
     }
 
-    const int swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
+    const int swizzle = swizzle_bytes_of(d_h), panel = panel_cols_of(d_h);
     auto rows = [&](const char *name, const Tensor &x, int64_t batch_stride, int64_t token_stride) {
         return tensor_map(
             name, at_head(x, head_axis, first), map_type(launch.bf16),
-            {{d_h, 1, panel}, {heads, x.stride(head_axis), 1}, {axes.length, token_stride, backward_rows}, {axes.batch, batch_stride, 1}},
+            {{d_h, 1, panel}, {heads, x.stride(head_axis), 1}, {axes.length, token_stride, tile_rows}, {axes.batch, batch_stride, 1}},
             swizzle);
     };
     auto weights = [&](const char *name, const Tensor &x, int box) {
@@ -183,9 +183,9 @@ void launch_heads(const Call &call, int first, int heads, const BackwardPlan &pl
     };
     launch.q = rows("q", q, axes.q_batch, axes.q_token);
     launch.grad_out = rows("grad_out", call.grad_out, call.g_batch, call.g_token);
-    launch.k = weights("k", call.k, backward_rows);
-    launch.u = weights("u", call.u, backward_rows);
-    launch.v = weights("v", call.v, backward_rows);
+    launch.k = weights("k", call.k, tile_rows);
+    launch.u = weights("u", call.u, tile_rows);
+    launch.v = weights("v", call.v, tile_rows);
     const int token_rows = d_h == 256 ? TokenPolicy<256>::inter : TokenPolicy<128>::inter;
     launch.token_k = weights("k", call.k, token_rows);
     launch.token_u = weights("u", call.u, token_rows);

@@ -10,8 +10,6 @@
 namespace flashmhf {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // What a CTA costs besides its tiles, in tiles: loading K, U, V, the epilogue, and the later sum of its part.
 constexpr int64_t cta_overhead_tiles = 4;
 // Parts of split items live in memory, 3 * 64 * d_h fp32 each: bound their number.
@@ -38,7 +36,8 @@ double launch_time(const BackwardShape &shape, const BackwardPlan &plan, const B
 }  // namespace
 
 BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
-    const int64_t row_tiles = ceil_div(shape.length, 64), tiles = shape.batch * row_tiles, subnet_tiles = ceil_div(shape.subnet_dim, 64);
+    const int64_t row_tiles = ceil_div(shape.length, tile_rows), tiles = shape.batch * row_tiles,
+                  subnet_tiles = ceil_div(shape.subnet_dim, tile_inter);
     const int64_t items = shape.heads * shape.subnets * subnet_tiles;
     if (tiles >= (int64_t{1} << 30) || items * max_parts >= (int64_t{1} << 31) || shape.heads > 65535 ||
         shape.length >= (int64_t{1} << 31) - 128)
@@ -82,12 +81,12 @@ BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardP
         if (needed) end = ceil_div(end + count, alignment) * alignment;
         return needed ? begin : none;
     };
-    const int64_t tile = int64_t{backward_rows} * task.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
+    const int64_t tile = int64_t{tile_rows} * task.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
     const int64_t tokens = shape.batch * shape.length * shape.heads, split = plan.items - plan.whole;
     const bool fused = task.fused(), parts = !fused && task.tokens && (plan.token_parts > 1 || task.router);
     BackwardWorkspace w{};
     w.query = take(fused || parts, tiles * (fused ? 1 : plan.token_parts) * tile);
-    w.dr_sums = take(fused && task.gate, tiles * shape.subnets * backward_rows);
+    w.dr_sums = take(fused && task.gate, tiles * shape.subnets * tile_rows);
     w.query_turns = take(fused && task.turns, tiles);
     w.dr_turns = take(fused && task.turns && task.gate, tiles * shape.subnets);
     w.sums_floats = fused ? end : 0;

@@ -2,10 +2,10 @@
 // are in ../README.md; the static_asserts keep both honest.
 #pragma once
 
+#include "common/geometry.h"
+
 namespace flashmhf {
 
-constexpr int backward_rows = 64;  // tokens of a tile, and inter rows of a tile: the M of wgmma
-constexpr int backward_shared_memory_limit = 227 * 1024;
 // Sub-networks that the router's kernels hold in registers at once, and of those the ones whose dW a CTA accumulates: 128 registers of it.
 constexpr int gate_chunk_columns = 32;
 template <int d_h> constexpr int gate_dw_columns = d_h == 256 ? 16 : 32;
@@ -25,8 +25,8 @@ enum BackwardOutputs : int {
 
 // Inter-stationary kernel: a CTA owns 64 inter rows of one sub-network and walks over tokens in tiles of 64.
 template <int d_h, int outputs> struct InterPolicy {
-    static_assert(d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256, "head dimensions with a policy");
-    static constexpr int panel_cols = d_h % 64 == 0 ? 64 : 32;  // 128-byte swizzle, or 64-byte at d_h = 96
+    static_assert(supported_head_dim(d_h), "head dimensions with a policy");
+    static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr bool query = outputs & query_grad, keys = outputs & key_grads, values = outputs & value_grad;
     static_assert(d_h < 256 || !query, "K, U, V and dQ of d_h = 256 do not fit one kernel");
     static_assert(d_h < 256 || keys != values, "the accumulators of d_h = 256 do not fit one kernel");
@@ -38,7 +38,7 @@ template <int d_h, int outputs> struct InterPolicy {
     static constexpr int s_groups = query ? 2 : 1;
     static constexpr int warpgroups = 1 + s_groups + accumulator_groups;
     static constexpr int threads = 128 * warpgroups;
-    static constexpr int launch_registers = 65536 / threads / 8 * 8;
+    static constexpr int launch_registers = launch_registers_of(threads);
     static constexpr int loader_registers = 24;
     static constexpr int s_registers = query ? (d_h == 128 ? 128 : d_h == 96 ? 152 : 168) : warpgroups == 4 ? 160 : 240;
     static constexpr int w_registers = query ? (d_h == 128 ? 224 : d_h == 96 ? 176 : 144) : warpgroups == 4 ? 160 : 240;
@@ -53,24 +53,24 @@ template <int d_h, int outputs> struct InterPolicy {
 
     static constexpr int q_stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
-    static constexpr int row_tile_bytes = backward_rows * d_h * 2;
+    static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;
     static constexpr int shared_memory = (needs_v ? 3 : 2) * row_tile_bytes + (q_stages + g_stages) * row_tile_bytes +
                                          2 * 8192 * (2 * keys + values) + (query ? 2 * row_tile_bytes : 0) /* fp32 */ + q_stages * 256 +
                                          (query ? 2 * 1024 : 0) + 256;
-    static_assert(shared_memory <= backward_shared_memory_limit, "does not fit the shared memory of an SM");
+    static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 };
 
 // Token-stationary kernel for dQ and dR: a CTA owns two tiles of 64 tokens of one head and streams K, U, V.
 template <int d_h> struct TokenPolicy {
-    static constexpr int panel_cols = d_h % 64 == 0 ? 64 : 32;
+    static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr int consumers = 2;
     static constexpr int inter = d_h == 256 ? 32 : 64;  // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
     static constexpr int stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int threads = 128 * (1 + consumers);
     static constexpr int loader_registers = 24, consumer_registers = 240;
-    static constexpr int row_tile_bytes = backward_rows * d_h * 2;
-    static constexpr int shared_memory = 2 * consumers * row_tile_bytes + stages * 3 * inter * d_h * 2 + 256;
-    static_assert(shared_memory <= backward_shared_memory_limit, "does not fit the shared memory of an SM");
+    static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;
+    static constexpr int shared_memory = 2 * consumers * row_tile_bytes + stages * 3 * inter * d_h * element_bytes + 256;
+    static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 };
 
 }  // namespace flashmhf

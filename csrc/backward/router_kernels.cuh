@@ -6,21 +6,22 @@
 #include "backward/policy.h"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
+#include "common/real.cuh"
+#include "common/token_tile.cuh"
 
 namespace flashmhf {
 
-// Tokens of one tile of 64 in q (strided) and in the dense [T, H, ...] tensors.
-struct TokenTile {
-    int sequence, first, rows;
-    __device__ __forceinline__ TokenTile(const GateParams &g, int tile)
-        : sequence(tile / g.row_tiles),
-          first((tile - sequence * g.row_tiles) * backward_rows),
-          rows(static_cast<int>(min(static_cast<int64_t>(backward_rows), g.length - first))) {}
+// A row tile in q (strided) and in the dense [T, H, ...] tensors.
+struct RouterTile : TokenTile {
+    int rows;  // that hold a token
+    __device__ __forceinline__ RouterTile(const GateParams &g, int index)
+        : TokenTile(index, g.row_tiles),
+          rows(static_cast<int>(min(static_cast<int64_t>(tile_rows), g.length - token()))) {}
     __device__ __forceinline__ int64_t q_offset(const GateParams &g, int head, int row) const {
-        return sequence * g.q_batch + (first + row) * g.q_token + head * g.q_head;
+        return sequence * g.q_batch + (token() + row) * g.q_token + head * g.q_head;
     }
     __device__ __forceinline__ int64_t dense_row(const GateParams &g, int head, int row) const {
-        return (sequence * g.dense_batch + (first + row) * g.dense_token) * g.heads + head;
+        return (sequence * g.dense_batch + (token() + row) * g.dense_token) * g.heads + head;
     }
 };
 
@@ -49,10 +50,7 @@ __global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(co
             float w[4] = {};
             if (e < p.subnets)
 #pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    w[n] = p.w_is_float
-                               ? __ldg(static_cast<const float *>(p.w) + at + n * p.subnets)
-                               : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.w) + at + n * p.subnets));
+                for (int n = 0; n < 4; ++n) w[n] = load_real<T>(p.w, at + n * p.subnets, p.w_is_float);
             const T2 high[2] = {to::convert({w[0], w[1]}), to::convert({w[2], w[3]})};
             const float2 back[2] = {from::convert(high[0]), from::convert(high[1])};
             const T2 low[2] = {to::convert({w[0] - back[0].x, w[1] - back[0].y}), to::convert({w[2] - back[1].x, w[3] - back[1].y})};
@@ -66,7 +64,7 @@ __global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(co
 
 #pragma unroll 1
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const TokenTile tile(p, index);
+        const RouterTile tile(p, index);
         uint4 q[2][steps / 2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -141,8 +139,8 @@ struct SplitPair {
 // Shared memory of flashmhf_gate_grad: what all warps read, and what each has for its own 16 rows.
 template <int d_h, typename T> struct GateGradShared {
     static constexpr int chunk = gate_chunk_columns, cols = gate_staged_columns<d_h>;
-    uint4 w[chunk / 16][d_h / 8][32];         // B fragments of W^T: high terms of k and k + 8, low terms of both
-    alignas(16) T q[backward_rows][d_h + 8];  // padded: ldmatrix reads eight rows from eight different groups of banks
+    uint4 w[chunk / 16][d_h / 8][32];     // B fragments of W^T: high terms of k and k + 8, low terms of both
+    alignas(16) T q[tile_rows][d_h + 8];  // padded: ldmatrix reads eight rows from eight different groups of banks
     StagedTile<cols> staged;
 };
 
@@ -166,11 +164,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
         for (int i = thread; i < steps * (d_h / 8) * 32; i += 128) {
             const int l = i % 32, j = i / 32 % (d_h / 8), s = i / 32 / (d_h / 8), e = first + 16 * s + l % 4 * 2;
             const int64_t at = (static_cast<int64_t>(head) * d_h + 8 * j + l / 4) * p.subnets;
-            auto load = [&](int e) {
-                if (e >= p.subnets) return 0.f;
-                return p.w_is_float ? __ldg(static_cast<const float *>(p.w) + at + e)
-                                    : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.w) + at + e));
-            };
+            auto load = [&](int e) { return e < p.subnets ? load_real<T>(p.w, at + e, p.w_is_float) : 0.f; };
             const SplitPair k0({load(e), load(e + 1)}), k8({load(e + 8), load(e + 9)});
             shared.w[s][j][l] = {reinterpret_cast<const uint32_t &>(k0.high), reinterpret_cast<const uint32_t &>(k8.high),
                                  reinterpret_cast<const uint32_t &>(k0.low), reinterpret_cast<const uint32_t &>(k8.low)};
@@ -184,10 +178,10 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
     float dw[d_h / 16][dw_blocks][4] = {};
 #pragma unroll 1
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const TokenTile tile(p, index);
+        const RouterTile tile(p, index);
         const int first_row = 16 * warp, row[2] = {min(first_row + g, tile.rows - 1), min(first_row + g + 8, tile.rows - 1)};
         const float4 *dq_tile = reinterpret_cast<const float4 *>(p.query_tiles) +
-                                (static_cast<int64_t>(head) * tiles + index) * p.query_parts * (backward_rows * d_h / 4) + thread;
+                                (static_cast<int64_t>(head) * tiles + index) * p.query_parts * (tile_rows * d_h / 4) + thread;
         auto fetch_dq = [&](int column) {
 #pragma unroll
             for (int j = 0; j < cols / 8; ++j) copy_16_bytes_async(&shared.staged.fragment(j, thread), dq_tile + (column / 8 + j) * 128);
@@ -203,14 +197,14 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
         }
 
         // R and dR of rows g and g + 8, sub-networks first + 16 s + 2t + {0, 1, 8, 9}; zero beyond E
-        const int64_t dr_step = p.dr_sums ? static_cast<int64_t>(tiles) * backward_rows : 1;
+        const int64_t dr_step = p.dr_sums ? static_cast<int64_t>(tiles) * tile_rows : 1;
         const float *r_row[2], *dr_row[2];
         float sum[2];  // of the sigmoids, + eps; 0 where there is no token
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int64_t at = tile.dense_row(p, head, row[half]);
             r_row[half] = p.r + at * p.subnets;
-            dr_row[half] = p.dr_sums ? p.dr_sums + head * p.subnets * dr_step + static_cast<int64_t>(index) * backward_rows + row[half]
+            dr_row[half] = p.dr_sums ? p.dr_sums + head * p.subnets * dr_step + static_cast<int64_t>(index) * tile_rows + row[half]
                                      : p.dr + at * p.subnets;
             sum[half] = first_row + g + 8 * half < tile.rows ? 1.f / p.scale[at] : 0.f;
         }
@@ -310,7 +304,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 
         if (needs_dq) {
             if (!p.dw && one_chunk) gradients();
-            const int64_t start = tile.sequence * p.dense_batch + tile.first * p.dense_token;
+            const int64_t start = tile.sequence * p.dense_batch + tile.token() * p.dense_token;
 #pragma unroll 1
             for (int column = 0; column < d_h; column += cols) {
                 if (column > 0) {
@@ -334,7 +328,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
                         add(staged);
                         if (first == 0)
                             for (int part = 1; part < p.query_parts; ++part)
-                                add(__ldcs(dq_tile + (column / 8 + j) * 128 + part * (backward_rows * d_h / 4)));
+                                add(__ldcs(dq_tile + (column / 8 + j) * 128 + part * (tile_rows * d_h / 4)));
 #pragma unroll
                         for (int s = 0; s < steps; ++s) {
                             if (first + 16 * s >= p.subnets) break;
@@ -382,8 +376,7 @@ template <typename T> __global__ void __launch_bounds__(256) flashmhf_gate_sum(c
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll) {
         float sum = 0.f;
         for (int part = 0; part < p.dw_part_count; ++part) sum += p.dw_parts[part * count + i];
-        if (p.w_is_float) static_cast<float *>(p.dw)[i] = sum;
-        else static_cast<T *>(p.dw)[i] = kittens::base_types::convertor<T, float>::convert(sum);
+        store_real<T>(p.dw, i, p.w_is_float, sum);
     }
 }
 

@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_rows(const Acc &acc, void *staging, void *
     warpgroup::sync(barrier);  // the last use of the staging is over
     each_fragment(acc, [&](int j, float4 v) { staged.fragment(j, thread) = v; });
     warpgroup::sync(barrier);
-    staged.template write<T>(out, row_stride, 0, min(rows, backward_rows), accumulate, thread, 128);
+    staged.template write<T>(out, row_stride, 0, min(rows, tile_rows), accumulate, thread, 128);
 }
 
 }  // namespace flashmhf

@@ -14,7 +14,7 @@ namespace flashmhf {
 template <int d_h, typename T> struct alignas(1024) TokenShared {
     using P = TokenPolicy<d_h>;
     template <int rows> using tile = kittens::st<T, rows, d_h>;
-    using Rows = tile<backward_rows>;
+    using Rows = tile<tile_rows>;
     struct Stage {
         tile<2 * P::inter> ku;
         tile<P::inter> v;
@@ -33,9 +33,9 @@ struct RowPair {
     __device__ __forceinline__ RowPair(const BackwardParams &p, int tile) {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        const TokenCursor cursor(p, tile);
-        sequence = cursor.sequence;
-        token = cursor.token() + thread % 128 / 32 * 16 + thread % 32 / 4;
+        const TokenTile tokens_of(tile, p.row_tiles);
+        sequence = tokens_of.sequence;
+        token = tokens_of.token() + thread % 128 / 32 * 16 + thread % 32 / 4;
         tokens = sequence < p.batch ? static_cast<int>(min(p.length, int64_t{INT_MAX})) : 0;
     }
     __device__ __forceinline__ bool valid(int half) const { return token + 8 * half < tokens; }
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
     using namespace kittens;
     using P = TokenPolicy<d_h>;
     using Shared = TokenShared<d_h, T>;
-    static_assert(sizeof(Shared) <= backward_shared_memory_limit);
+    static_assert(sizeof(Shared) <= shared_memory_limit);
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     auto &stages = shared.stages;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
     const int tiles = p.batch * p.row_tiles, head = blockIdx.y;
     // this CTA's sub-networks, and tiles of P::inter rows of each
     const int first_subnet = p.subnets * blockIdx.z / p.token_parts, last_subnet = p.subnets * (blockIdx.z + 1) / p.token_parts;
-    const int per_subnet = (p.subnet_dim + P::inter - 1) / P::inter, count = (last_subnet - first_subnet) * per_subnet;
+    const int per_subnet = ceil_div(p.subnet_dim, P::inter), count = (last_subnet - first_subnet) * per_subnet;
 
     kittens::pdl::arrive();
     if (threadIdx.x == 32)
@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
             kittens::tma::expect_bytes(shared.rows_full, sizeof(shared.rows));
             for (int w = 0; w < P::consumers; ++w) {
                 // behind the last tile: tokens out of bounds, zeros
-                const TokenCursor tokens(p, blockIdx.x * P::consumers + w);
+                const TokenTile tokens(blockIdx.x * P::consumers + w, p.row_tiles);
 #pragma unroll
                 for (int c = 0; c < d_h; c += P::panel_cols) {
                     const int4 at = {c, head, tokens.token(), tokens.sequence};
-                    tma::load_async(&shared.rows[w].q.data[c * backward_rows], &maps.q, at, shared.rows_full);
-                    tma::load_async(&shared.rows[w].grad_out.data[c * backward_rows], &maps.grad_out, at, shared.rows_full);
+                    tma::load_async(&shared.rows[w].q.data[c * tile_rows], &maps.q, at, shared.rows_full);
+                    tma::load_async(&shared.rows[w].grad_out.data[c * tile_rows], &maps.grad_out, at, shared.rows_full);
                 }
             }
             Ring<P::stages> ring;
@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         auto weight = [&](const RowPair &rows, int half, int subnet) {
             if (!p.r || !rows.valid(half)) return 1.f;
             const int64_t at = rows.sequence * p.r_batch + (rows.token + 8 * half) * p.r_token + head * p.r_head + subnet;
-            return p.r_is_float ? __ldg(static_cast<const float *>(p.r) + at)
-                                : base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(p.r) + at));
+            return load_real<T>(p.r, at, p.r_is_float);
         };
         auto weights = [&](int subnet) {
             const RowPair rows(p, tile);
@@ -134,9 +133,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
             for (int half = 0; half < 2; ++half) {
                 if (!rows.valid(half)) continue;
                 const int64_t at = (p.dense_index(rows.sequence, rows.token + 8 * half) * p.dr_heads + head) * p.subnets + subnet;
-                const float x = half ? dr.y : dr.x;
-                if (p.r_is_float) static_cast<float *>(p.dr)[at] = x;
-                else static_cast<T *>(p.dr)[at] = base_types::convertor<T, float>::convert(x);
+                store_real<T>(p.dr, at, p.r_is_float, half ? dr.y : dr.x);
             }
         };
 
@@ -212,16 +209,15 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         pin(dq);
         if (p.query_parts) {
             if (tile < tiles) {
-                float *slot =
-                    p.query_parts + ((static_cast<int64_t>(head) * tiles + tile) * p.token_parts + blockIdx.z) * backward_rows * d_h;
+                float *slot = p.query_parts + ((static_cast<int64_t>(head) * tiles + tile) * p.token_parts + blockIdx.z) * tile_rows * d_h;
                 each_fragment(dq, [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
             }
         } else {
-            const TokenCursor tokens(p, tile);
+            const TokenTile tokens(tile, p.row_tiles);
             const int64_t row = p.dense_index(tokens.sequence, tokens.token()) * p.dq_heads + head;
             const int64_t rows = tile < tiles ? p.length - tokens.token() : 0;
             store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense_token * p.dq_heads * d_h,
-                          static_cast<int>(min(rows, static_cast<int64_t>(backward_rows))), false, 1 + w);
+                          static_cast<int>(min(rows, static_cast<int64_t>(tile_rows))), false, 1 + w);
         }
     }
 }

@@ -1,22 +1,11 @@
 // Semaphores and named barriers of the forward kernel, with who arrives on them.
 #pragma once
 
+#include "common/ring.h"
 #include "forward/policy.h"
 #include "kittens.cuh"
 
 namespace flashmhf {
-
-// Position in a ring of N slots. The phase is the parity of the trips around it.
-template <int N> struct Ring {
-    int slot = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++slot == N) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
-};
 
 constexpr int full_arrivals = 1;    // the loader's expect_bytes; the copies complete the rest (slots, pieces, shares, w)
 constexpr int q_full_arrivals = 2;  // the Q loader's expect_bytes; its warp after the weights of the sub-networks

@@ -28,7 +28,7 @@ uint64_t launch_token() {
 
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const ForwardShape &s = problem.shape;
-    const int d_h = s.head_dim, swizzle = d_h % 64 == 0 ? 128 : 64, panel = swizzle / element_bytes;
+    const int d_h = s.head_dim, swizzle = swizzle_bytes_of(d_h), panel = panel_cols_of(d_h);
     auto rows = [&](const char *what, const void *data, int64_t head, int64_t token, int64_t batch) {
         return tensor_map(what, data, map_type(problem.bf16),
                           {{d_h, 1, panel}, {s.heads, head, 1}, {s.length, token, tile_rows}, {s.batch, batch, 1}}, swizzle);

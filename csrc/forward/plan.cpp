@@ -10,8 +10,6 @@
 namespace flashmhf {
 namespace {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Footprint {
     int shared_memory, pieces, spare_gate,
         consumers;  // bytes: all; of them, of parts that are added; of them, of the gate of a second item
@@ -66,7 +64,7 @@ int plan_sharers(int64_t items, int heads, int inter_tiles, int head_dim, const 
     const int64_t stream = int64_t{heads} * inter_tiles * 9 / 5 / device.clusters[0];
     for (int sharers = max_sharers; sharers > 1; --sharers)
         if (items <= device.clusters[sharers - 1] && inter_tiles >= sharers * shortest_part) {
-            const int64_t shared = std::max(ceil_div(inter_tiles, sharers), stream) + 1;
+            const int64_t shared = std::max<int64_t>(ceil_div(inter_tiles, sharers), stream) + 1;
             const int64_t split = std::max(span_tiles(items, inter_tiles, device.clusters[0]), stream) + combine_tiles(head_dim);
             return shared <= split ? sharers : 1;
         }

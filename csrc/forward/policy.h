@@ -2,18 +2,15 @@
 // too. The budget table is drawn in ../README.md; the static_asserts keep both honest.
 #pragma once
 
+#include "common/geometry.h"
+
 namespace flashmhf {
 
-constexpr int tile_rows = 64;     // token rows of a consumer warpgroup (the M of wgmma)
-constexpr int tile_inter = 64;    // inner units of a tile; K and U stacked make the N = 128 of the first product
-constexpr int element_bytes = 2;  // bf16 or fp16
-
-constexpr int shared_memory_limit = 227 * 1024;
 constexpr int barrier_bytes = 384;  // all semaphores and item records of a CTA, rounded up
 
 template <int d_h> struct ForwardPolicy {
-    static_assert(d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256, "head dimensions with a policy");
-    static constexpr int swizzle_bytes = d_h % 64 == 0 ? 128 : 64;
+    static_assert(supported_head_dim(d_h), "head dimensions with a policy");
+    static constexpr int swizzle_bytes = swizzle_bytes_of(d_h);
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
 
     static constexpr int consumers = 2;  // warpgroups of a CTA, a row tile each; a launch of one row tile starts one only
@@ -34,7 +31,7 @@ template <int d_h> struct ForwardPolicy {
     static constexpr bool gate_early = q_in_registers;  // the producer brings the weights of an item's first chunk
     static constexpr int gate_chunk = gate_early ? 32 : 4, gate_buffers = gate_early ? 2 : 1, gate_alignment = gate_early ? 1024 : 16;
     static constexpr int gate_chunk_bytes = tile_rows * gate_chunk * 4;
-    static constexpr int gate_tile_bytes = (gate_chunk_bytes + tile_rows * 4 + gate_alignment - 1) / gate_alignment * gate_alignment;
+    static constexpr int gate_tile_bytes = ceil_div(gate_chunk_bytes + tile_rows * 4, gate_alignment) * gate_alignment;
     static constexpr int gate_bytes = gate_buffers * consumers * gate_tile_bytes;
 
     // A warp of the producer adds up the parts of split items under the whole ones. They come in pieces of 8 columns of a row tile, six at
@@ -47,7 +44,7 @@ template <int d_h> struct ForwardPolicy {
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
-    static constexpr int launch_registers = 65536 / threads / 8 * 8;
+    static constexpr int launch_registers = launch_registers_of(threads);
     static constexpr int producer_registers = q_in_registers ? 40 : 24, consumer_registers = q_in_registers ? 232 : 240;
     // Tiles for one CTA come a little faster without multicast; for a loop of their own, 24 registers of the producer are too few.
     static constexpr bool always_multicast = !q_in_registers;

@@ -5,6 +5,7 @@
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
+#include "common/token_tile.cuh"
 #include "forward/params.h"
 #include "forward/router.cuh"
 #include "forward/shared_memory.cuh"
@@ -116,16 +117,15 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     kittens::pdl::arrive();  // not before: with few tokens, what the next kernel prefetches would be gone from the L2 behind these tiles
 }
 
-// The row tile of a warpgroup: head, sequence and first token. The last tiles of a launch may lie behind the last sequence: their rows read
-// as zeros and are not stored.
+// The row tile of a warpgroup.
 struct RowTile {
-    int head, sequence, token;
+    int head, sequence, token;  // token: the first one
     // rank: among the CTAs of a cluster that take rows
     __device__ __forceinline__ RowTile(const ForwardParams &p, int item, int rank, int warpgroup) {
         head = item / p.blocks;
-        const int tile = ((item - head * p.blocks) * p.row_ctas + rank) * p.consumers + warpgroup;
-        sequence = tile / p.row_tiles;
-        token = (tile - sequence * p.row_tiles) * tile_rows;
+        const TokenTile tile(((item - head * p.blocks) * p.row_ctas + rank) * p.consumers + warpgroup, p.row_tiles);
+        sequence = tile.sequence;
+        token = tile.token();
     }
 };
 __device__ __forceinline__ bool holds_token(const ForwardParams &p, int sequence, int token) {

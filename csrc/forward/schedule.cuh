@@ -15,11 +15,7 @@
 // in the order of their ranks.
 #pragma once
 
-#ifdef __CUDACC__
-#define FLASHMHF_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FLASHMHF_HOST_DEVICE inline
-#endif
+#include "common/geometry.h"
 
 namespace flashmhf {
 
