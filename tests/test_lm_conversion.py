@@ -184,6 +184,24 @@ def test_our_format_after_conversion(tmp_path):
     assert conversion.load_official(tmp_path, torch.bfloat16).dtype == torch.bfloat16
 
 
+def test_rotary_frequencies_of_a_16_bit_checkpoint_stay_float32(tmp_path):
+    """Rounded frequencies put the angles of positions 2048-4096 wrong by more than a radian."""
+    config = OFFICIAL | {"max_position_embeddings": 4096}
+    write(tmp_path, config, {name: w.bfloat16() for name, w in official_state(config).items()})
+    exact, model = conversion.load_official(tmp_path, torch.float32), conversion.load_official(tmp_path)
+    assert model.dtype == torch.bfloat16
+    for name, buffer in exact.named_buffers():
+        assert model.get_buffer(name).dtype == torch.float32 and torch.equal(model.get_buffer(name), buffer), name
+    ids = torch.randint(61, (1, 32), generator=torch.Generator().manual_seed(3))
+    for start in (0, 2048, 4064):
+        positions = torch.arange(start, start + 32)[None]
+        with torch.no_grad():
+            logits, expected = (m(ids, position_ids=positions).logits.double() for m in (model, exact))
+        # Relative positions alone matter, so the error at 0 is what bf16 products cost anywhere.
+        error = ((logits - expected).norm() / expected.norm()).item()
+        assert error < 0.02, (start, error)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

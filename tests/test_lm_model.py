@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashmhf
-from flashmhf.lm import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM
+from flashmhf.lm import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM, evaluation, tokenizer
 from flashmhf.lm.presets import MIB, PRESETS, preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,6 +86,38 @@ def test_missing_weights_are_initialised_on_loading(tmp_path):
     assert report["missing_keys"] == {f"model.layers.{i}.mlp.q_norm.weight" for i in range(2)}
     assert all(bool((layer.mlp.q_norm.weight == 1).all()) for layer in model.model.layers)
     assert torch.equal(model.model.layers[1].mlp.k, tiny("flashmhf").model.layers[1].mlp.k)
+
+
+@pytest.mark.parametrize("ffn", ["flashmhf", "swiglu"])
+def test_non_persistent_buffers_keep_float32(ffn, tmp_path):
+    """The rotary frequencies, whatever converts the model: bf16 has 8 bits, positions have 12."""
+    model = tiny(ffn)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in model.state_dict()}
+    assert any("inv_freq" in name for name in buffers) and {buffer.dtype for buffer in buffers.values()} == {torch.float32}
+    model.save_pretrained(tmp_path)
+    converted = {
+        "to(dtype)": tiny(ffn).to(torch.bfloat16),
+        "to(tensor)": tiny(ffn).to(torch.zeros(1, dtype=torch.float16)),
+        "half": tiny(ffn).half(),
+        "bfloat16": tiny(ffn).bfloat16(),
+        "from_config": AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16),
+        "from_pretrained": AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        "evaluation.load": evaluation_model(tmp_path),
+        "inner model": tiny(ffn).model.to(torch.bfloat16),
+    }
+    for how, other in converted.items():
+        found = {name.removeprefix("model."): buffer for name, buffer in other.named_buffers()}
+        assert other.dtype != torch.float32, how
+        for name, buffer in buffers.items():
+            name = name.removeprefix("model.")
+            assert found[name].dtype == torch.float32 and torch.equal(found[name], buffer), (how, name)
+    assert {buffer.device.type for _, buffer in tiny(ffn).to("meta", torch.bfloat16).named_buffers()} == {"meta"}
+
+
+def evaluation_model(directory) -> torch.nn.Module:
+    """As ``eval`` and ``generate`` load it on a GPU."""
+    tokenizer.train(["text"], 300).save_pretrained(directory)
+    return evaluation.load(str(directory), device="cpu", dtype="bfloat16")[0]
 
 
 @pytest.mark.parametrize("init", ["normal", "official"])

@@ -44,6 +44,22 @@ def feed_forward(config: FlashMHFConfig) -> nn.Module:
             )
 
 
+class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's, with frequencies that stay float32 when the model is converted to 16 bits.
+
+    bf16 frequencies put the angles of positions above 2048 wrong by more than a radian.
+    """
+
+    def _apply(self, fn, recurse: bool = True):
+        buffers = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, before in buffers.items():
+            after = self._buffers[name]
+            if after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+
 class FlashMHFDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: FlashMHFConfig, layer_idx: int):
         GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
@@ -78,7 +94,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = FlashMHFRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
