@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from flashmhf.lm import conversion
+from flashmhf.lm import FlashMHFConfig, conversion
 
 OFFICIAL = {
     "architectures": ["MHFFNMoEForCausalLM"],
@@ -200,6 +200,13 @@ def test_rotary_frequencies_of_a_16_bit_checkpoint_stay_float32(tmp_path):
         # Relative positions alone matter, so the error at 0 is what bf16 products cost anywhere.
         error = ((logits - expected).norm() / expected.norm()).item()
         assert error < 0.02, (start, error)
+
+
+def test_swish_is_silu(tmp_path):
+    """transformers' other name of the same activation, in official configurations and in ours."""
+    write(tmp_path, OFFICIAL | {"hidden_act": "swish"}, official_state(OFFICIAL))
+    assert conversion.load_official(tmp_path).config.hidden_act == "silu"
+    assert FlashMHFConfig(hidden_act="swish").hidden_act == "silu"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from ..nn import default_subnet_dim
+from ..nn.convert import SILU
 
 FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
 _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
@@ -55,6 +56,8 @@ class FlashMHFConfig(LlamaConfig):
             wanted = self.intermediate_size / default_subnet_dim(self.hidden_size // (self.ffn_num_heads or 1))
             divisors = [count for count in range(1, self.intermediate_size + 1) if self.intermediate_size % count == 0]
             self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted))
+        if self.hidden_act in SILU:
+            self.hidden_act = "silu"
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):

@@ -21,6 +21,7 @@ _RENAMED = {
     "w_self_2.bias": "out_proj.bias",
 }
 _OPTIONAL = {"q_norm.weight", "w_self.bias", "w_self_2.bias"}
+SILU = ("silu", "swish")  # transformers' names of x sigmoid(x)
 _UNSUPPORTED_FLAGS = (
     "mhffnmoe_skip_linear",
     "mhffnmoe_apply_dot_scaling",
@@ -40,8 +41,8 @@ def check_official_config(config: Mapping[str, object]) -> None:
             f"mhffnmoe_num_kuv_heads={groups!r} with mhffnmoe_num_heads={heads!r} (grouped KUV heads) is not supported; "
             "supported: one K, U, V per head"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'")
+    if config.get("hidden_act", "silu") not in SILU:
+        raise NotImplementedError(f"hidden_act={config['hidden_act']!r} is not supported; supported: 'silu' and its other name 'swish'")
 
 
 def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int) -> dict[str, Tensor]:
