@@ -21,6 +21,11 @@ def _record(name: str) -> dict:
     return json.loads(sorted(RESULTS.glob(f"{name}_h200_*.json"))[-1].read_text())
 
 
+def _run(what: str, record: dict) -> str:
+    """Where and when the figures of ``what`` were measured."""
+    return f"{what}: {record['device']}, torch {record['torch']}, {record['date']}"
+
+
 def _row(operator: str, case: dict, ms: float, tflops: float, ratio: float, beside: dict | None) -> tuple[str, ...]:
     shape = f"{case['d_h']}, {case['E']}, {case['d_e']}"
     others = (f"{beside['ms']:.2f}", f"{beside['tflops']:.0f}", f"{beside['x_matmul']:.2f}") if beside else ("", "", "")
@@ -49,10 +54,12 @@ def table() -> str:
     lines = ["| " + " | ".join(row) + " |" for row in (HEADER, ("---",) * len(HEADER), *rows)]
     swiglu = ", ".join(f"{case['x_swiglu']:.2f} at T = {case['T']:,}" for case in forward["flagship"])
     note = (
-        f"{forward['device']}, torch {forward['torch']}, bf16, sustained clocks, {forward['date']}; medians. TFLOP/s count useful "
-        "operations: 6 T H d_h E d_e forward, 16 backward. The yardstick is an 8192^3 bf16 matrix product timed in the same run. Forward "
-        f"runs at {swiglu} times the rate of an eager cuBLAS SwiGLU of d_ff 8192 in the same run. Largest error against float64: "
-        f"{max(forward['errors'].values()):.2e} (forward, T up to {max(map(int, forward['errors'])):,})."
+        f"{_run('Hopper forward', forward)}, medians of rounds that alternate the subjects. {_run('Hopper backward', backward)}, medians "
+        f"of the second half of a block of calls. {_run('Triton', triton)}, medians of {triton['repeats']} blocks. All: bf16, back to back "
+        "at sustained clocks. TFLOP/s count useful operations: 6 T H d_h E d_e forward, 16 backward. The yardstick is an 8192^3 bf16 "
+        f"matrix product timed in the same run as the figure beside it. The Hopper forward runs at {swiglu} times the rate of an eager "
+        "cuBLAS SwiGLU of d_ff 8192 in the same run. Largest "
+        f"error against float64: {max(forward['errors'].values()):.2e} (Hopper forward, T up to {max(map(int, forward['errors'])):,})."
     )
     if "changed_since" in forward:
         note += " " + forward["changed_since"]

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,19 @@ def test_metadata():
         pytest.skip("flashmhf runs from its sources")
     assert distribution.version == flashmhf.__version__
     assert any(entry.name == "flashmhf" for entry in distribution.entry_points)
+
+
+def test_sdist_holds_every_tracked_file(tmp_path):
+    """Its own tests and the scripts of benchmarks/ read the records, so a pattern of MANIFEST.in that leaves some out breaks them."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = {name for name in listed.split("\0") if name and (ROOT / name).exists()}
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path, "--formats=tar"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"FLASHMHF_SKIP_CUDA_BUILD": "1"}, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert sorted(name for name in tracked - held if not name.startswith((".ci", ".git"))) == []
 
 
 # The build's search for its tools
