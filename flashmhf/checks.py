@@ -6,6 +6,8 @@ strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so infere
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,8 @@ def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
 def _same_dtype(name: str, tensor: Tensor, q: Tensor, *, or_float32: bool = False) -> None:
     if tensor.dtype == q.dtype or (or_float32 and tensor.dtype == torch.float32):
         return
-    supported = f"float32 or {name_of(q.dtype)} (q's dtype)" if or_float32 else f"{name_of(q.dtype)} (q's dtype)"
+    alternative = "float32 or " if or_float32 and q.dtype != torch.float32 else ""
+    supported = f"{alternative}{name_of(q.dtype)} (q's dtype)"
     raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {supported}")
 
 
@@ -42,8 +45,13 @@ def _shape(name: str, tensor: Tensor, expected: tuple, meaning: str) -> None:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(expected)} ({meaning})")
 
 
-def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor) -> None:
-    """q [..., H, d_h] and contiguous k, u, v [H, E, d_e, d_h] of one dtype on one device."""
+def _contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+
+
+def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
+    """q [..., H, d_h] and k, u, v [H, E, d_e, d_h] of one dtype on one device; k, u, v contiguous unless ``contiguous`` is False."""
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q has dtype {name_of(q.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
     if q.dim() < 2:
@@ -62,8 +70,8 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor) -> None:
         _same_device(name, tensor, q)
         if tensor is not k:
             _shape(name, tensor, k.shape, "k's shape [H, E, d_e, d_h]")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+        if contiguous:
+            _contiguous(name, tensor)
 
 
 def weights(q: Tensor, k: Tensor, r: Tensor | None) -> None:
@@ -75,16 +83,22 @@ def weights(q: Tensor, k: Tensor, r: Tensor | None) -> None:
     _shape("r", r, (*q.shape[:-1], k.shape[1]), "q's leading dimensions and H, then E")
 
 
-def router(q: Tensor, w: Tensor, k: Tensor | None = None) -> None:
-    """w [H, d_h, E], contiguous, float32 or q's dtype; E from k where given."""
+def epsilon(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:  # false for NaN
+        raise ValueError(f"{name} is {value}; supported: finite numbers from 0")
+
+
+def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
+    """w [H, d_h, E], float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k where given."""
+    epsilon("eps", eps)
     _same_dtype("w", w, q, or_float32=True)
     _same_device("w", w, q)
     if w.dim() != 3:
         raise ValueError(f"w has shape {list(w.shape)}; expected three dimensions [H, d_h, E]")
     subnets = w.shape[2] if k is None else k.shape[1]
     _shape("w", w, (q.shape[-2], q.shape[-1], subnets), "[H, d_h, E]")
-    if not w.is_contiguous():
-        raise ValueError(f"w has strides {list(w.stride())} for shape {list(w.shape)}; it must be contiguous")
+    if contiguous:
+        _contiguous("w", w)
 
 
 def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
@@ -103,5 +117,4 @@ def accumulators(k: Tensor, **buffers: Tensor) -> None:
         if buffer.device != k.device:
             raise ValueError(f"{name} is on {buffer.device} but k is on {k.device}; all tensors must be on one device")
         _shape(name, buffer, k.shape, "k's shape [H, E, d_e, d_h]")
-        if not buffer.is_contiguous():
-            raise ValueError(f"{name} has strides {list(buffer.stride())} for shape {list(buffer.shape)}; it must be contiguous")
+        _contiguous(name, buffer)

@@ -6,14 +6,15 @@ check -> select the back end -> run it on the current stream, without synchronis
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from . import checks
-from .backends import gating, select
-from .reference import accumulate_dtype
+from . import checks, torch_private
+from .backends import BACKENDS, REFERENCE, definition, select
+from .backends.contract import Backend
+from .backends.tokens import collapse
 
 _BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True]'
 _SCHEMAS = (
@@ -31,89 +32,86 @@ _library = torch.library.Library("flashmhf", "DEF")
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
-
-def _back_end(q: Tensor, k: Tensor, backend: str):
-    heads, subnets, subnet_dim, head_dim = k.shape
-    return select(backend, q.device, q.dtype, head_dim, subnet_dim, subnets, heads)
+def _back_end(q: Tensor, k: Tensor, backend: str) -> Backend:
+    if backend == REFERENCE:
+        return definition
+    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2])
 
 
 def _resolve(deterministic: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
 
-# What an operator's kernel and its fake kernel both check
+# What an operator's kernel and its fake kernel both check. The definition reads weights of any strides: under vmap a slice of a batch of
+# weights need not be contiguous.
 
 
-def _check_forward(q, k, u, v, r):
-    checks.operands(q, k, u, v)
+def _check_forward(q, k, u, v, r, backend):
+    checks.operands(q, k, u, v, contiguous=backend != REFERENCE)
     checks.weights(q, k, r)
 
 
-def _check_gated(q, k, u, v, w):
-    checks.operands(q, k, u, v)
-    checks.router(q, w, k)
+def _check_gated(q, k, u, v, w, eps, backend):
+    checks.operands(q, k, u, v, contiguous=backend != REFERENCE)
+    checks.router(q, w, eps, k, contiguous=backend != REFERENCE)
 
 
-def _check_backward(grad_out, q, k, u, v, r):
-    _check_forward(q, k, u, v, r)
+def _check_backward(grad_out, q, k, u, v, r, backend):
+    _check_forward(q, k, u, v, r, backend)
     checks.upstream_gradient(grad_out, q)
+
+
+def _check_gated_backward(grad_out, q, k, u, v, w, eps, backend):
+    _check_gated(q, k, u, v, w, eps, backend)
+    checks.upstream_gradient(grad_out, q)
+
+
+def _is_empty(q: Tensor, backend: str) -> bool:
+    """Whether the result follows from the shapes. The definition takes empty tensors as they are, and keeps them differentiable."""
+    return not q.numel() and backend != REFERENCE
 
 
 # Kernels at the CPU and CUDA keys
 
 
 def _forward(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
-    _check_forward(q, k, u, v, r)
+    _check_forward(q, k, u, v, r, backend)
     module = _back_end(q, k, backend)
-    if not q.numel():
+    if _is_empty(q, backend):
         return _fake_forward(q, k, u, v, r)
     return module.forward(q, k, u, v, r, deterministic=_resolve(deterministic))
 
 
 def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
-    _check_gated(q, k, u, v, w)
+    _check_gated(q, k, u, v, w, eps, backend)
     module = _back_end(q, k, backend)
-    if not q.numel():
+    if _is_empty(q, backend):
         return _fake_forward(q, k, u, v)
-    deterministic = _resolve(deterministic)
-    if hasattr(module, "gated_forward"):
-        return module.gated_forward(q, k, u, v, w, eps, deterministic=deterministic)
-    return module.forward(q, k, u, v, gating.gate(q, w, eps), deterministic=deterministic)
+    return module.gated_forward(q, k, u, v, w, eps, deterministic=_resolve(deterministic))
 
 
 def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r)
+    _check_backward(grad_out, q, k, u, v, r, backend)
     module = _back_end(q, k, backend)
-    if not q.numel():
+    if _is_empty(q, backend):
         return _zeros(_fake_backward(grad_out, q, k, u, v, r, needs=needs))
     return module.backward(grad_out, q, k, u, v, r, deterministic=deterministic, needs=tuple(needs))
 
 
 def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_gated(q, k, u, v, w)
-    checks.upstream_gradient(grad_out, q)
+    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend)
     module = _back_end(q, k, backend)
-    if not q.numel():
+    if _is_empty(q, backend):
         return _zeros(_fake_gated_backward(grad_out, q, k, u, v, w, eps, needs=needs))
-    needs_tokens, needs_weights = needs
-    if hasattr(module, "gated_backward"):
-        return module.gated_backward(grad_out, q, k, u, v, w, eps, deterministic=deterministic, needs=(needs_tokens, needs_weights))
-    # dr feeds dw as well as dq; the router's part of dq is added before the one rounding to q's dtype.
-    r = gating.gate(q, w, eps)
-    dq, dk, du, dv, dr = module.backward(
-        grad_out, q, k, u, v, r, deterministic=deterministic, needs=(True, needs_weights), dq_dtype=accumulate_dtype(q.dtype)
-    )
-    dw = gating.gate_backward(dr, q, w, eps, dq, needs_weights)
-    return dq.to(q.dtype) if needs_tokens else q.new_empty(0), dk, du, dv, dw
+    return module.gated_backward(grad_out, q, k, u, v, w, eps, deterministic=deterministic, needs=tuple(needs))
 
 
 def _backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r)
+    _check_backward(grad_out, q, k, u, v, r, backend)
     checks.accumulators(k, dk=dk, du=du, dv=dv)
     module = _back_end(q, k, backend)
-    if not q.numel():
+    if _is_empty(q, backend):
         return _fake_backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, needs=needs)
     return module.backward_accumulate_(grad_out, q, k, u, v, r, dk, du, dv, deterministic=deterministic, needs=tuple(needs))
 
@@ -122,12 +120,12 @@ def _backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=Fals
 
 
 def _fake_forward(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
-    _check_forward(q, k, u, v, r)
+    _check_forward(q, k, u, v, r, backend)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _fake_gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
-    _check_gated(q, k, u, v, w)
+    _check_gated(q, k, u, v, w, eps, backend)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -143,18 +141,17 @@ def _zeros(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r)
+    _check_backward(grad_out, q, k, u, v, r, backend)
     return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v)), _empty(r, q, needs[0]))
 
 
 def _fake_gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_gated(q, k, u, v, w)
-    checks.upstream_gradient(grad_out, q)
+    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend)
     return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v, w)))
 
 
 def _fake_backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r)
+    _check_backward(grad_out, q, k, u, v, r, backend)
     checks.accumulators(k, dk=dk, du=du, dv=dv)
     return _empty(q, q, needs[0]), _empty(r, q, needs[0])
 
@@ -172,11 +169,11 @@ for _name, (_kernel, _fake) in _KERNELS.items():
     torch.library.register_fake(f"flashmhf::{_name}", _fake, lib=_library)
 
 
-# Autograd: the inputs are all that is saved; first derivatives in reverse mode only
+# Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here, above autograd
 
 _UNSUPPORTED_DERIVATIVE = (
     "flashmhf has first derivatives in reverse mode only (backward, torch.autograd.grad): {what} is not supported. "
-    "flashmhf.reference.forward computes the same function from operations that PyTorch differentiates in every way"
+    'backend="reference" computes the same function from operations that PyTorch differentiates and transforms in every way'
 )
 
 
@@ -187,7 +184,7 @@ class _FirstOrder(torch.autograd.Function):
     def forward(ctx, call, differentiate, *tensors):
         ctx.save_for_backward(*tensors)
         ctx.differentiate = differentiate
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch_private.below_autograd():
             return call(*tensors)
 
     @staticmethod
@@ -203,13 +200,9 @@ def _refuse_second_derivative(saved, needed, *grads):
 
 def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
     """torch.func.grad and forward mode would otherwise fail obscurely, or drop the tangent silently."""
-    if torch._C._are_functorch_transforms_active() and any(
-        isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors
-    ):
+    if torch_private.differentiated_by_functorch(*tensors):
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a torch.func transform (grad, vjp, jvp, hessian, ...)"))
-    if torch.autograd.forward_ad._current_level >= 0 and any(
-        isinstance(x, Tensor) and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
+    if torch_private.has_tangent(*tensors):
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="forward mode (jvp)"))
 
 
@@ -217,11 +210,13 @@ def _call_differentiable(call: Callable, differentiate: Callable, *tensors: Tens
     _refuse_transforms(tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _FirstOrder.apply(call, differentiate, *tensors)
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch_private.below_autograd():
         return call(*tensors)
 
 
 def _forward_autograd(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
+    if backend == REFERENCE:
+        return _forward(q, k, u, v, r, backend=backend)
     # The flag is read now: in backward the caller's setting may be another.
     deterministic = _resolve(deterministic)
 
@@ -236,6 +231,8 @@ def _forward_autograd(q, k, u, v, r=None, *, deterministic=None, backend="auto")
 
 
 def _gated_forward_autograd(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
+    if backend == REFERENCE:
+        return _gated_forward(q, k, u, v, w, eps, backend=backend)
     deterministic = _resolve(deterministic)
 
     def call(*tensors):
@@ -249,6 +246,9 @@ def _gated_forward_autograd(q, k, u, v, w, eps, *, deterministic=None, backend="
 
 
 def _backward_autograd(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
+    if backend == REFERENCE:
+        return _backward(grad_out, q, k, u, v, r, backend=backend, needs=needs)
+
     def call(*tensors):
         return torch.ops.flashmhf.backward(*tensors, deterministic, backend=backend, needs=needs)
 
@@ -256,6 +256,9 @@ def _backward_autograd(grad_out, q, k, u, v, r=None, deterministic=False, *, bac
 
 
 def _gated_backward_autograd(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
+    if backend == REFERENCE:
+        return _gated_backward(grad_out, q, k, u, v, w, eps, backend=backend, needs=needs)
+
     def call(*tensors):
         return torch.ops.flashmhf.gated_backward(*tensors, eps, deterministic, backend=backend, needs=needs)
 
@@ -267,7 +270,7 @@ def _backward_accumulate_autograd(*args, **kwargs):
     _refuse_transforms(tensors)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         _refuse_second_derivative(None, None)
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch_private.below_autograd():
         return torch.ops.flashmhf.backward_accumulate_(*args, **kwargs)
 
 
@@ -284,15 +287,18 @@ for _name, _differentiable in (
 # Autocast: q, k, u, v go to the autocast dtype; r and w keep theirs. In backward nothing is cast, and no inner operation may be.
 
 
+def _cast(operands: Iterable, dtype: torch.dtype) -> tuple:
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x for x in operands)
+
+
 def _autocast(name: str, device_type: str) -> Callable:
     op = getattr(torch.ops.flashmhf, name)
     casts = name in ("forward", "gated_forward")
 
     def call(*args, **kwargs):
         if casts:
-            dtype = torch.get_autocast_dtype(device_type)
-            args = (*(x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x for x in args[:4]), *args[4:])
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            args = (*_cast(args[:4], torch.get_autocast_dtype(device_type)), *args[4:])
+        with torch_private.below_autocast():
             return op(*args, **kwargs)
 
     return call
@@ -303,23 +309,34 @@ for _name in _KERNELS:
     _library.impl(_name, _autocast(_name, "cuda"), "AutocastCUDA")
 
 
-# vmap
+# vmap: a batch over tokens joins the leading dimensions; a batch over weights is one call per entry
 
 
-def _vmap_forward(info, in_dims, q, k, u, v, last, *rest, **kwargs):
-    """A batch over tokens joins the leading dimensions; a batch over weights too is one call per entry."""
-    op = torch.ops.flashmhf.gated_forward if rest else torch.ops.flashmhf.forward
-    weights_shared = all(dim is None for dim in in_dims[1:4])
-    last_shared = in_dims[4] is None
-    if weights_shared and (last is None or last_shared == bool(rest)):
-        q = q.movedim(in_dims[0], 0) if in_dims[0] is not None else q.expand(info.batch_size, *q.shape)
-        if last is not None and not rest:
-            last = last.movedim(in_dims[4], 0)
-        return op(q, k, u, v, last, *rest, **kwargs), 0
-    return _vmap_loop(op)(info, in_dims, q, k, u, v, last, *rest, **kwargs)
+def _leading_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """The batch as the first dimension; copied where the tokens would lie at more strides than every back end reads in place."""
+    if dim is None:
+        return x.expand(size, *x.shape).contiguous()
+    x = x.movedim(dim, 0)
+    return x if len(collapse(x)) <= 2 else x.contiguous()
+
+
+def _vmap_forward(info, in_dims, q, k, u, v, r=None, **kwargs):
+    args, dims = (q, k, u, v, r), (*in_dims, None)[:5]  # PyTorch leaves out trailing arguments that have their default value
+    if any(dim is not None for dim in dims[1:4]):
+        return _vmap_loop(torch.ops.flashmhf.forward)(info, dims, *args, **kwargs)
+    q, r = _leading_batch(q, dims[0], info.batch_size), None if r is None else _leading_batch(r, dims[4], info.batch_size)
+    return torch.ops.flashmhf.forward(q, k, u, v, r, **kwargs), 0
+
+
+def _vmap_gated_forward(info, in_dims, q, k, u, v, w, eps, **kwargs):
+    if any(dim is not None for dim in in_dims[1:5]):
+        return _vmap_loop(torch.ops.flashmhf.gated_forward)(info, in_dims, q, k, u, v, w, eps, **kwargs)
+    return torch.ops.flashmhf.gated_forward(_leading_batch(q, in_dims[0], info.batch_size), k, u, v, w, eps, **kwargs), 0
 
 
 def _vmap_loop(op: Callable) -> Callable:
+    """One call of the operator for every entry of the batch."""
+
     def call(info, in_dims, *args, **kwargs):
         def entry(i: int):
             return op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)), **kwargs)
@@ -332,13 +349,25 @@ def _vmap_loop(op: Callable) -> Callable:
     return call
 
 
-for _name in ("forward", "gated_forward"):
-    torch.library.register_vmap(f"flashmhf::{_name}", _vmap_forward, lib=_library)
-for _name in ("backward", "gated_backward"):
-    torch.library.register_vmap(f"flashmhf::{_name}", _vmap_loop(getattr(torch.ops.flashmhf, _name)), lib=_library)
+for _name, _batched in (
+    ("forward", _vmap_forward),
+    ("gated_forward", _vmap_gated_forward),
+    ("backward", _vmap_loop(torch.ops.flashmhf.backward)),
+    ("gated_backward", _vmap_loop(torch.ops.flashmhf.gated_backward)),
+):
+    torch.library.register_vmap(f"flashmhf::{_name}", _batched, lib=_library)
 
 
-# The functional door
+# What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation by operation
+
+
+def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Tensor, *rest) -> Tensor:
+    device_type = q.device.type
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return kernel(q, k, u, v, *rest, backend=REFERENCE)
+    q, k, u, v = _cast((q, k, u, v), torch.get_autocast_dtype(device_type))
+    with torch.autocast(device_type, enabled=False):
+        return kernel(q, k, u, v, *rest, backend=REFERENCE)
 
 
 def flash_mhf(
@@ -350,14 +379,54 @@ def flash_mhf(
         q: [..., H, d_h], any leading dimensions; bf16, fp16, fp32 or fp64 (which back end takes which: ``flashmhf.info``).
         k, u, v: [H, E, d_e, d_h], contiguous, q's dtype.
         r: gate values [..., H, E], float32 or q's dtype; None for weights 1.
-        backend: "auto" (the first of hopper, triton, eager that supports device, dtype and shape) or one of these names.
+        backend: "auto" (the first of hopper, triton, eager that supports device, dtype and shape), one of these names, or "reference":
+            the definition, which materialises T x d_ff per head and which PyTorch differentiates, transforms and exports in every way.
         deterministic: bitwise equal gradients from run to run; None follows ``torch.are_deterministic_algorithms_enabled()``,
             read now, not in backward.
 
-    Returns [..., H, d_h] in q's dtype, contiguous. Differentiable once in q, k, u, v, r.
+    Returns [..., H, d_h] in q's dtype, contiguous. Differentiable once in q, k, u, v, r; with backend="reference" any number of times.
 
     Raises TypeError (dtypes, non-tensors), ValueError (shapes, strides, devices, unknown back end), NotImplementedError (an
     explicit back end that cannot run), each naming the argument, what it got and what is supported.
     """
     checks.tensors(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
+    if backend == REFERENCE:
+        return _without_dispatcher(_forward, q, k, u, v, r)
     return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend)
+
+
+def gated_flash_mhf(
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    *,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+) -> Tensor:
+    """:func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H, d_h, E]."""
+    if backend == REFERENCE:
+        return _without_dispatcher(_gated_forward, q, k, u, v, w, eps)
+    return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend)
+
+
+PROJECT_TOKENS = max(module.PROJECT_TOKENS for module in BACKENDS.values())
+
+
+def few_token_projection(
+    x: Tensor, k: Tensor, projections: Iterable[tuple[Tensor, Tensor | None]], backend: str = "auto"
+) -> Callable[..., Tensor] | None:
+    """``project(x, w, bias=None, *, weights_ready=False)`` of the back end that serves k [H, E, d_e, d_h] in x's dtype on x's device.
+
+    The function computes x W^T + bias for x [T, K] in one kernel that overlaps with the kernels before and after it, without autograd.
+    None where that back end has no such kernel, or refuses x with one of ``projections`` (w, bias): the caller then takes linear layers.
+    Raises NotImplementedError for an explicit back end that cannot run.
+    """
+    if len(x) > PROJECT_TOKENS:
+        return None
+    module = _back_end(x, k, backend)
+    if any(module.refuse_projection(x, w, bias) is not None for w, bias in projections):
+        return None
+    return module.project

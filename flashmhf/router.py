@@ -17,13 +17,13 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
         eps: the paper leaves it unstated; the default agrees with the paper and with the official ``sum.clamp(min=1e-20)``.
 
     Returns [..., H, E] in float32 (float64 for float64 inputs); products and sums are formed in that dtype. Differentiable.
-    Raises TypeError for dtypes and non-tensors, ValueError for shapes, strides and devices.
+    Raises TypeError for dtypes and non-tensors, ValueError for shapes, strides and devices, and for an eps that is negative or not finite.
     """
     checks.tensors(q=q, w=w)
     if q.dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"q has dtype {checks.name_of(q.dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
-    checks.router(q, w)
+    checks.router(q, w, eps)
     with torch.autocast(q.device.type, enabled=False):
         return reference.gate(q, w, eps)

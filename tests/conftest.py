@@ -85,7 +85,7 @@ TARGETS = [
 def target(request) -> Target:
     chosen = request.param
     device = torch.device(chosen.device, torch.cuda.current_device()) if chosen.device == "cuda" else torch.device(chosen.device)
-    reason = backends.BACKENDS[chosen.backend].why_not(device, torch.float16, d_h=64, d_e=64, E=1, H=1)
+    reason = backends.BACKENDS[chosen.backend].why_not(device, torch.float16, d_h=64, d_e=64)
     if reason:
         pytest.skip(f"{chosen.backend} is not usable here: {reason}")
     return chosen

@@ -42,7 +42,7 @@ def test_info_without_arguments_lists_every_back_end():
     found = flashmhf.info()
     assert set(found.reasons) == {"hopper", "triton", "eager"}
     assert found.chosen is None and found.details["torch"] == torch.__version__
-    with pytest.raises(ValueError, match="both q and k"):
+    with pytest.raises(ValueError, match="k is None; info takes both q and k"):
         flashmhf.info(small()[0])
 
 
@@ -74,7 +74,7 @@ def test_explicit_back_end_reaches_backward(monkeypatch):
 
 
 def test_auto_takes_the_first_that_can(monkeypatch, uncached):
-    device, sizes = torch.device("cpu"), {"d_h": 64, "d_e": 64, "E": 1, "H": 1}
+    device, sizes = torch.device("cpu"), {"d_h": 64, "d_e": 64}
     reasons = {"hopper": None, "triton": None}
     for name in reasons:
         monkeypatch.setattr(backends.BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
@@ -92,13 +92,13 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
     monkeypatch.setattr(hopper, "why_not", lambda *a, **k: reason)
     monkeypatch.setattr(backends.triton, "why_not", lambda *a, **k: "not here")
     with pytest.warns(UserWarning, match="does not get the hopper back end: no library"):
-        backends.select("auto", device, torch.bfloat16, 128, 384, 2, 2)
+        backends.select("auto", device, torch.bfloat16, 128, 384)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backends.select("auto", device, torch.bfloat16, 128, 384, 3, 2)
+        backends.select("auto", device, torch.bfloat16, 128, 768)
     reason = "d_h is 80"
     with pytest.warns(UserWarning, match="d_h is 80"):
-        backends.select("auto", device, torch.bfloat16, 80, 384, 2, 2)
+        backends.select("auto", device, torch.bfloat16, 80, 384)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
 )
 def test_what_hopper_supports(monkeypatch, capability, dtype, sizes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert reason in hopper.why_not(torch.device("cuda", 0), dtype, d_h=sizes[0], d_e=sizes[1], E=1, H=1)
+    assert reason in hopper.why_not(torch.device("cuda", 0), dtype, d_h=sizes[0], d_e=sizes[1])
 
 
 def test_why_the_library_is_not_usable(monkeypatch, tmp_path):

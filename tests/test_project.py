@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import flashmhf
-from flashmhf import backends
-from flashmhf.backends import hopper
+from flashmhf.backends import eager, hopper
 from flashmhf.testing import poisoned_memory, relative_l2
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -32,8 +31,8 @@ def check(x, w, bias, what=""):
     """All but nothing of the error is the one rounding."""
     with poisoned_memory():
         actual = hopper.project(x, w, bias)
-        torch.cuda.synchronize()  # w is settled
-        assert torch.equal(hopper.project(x, w, bias, settled=True), actual)
+        torch.cuda.synchronize()  # the kernels that wrote w have finished
+        assert torch.equal(hopper.project(x, w, bias, weights_ready=True), actual)
     exact = nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
     assert actual.is_contiguous() and actual.dtype == x.dtype
     error, rounding = relative_l2(actual, exact), relative_l2(exact.to(x.dtype), exact)
@@ -91,7 +90,7 @@ def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, to
     def chain(synchronise=lambda: None):
         y = x
         for i in range(30):
-            y = hopper.project(y, weights[i % 6], settled=i % 3 == 0)
+            y = hopper.project(y, weights[i % 6], weights_ready=i % 3 == 0)
             synchronise()
         written.copy_(weights[0])
         synchronise()
@@ -179,17 +178,17 @@ def plain(module, x):
 
 @pytest.fixture
 def projected(monkeypatch) -> list[torch.Size]:
-    """Shapes of the inputs of hopper.project, which a linear layer stands in for; nn believes that the hopper back end serves the call."""
+    """Shapes of the inputs of a projection kernel that the eager back end gets here: hopper's refusals, and a linear layer's result."""
     seen: list[torch.Size] = []
 
-    def project(x, w, bias=None, *, settled=False):
+    def project(x, w, bias=None, *, weights_ready=False):
         assert hopper.refuse_projection(x, w, bias) is None
-        assert settled == (len(seen) % 2 == 1)  # out_proj alone stands right behind a kernel that is known
+        assert weights_ready == (len(seen) % 2 == 1)  # out_proj alone stands right behind a kernel that is known
         seen.append(x.shape)
         return nn.functional.linear(x, w, bias)
 
-    monkeypatch.setattr(hopper, "project", project)
-    monkeypatch.setattr(backends, "select", lambda *_: hopper)
+    monkeypatch.setattr(eager, "refuse_projection", hopper.refuse_projection)
+    monkeypatch.setattr(eager, "project", project)
     return seen
 
 
@@ -221,7 +220,7 @@ def test_module_keeps_its_linear_layers_elsewhere(projected):
         make()(torch.randn(65, 128).bfloat16())
         make()(torch.randn(0, 128).bfloat16())
         make(torch.float32)(x.float())
-        make(backend="eager")(x)
+        make(backend="reference")(x)
         with torch.autocast("cpu"):
             make()(x)
         torch.vmap(make())(x)

@@ -97,7 +97,7 @@ def _device(options: argparse.Namespace) -> torch.device:
 
 
 def _headline(setting: study.Setting) -> str:
-    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim, "E": setting.num_subnets, "H": setting.num_heads}
+    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
     usable = (name for name, module in backends.BACKENDS.items() if module.why_not(setting.device, setting.dtype, **sizes) is None)
     gpu = setting.device.type == "cuda"
     machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
@@ -189,7 +189,7 @@ def _check(options: argparse.Namespace) -> int:
     device = _device(options)
     accuracies = _run_check(device, options.backend)
     if not accuracies:
-        reason = backends.BACKENDS[options.backend].why_not(device, torch.float32, d_h=128, d_e=384, E=3, H=2)
+        reason = backends.BACKENDS[options.backend].why_not(device, torch.float32, d_h=128, d_e=384)
         raise UsageError(f"back end {options.backend} cannot run: {reason}")
     print(report.check_table(accuracies))
     return _verdict(accuracies)

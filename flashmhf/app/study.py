@@ -63,7 +63,7 @@ def check(device: torch.device, *, backend: str | None = None, tokens: int = 500
     sizes = {"d_h": 128, "d_e": 384, "E": 3, "H": 2}
     for name in backends.BACKENDS if backend is None else (backend,):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            if backends.BACKENDS[name].why_not(device, dtype, **sizes) is None:
+            if backends.BACKENDS[name].why_not(device, dtype, d_h=sizes["d_h"], d_e=sizes["d_e"]) is None:
                 yield from _check_one(name, dtype, device, tokens, seed, **sizes)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulate_dtype
+from . import gating
+from .contract import PROJECT_TOKENS, project, refuse_projection  # noqa: F401  (this back end has no such kernel)
 from .tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger
@@ -23,7 +25,7 @@ TOKENS = 2048
 MIN_TOKENS = 64
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, E: int, H: int) -> str | None:  # noqa: N803
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
     """Every device, floating dtype and size is supported."""
     return None
 
@@ -194,6 +196,10 @@ def _backward(
                 if total is not target:
                     target += total
     return dq, dr
+
+
+gated_forward = gating.forward_by(forward)
+gated_backward = gating.backward_by(backward)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,8 @@ A block bounds the fp32 copy of Q that the products need; R itself [..., H, E] i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,48 @@ def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, 
         dq_rows[block] += dq_gate
         total += dw
     return total.to(w.dtype) if needs_weights else w.new_empty(0)
+
+
+def forward_by(forward: Callable) -> Callable:
+    """A back end's ``gated_forward`` from its ``forward``: R is computed first."""
+
+    def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool) -> Tensor:
+        return forward(q, k, u, v, gate(q, w, eps), deterministic=deterministic)
+
+    return gated_forward
+
+
+def backward_by(backward: Callable) -> Callable:
+    """A back end's ``gated_backward`` from its ``backward``, which takes ``dq_dtype``.
+
+    dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
+    """
+
+    def gated_backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        u: Tensor,
+        v: Tensor,
+        w: Tensor,
+        eps: float,
+        *,
+        deterministic: bool,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        needs_tokens, needs_weights = needs
+        dq, dk, du, dv, dr = backward(
+            grad_out,
+            q,
+            k,
+            u,
+            v,
+            gate(q, w, eps),
+            deterministic=deterministic,
+            needs=(True, needs_weights),
+            dq_dtype=reference.accumulate_dtype(q.dtype),
+        )
+        dw = gate_backward(dr, q, w, eps, dq, needs_weights)
+        return dq.to(q.dtype) if needs_tokens else q.new_empty(0), dk, du, dv, dw
+
+    return gated_backward

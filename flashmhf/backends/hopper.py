@@ -64,7 +64,7 @@ def build_info() -> dict:
     return json.loads(torch.ops.flashmhf_hopper.build_info())
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, E: int, H: int) -> str | None:  # noqa: N803
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
     """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
     if device.type != "cuda":
         return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
@@ -183,14 +183,14 @@ def refuse_projection(x: Tensor, w: Tensor, bias: Tensor | None) -> TypeError | 
     return None
 
 
-def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, settled: bool = False) -> Tensor:
+def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: bool = False) -> Tensor:
     """x W^T + bias for few tokens, without autograd; it starts under the kernel before it and lets the next one do so.
 
-    ``settled``: whoever wrote w and bias has finished when this kernel starts, even if the kernel before it in the stream still runs; they
-    are then read at once. True right behind a forward of this back end, which starts nobody before all older kernels have finished and
-    writes nothing but its output and its own workspace.
+    ``weights_ready``: the kernels that wrote w and bias have finished when this kernel starts, even if the kernel before it in the stream
+    still runs; this kernel then reads w and bias at once. That holds right behind a forward of this back end: the forward's kernel lets the
+    next kernel start only after all older kernels have finished, and writes nothing but its output and its own workspace.
     """
     refusal = refuse_projection(x, w, bias)
     if refusal is not None:
         raise refusal
-    return torch.ops.flashmhf_hopper.project(x, w, bias, settled)
+    return torch.ops.flashmhf_hopper.project(x, w, bias, weights_ready)

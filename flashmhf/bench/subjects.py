@@ -92,7 +92,7 @@ def _exact_flashmhf(shape: Shape, w: Weights, x: Tensor) -> Tensor:
 
 
 def _why_no_backend(backend: str, shape: Shape, settings: Settings) -> str | None:
-    sizes = {"d_h": shape.head_dim, "d_e": shape.subnet_dim, "E": shape.subnets, "H": shape.heads}
+    sizes = {"d_h": shape.head_dim, "d_e": shape.subnet_dim}
     return backends.BACKENDS[backend].why_not(settings.device, settings.dtype, **sizes)
 
 

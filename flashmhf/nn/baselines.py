@@ -6,15 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import ops, reference, router  # noqa: F401  (ops registers the operators)
+from .. import ops, reference, router
+from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import INITIALIZER_RANGE, initialise
-from .multihead import MultiHead, check_input, check_positive
+from .multihead import MultiHead, check_input
 
 
 class MHFFN(MultiHead):
     """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
 
-    backend="naive" materialises the H intermediates of [T, intermediate_dim], as the paper's comparison does.
+    backend="naive" materialises the H intermediates of [T, intermediate_dim], as the paper's comparison does; "reference" is the same.
     State: in_proj.weight, k, u, v [H, intermediate_dim, d_h], out_proj.weight.
     """
 
@@ -38,9 +39,9 @@ class MHFFN(MultiHead):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype)
-        check_positive(intermediate_dim=intermediate_dim)
-        self.intermediate_dim, self.backend, self.deterministic = intermediate_dim, backend, deterministic
-        shape = (num_heads, intermediate_dim, self.head_dim)
+        self.intermediate_dim = positive("intermediate_dim", intermediate_dim)
+        self.backend, self.deterministic = backend_and_deterministic(backend, deterministic, more=("naive",))
+        shape = (self.num_heads, self.intermediate_dim, self.head_dim)
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.reset_parameters()
 
@@ -56,7 +57,7 @@ class MHFFN(MultiHead):
         k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
         if self.backend == "naive":
             return reference.forward(q, k, u, v)
-        return torch.ops.flashmhf.forward(q, k, u, v, deterministic=self.deterministic, backend=self.backend)
+        return ops.flash_mhf(q, k, u, v, deterministic=self.deterministic, backend=self.backend)
 
 
 class SwiGLU(nn.Module):
@@ -72,11 +73,11 @@ class SwiGLU(nn.Module):
         self, d_model: int, intermediate_dim: int, *, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        check_positive(d_model=d_model, intermediate_dim=intermediate_dim)
-        self.d_model, self.intermediate_dim = d_model, intermediate_dim
-        self.gate_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(d_model, intermediate_dim, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate_dim, d_model, bias=bias, device=device, dtype=dtype)
+        self.d_model, self.intermediate_dim = positive("d_model", d_model), positive("intermediate_dim", intermediate_dim)
+        settings = {"bias": flag("bias", bias), "device": device, "dtype": dtype}
+        self.gate_proj = nn.Linear(self.d_model, self.intermediate_dim, **settings)
+        self.up_proj = nn.Linear(self.d_model, self.intermediate_dim, **settings)
+        self.down_proj = nn.Linear(self.intermediate_dim, self.d_model, **settings)
         self.reset_parameters()
 
     def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
@@ -102,9 +103,9 @@ class ParametricKV(MultiHead):
         self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype)
-        check_positive(num_kv=num_kv)
-        self.num_kv = num_kv
-        self.k, self.v = (nn.Parameter(torch.empty(num_heads, num_kv, self.head_dim, device=device, dtype=dtype)) for _ in range(2))
+        self.num_kv = positive("num_kv", num_kv)
+        shape = (self.num_heads, self.num_kv, self.head_dim)
+        self.k, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(2))
         self.reset_parameters()
 
     def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
@@ -112,7 +113,8 @@ class ParametricKV(MultiHead):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
-        q = self.split_heads(x).flatten(0, -3) if x.dim() > 1 else self.split_heads(x).unsqueeze(0)
+        q = self.split_heads(x)
+        q = q.flatten(0, -3) if q.dim() > 2 else q.unsqueeze(0)
         k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))
         mixed = nn.functional.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), k, v)
         return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], self.d_model))
@@ -141,13 +143,13 @@ class DenseMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive(d_model=d_model, num_subnets=num_subnets, subnet_dim=subnet_dim)
-        self.d_model, self.num_subnets, self.subnet_dim, self.router_eps = d_model, num_subnets, subnet_dim, router_eps
-        width = num_subnets * subnet_dim
-        self.gate_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
-        self.router = nn.Parameter(torch.empty(d_model, num_subnets, device=device, dtype=dtype))
+        self.d_model, self.num_subnets = positive("d_model", d_model), positive("num_subnets", num_subnets)
+        self.subnet_dim, self.router_eps = positive("subnet_dim", subnet_dim), epsilon("router_eps", router_eps)
+        width = self.num_subnets * self.subnet_dim
+        self.gate_proj = nn.Linear(self.d_model, width, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(self.d_model, width, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(width, self.d_model, bias=False, device=device, dtype=dtype)
+        self.router = nn.Parameter(torch.empty(self.d_model, self.num_subnets, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import backends, ops, reference, router  # noqa: F401  (ops registers the operators)
-from ..backends import hopper
+from .. import ops, reference, router, torch_private
+from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import INITIALIZER_RANGE, initialise
-from .multihead import MultiHead, check_input, check_positive
+from .multihead import MultiHead, check_input
 
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
 
@@ -144,15 +145,16 @@ class FlashMHF(MultiHead):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype)
-        self.num_subnets = num_subnets
-        self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else subnet_dim
-        check_positive(num_subnets=num_subnets, subnet_dim=self.subnet_dim)
-        self.router_eps, self.backend, self.deterministic = router_eps, backend, deterministic
-        self.accumulate_main_grad = accumulate_main_grad
-        shape = (num_heads, num_subnets, self.subnet_dim, self.head_dim)
+        self.num_subnets = positive("num_subnets", num_subnets)
+        self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
+        self.router_eps = epsilon("router_eps", router_eps)
+        self.backend, self.deterministic = backend_and_deterministic(backend, deterministic)
+        self.accumulate_main_grad = flag("accumulate_main_grad", accumulate_main_grad)
+        shape = (self.num_heads, self.num_subnets, self.subnet_dim, self.head_dim)
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
-        self.router = nn.Parameter(torch.empty(num_heads, self.head_dim, num_subnets, device=device, dtype=dtype))
-        self.q_norm = HeadRMSNorm(num_heads, self.head_dim, q_norm_eps, device, dtype) if q_norm else None
+        self.router = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.num_subnets, device=device, dtype=dtype))
+        q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
+        self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, device, dtype) if flag("q_norm", q_norm) else None
         self.reset_parameters()
 
     @classmethod
@@ -166,15 +168,18 @@ class FlashMHF(MultiHead):
 
         Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
         dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
-        Raises ValueError for another activation, biases in gate_proj or up_proj, and a width that num_subnets does not divide.
+        Raises ValueError for another activation, biases in gate_proj or up_proj, a width that num_subnets does not divide, and q_norm=True,
+        which has no exact start either.
         """
+        if kwargs.get("q_norm"):
+            raise ValueError("q_norm is True; a SwiGLU does not normalise its input, so from_swiglu supports q_norm=False only")
         if not uses_silu(swiglu):
             raise ValueError(f"act_fn is {type(swiglu.act_fn).__name__}; a SwiGLU has SiLU")
         for name in ("gate_proj", "up_proj"):
             if getattr(swiglu, name).bias is not None:
                 raise ValueError(f"{name} has a bias; FlashMHF has none there")
         (width, d_model), bias = swiglu.gate_proj.weight.shape, swiglu.down_proj.bias
-        check_positive(num_subnets=num_subnets)
+        num_subnets = positive("num_subnets", num_subnets)
         if width % num_subnets:
             raise ValueError(f"num_subnets is {num_subnets}; it must divide the width {width}")
         weight = swiglu.gate_proj.weight
@@ -198,19 +203,24 @@ class FlashMHF(MultiHead):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
+        check_input(x, self.d_model)
         if self._in_chunks(x):
             return self._forward_chunks(x)
-        rows = self._few_rows(x)
-        if rows is not None:
-            return self._forward_few_tokens(rows, x.shape)
+        if self._are_few_tokens(x):
+            rows = x.reshape(-1, self.d_model)
+            projections = [(linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj)]
+            project = ops.few_token_projection(rows, self.k, projections, self.backend)
+            if project is not None:
+                return self._forward_few_tokens(project, rows, x.shape)
         return self.out_proj(self._mix(self.split_heads(x)).flatten(-2))
 
     def _plain_inference(self, x: Tensor) -> bool:
-        """Whether only the values of the result matter: eager, no gradient, autocast or transform, projections that are just products."""
+        """Whether only the values of the result matter: eager, no gradient, autocast, transform or dispatch mode, projections that are just
+        products.
+        """
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return False
-        transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-        if transformed or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
+        if torch_private.is_observed() or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
             return False
         return _is_plain(self.in_proj) and _is_plain(self.out_proj)
 
@@ -220,35 +230,28 @@ class FlashMHF(MultiHead):
             return False
         return self._plain_inference(x)
 
-    def _few_rows(self, x: Tensor) -> Tensor | None:
-        """x as [T, d_model] where the projections take the hopper back end's kernel for few tokens, else None.
+    def _are_few_tokens(self, x: Tensor) -> bool:
+        """Whether the projections may take a back end's kernel for few tokens.
 
-        Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on it.
+        Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on that number.
         """
-        if torch.compiler.is_compiling() or not 0 < x.numel() <= hopper.PROJECT_TOKENS * self.d_model or x.shape[-1:] != (self.d_model,):
-            return None
-        if self.backend not in ("auto", "hopper") or x.dtype not in hopper.DTYPES or not self._plain_inference(x):
-            return None
-        sizes = (self.head_dim, self.subnet_dim, self.num_subnets, self.num_heads)
-        if backends.select(self.backend, x.device, x.dtype, *sizes) is not hopper:
-            return None
-        rows = x.reshape(-1, self.d_model)
-        refused = (hopper.refuse_projection(rows, linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj))
-        return rows if all(reason is None for reason in refused) else None
+        if torch.compiler.is_compiling() or not 0 < x.numel() <= ops.PROJECT_TOKENS * self.d_model:
+            return False
+        return x.dtype == self.k.dtype and self._plain_inference(x)
 
-    def _forward_few_tokens(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        q = hopper.project(rows, self.in_proj.weight, self.in_proj.bias)
+    def _forward_few_tokens(self, project: Callable[..., Tensor], rows: Tensor, shape: torch.Size) -> Tensor:
+        q = project(rows, self.in_proj.weight, self.in_proj.bias)
         mixed = self._mix(q.view(*shape[:-1], self.num_heads, self.head_dim))
-        # Whichever way _mix takes, its last kernel is the forward operator's, and views launch none. Before in_proj there may be any.
-        return hopper.project(mixed.view(-1, self.d_model), self.out_proj.weight, self.out_proj.bias, settled=True).view(shape)
+        # The last kernel of _mix is the forward operator's, and views launch none, so out_proj's weights are ready. Any kernel may stand
+        # before in_proj.
+        return project(mixed.view(-1, self.d_model), self.out_proj.weight, self.out_proj.bias, weights_ready=True).view(shape)
 
     def _forward_chunks(self, x: Tensor) -> Tensor:
         """Peak memory: the result and one chunk of S. Q of a chunk lies where its result will be."""
-        check_input(x, self.d_model)
         rows = x.flatten(0, -2)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        pieces = -(-len(rows) // CHUNK_TOKENS)
-        for x_chunk, out_chunk in zip(rows.tensor_split(pieces), out.view(rows.shape).tensor_split(pieces), strict=True):
+        chunks = -(-len(rows) // CHUNK_TOKENS)
+        for x_chunk, out_chunk in zip(rows.tensor_split(chunks), out.view(rows.shape).tensor_split(chunks), strict=True):
             q = _project(self.in_proj, x_chunk, out_chunk).unflatten(-1, (self.num_heads, self.head_dim))
             _project(self.out_proj, self._mix(q).flatten(-2), out_chunk)
         return out
@@ -259,7 +262,7 @@ class FlashMHF(MultiHead):
             q = self.q_norm(q)
         if self.accumulate_main_grad and torch.is_grad_enabled():
             return self._mix_into_main_grad(q)
-        return torch.ops.flashmhf.gated_forward(
+        return ops.gated_flash_mhf(
             q, self.k, self.u, self.v, self.router, self.router_eps, deterministic=self.deterministic, backend=self.backend
         )
 

@@ -16,6 +16,8 @@ INITIALIZER_RANGE = 0.02
 def initialise(
     normal: Iterable[Tensor], projections: Iterable[nn.Linear], routers: Iterable[Tensor], init: str, initializer_range: float
 ) -> None:
+    if not isinstance(init, str):
+        raise TypeError(f"init must be a str, got {type(init).__name__}")
     if init not in ("normal", "official"):
         raise ValueError(f"init is {init!r}; supported: 'normal', 'official'")
     official = init == "official"

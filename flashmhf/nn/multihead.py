@@ -6,23 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-
-def check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-
-
-def head_dim_of(d_model: int, num_heads: int) -> int:
-    check_positive(d_model=d_model, num_heads=num_heads)
-    if d_model % num_heads:
-        raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
-    return d_model // num_heads
+from .. import checks
+from .arguments import flag, positive
 
 
 def check_input(x: Tensor, d_model: int) -> None:
+    checks.tensors(x=x)
     if x.dim() < 1 or x.shape[-1] != d_model:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
 
@@ -36,9 +25,13 @@ class MultiHead(nn.Module):
 
     def __init__(self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim_of(d_model, num_heads)
-        self.in_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
+        self.head_dim = self.d_model // self.num_heads
+        flag("bias", bias)
+        self.in_proj = nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .arguments import positive
 from .flashmhf import FlashMHF, default_subnet_dim, uses_silu
 from .init import INITIALIZER_RANGE
 
@@ -51,13 +52,18 @@ def replace_ffn(
 
     Weights are drawn from N(0, initializer_range) of ``model.config``. The model's own ``save_pretrained`` stores them, but its
     configuration does not know of them: to load, build the model, call this again, then ``load_state_dict``.
-    Raises ValueError when there is nothing to replace, or when sizes do not fit.
+    Raises ValueError when there is nothing to replace, when ``model`` itself is the network to replace, or when sizes do not fit.
     """
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     names = [name for name, module in model.named_modules() if is_swiglu(module) and ".experts" not in name and "shared_expert" not in name]
     if not names:
         raise ValueError(f"{type(model).__name__} has no SwiGLU network of gate_proj, up_proj, down_proj linear layers to replace")
+    if "" in names:
+        raise ValueError(
+            f"model is itself a SwiGLU network ({type(model).__name__}), and a module cannot be replaced in place within itself; "
+            "FlashMHF.from_swiglu(model) makes a FlashMHF of it"
+        )
     initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
     for name in names:
         parent, _, attribute = name.rpartition(".")
@@ -72,7 +78,9 @@ def replace_ffn(
 def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, kwargs) -> FlashMHF:
     weight = swiglu.gate_proj.weight
     d_model = weight.shape[1]
-    heads = num_heads or d_model // next(size for size in (128, 64, 32, 16, d_model) if d_model % size == 0)
+    if num_heads is None:
+        num_heads = d_model // next(size for size in (128, 64, 32, 16, d_model) if d_model % size == 0)
+    heads = positive("num_heads", num_heads)
     if num_subnets is None:
         matrices = sum(getattr(swiglu, name).weight.numel() for name in _PROJECTIONS)
         num_subnets, subnet_dim = equal_parameter_sizes(d_model, matrices, heads)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ...checks import name_of
+from .. import gating
+from ..contract import PROJECT_TOKENS, project, refuse_projection  # noqa: F401  (this back end has no such kernel)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
@@ -29,7 +31,7 @@ def _launch():
     return launch
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, E: int, H: int) -> str | None:  # noqa: N803
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
     """None when the Triton kernels can run, else the reason, naming the argument, its value and what is supported."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted):
@@ -103,3 +105,7 @@ def _token_grads(grad_out, q, k, u, v, r, needed: bool, dq_dtype: torch.dtype, d
     if not needed:
         return q.new_empty(0), q.new_empty(0)
     return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, deterministic)
+
+
+gated_forward = gating.forward_by(forward)
+gated_backward = gating.backward_by(backward)

@@ -1,0 +1,46 @@
+"""Checks of constructor arguments: TypeError for types, ValueError for values.
+
+Each names the argument, what it got and what is supported.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+
+from .. import backends, checks
+
+
+def positive(name: str, size: object) -> int:
+    """``size`` as an int of at least 1. TypeError for what is no integer (NumPy's are integers, a bool is not), ValueError below 1."""
+    try:
+        if isinstance(size, bool):
+            raise TypeError
+        value = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(size).__name__}") from None
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+    return value
+
+
+def epsilon(name: str, value: object) -> float:
+    """``value`` as a finite float of at least 0; TypeError for what is no real number, ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    checks.epsilon(name, value)
+    return float(value)
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
+
+
+def backend_and_deterministic(backend: object, deterministic: object, *, more: tuple[str, ...] = ()) -> tuple[str, bool | None]:
+    """Both settings of an operator, checked; ``more`` are names that a module takes beside those of the operator."""
+    backends.check_name(backend, names=(*backends.NAMES, *more))
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
+    return backend, deterministic

@@ -1,0 +1,145 @@
+"""Arguments of constructors, conversion and info: what is refused, where and how, and what is taken."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import flashmhf
+
+FLASH = (48, 3, 2, 16)
+MAKERS = {
+    "FlashMHF": lambda **kwargs: flashmhf.FlashMHF(*FLASH, **kwargs),
+    "MHFFN": lambda **kwargs: flashmhf.MHFFN(48, 3, 16, **kwargs),
+    "DenseMoE": lambda **kwargs: flashmhf.DenseMoE(48, 3, 16, **kwargs),
+    "SwiGLU": lambda **kwargs: flashmhf.SwiGLU(48, 16, **kwargs),
+    "ParametricKV": lambda **kwargs: flashmhf.ParametricKV(48, 3, 16, **kwargs),
+}
+
+
+@pytest.mark.parametrize(
+    ("makers", "arguments", "exception", "message"),
+    [
+        (
+            "FlashMHF MHFFN",
+            {"backend": "tritn"},
+            ValueError,
+            "backend is 'tritn'; supported: 'auto', 'hopper', 'triton', 'eager', 'reference'",
+        ),
+        ("FlashMHF MHFFN", {"backend": None}, TypeError, "backend must be a str, got NoneType"),
+        ("FlashMHF", {"backend": "naive"}, ValueError, "backend is 'naive'"),
+        ("FlashMHF MHFFN", {"deterministic": 1}, TypeError, "deterministic must be a bool or None, got int"),
+        ("FlashMHF MHFFN SwiGLU ParametricKV", {"bias": "no"}, TypeError, "bias must be a bool, got str"),
+        ("FlashMHF", {"q_norm": 1}, TypeError, "q_norm must be a bool, got int"),
+        ("FlashMHF", {"accumulate_main_grad": "yes"}, TypeError, "accumulate_main_grad must be a bool"),
+        *(
+            (makers, {name: value}, exception, f"{name} {message}")
+            for makers, name in (("FlashMHF DenseMoE", "router_eps"), ("FlashMHF", "q_norm_eps"))
+            for value, exception, message in (
+                (-1e-20, ValueError, "is -1e-20; supported: finite numbers from 0"),
+                (math.nan, ValueError, "is nan; supported"),
+                (math.inf, ValueError, "is inf; supported"),
+                ("1e-20", TypeError, "must be a float, got str"),
+                (True, TypeError, "must be a float, got bool"),
+                (None, TypeError, "must be a float, got NoneType"),
+            )
+        ),
+    ],
+)
+def test_constructors_refuse(makers, arguments, exception, message):
+    for name in makers.split():
+        with pytest.raises(exception, match=message):
+            MAKERS[name](**arguments)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_initialisation_is_checked(name):
+    module = MAKERS[name]()
+    with pytest.raises(TypeError, match="init must be a str, got int"):
+        module.reset_parameters(1)
+
+
+def test_integers_of_other_libraries_are_sizes():
+    module = flashmhf.FlashMHF(np.int64(48), np.int32(3), torch.tensor(2), np.uint8(16), router_eps=np.float32(0.25), device="meta")
+    assert module.k.shape == (3, 2, 16, 16) and module.router_eps == 0.25
+    assert all(type(getattr(module, name)) is int for name in ("d_model", "num_heads", "num_subnets", "subnet_dim", "head_dim"))
+    assert flashmhf.MHFFN(np.int64(48), np.int64(3), np.int64(16)).k.shape == (3, 16, 16)
+    assert flashmhf.SwiGLU(np.int64(48), np.int64(16)).up_proj.weight.shape == (16, 48)
+    assert flashmhf.ParametricKV(np.int64(48), np.int64(3), np.int64(16)).k.shape == (3, 16, 16)
+    assert flashmhf.DenseMoE(np.int64(48), np.int64(3), np.int64(16), router_eps=0).router.shape == (48, 3)
+    for size in (48.0, np.float64(48), True, np.bool_(True), "48"):
+        with pytest.raises(TypeError, match=f"d_model must be an int, got {type(size).__name__}"):
+            flashmhf.FlashMHF(size, 3, 2, 16)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_input_is_a_tensor(name):
+    with pytest.raises(TypeError, match="x must be a torch.Tensor, got list"):
+        MAKERS[name]()([[0.0] * 48])
+
+
+@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
+def test_eps_of_the_router_and_of_the_gated_operators(eps):
+    q, k, w = torch.randn(5, 3, 8), torch.randn(3, 2, 4, 8), torch.randn(3, 8, 2)
+    with pytest.raises(ValueError, match=f"eps is {eps}; supported: finite numbers from 0"):
+        flashmhf.gate(q, w, eps)
+    with pytest.raises(ValueError, match=f"eps is {eps}"):
+        torch.ops.flashmhf.gated_forward(q, k, k, k, w, eps)
+    with pytest.raises(ValueError, match=f"eps is {eps}"):
+        torch.ops.flashmhf.gated_backward(q, q, k, k, k, w, eps)
+
+
+def test_a_supported_dtype_is_named_once():
+    q, k, r = torch.randn(5, 3, 8), torch.randn(3, 2, 4, 8), torch.rand(5, 3, 2)
+    for dtype, supported in ((torch.float32, "float32"), (torch.float64, "float32 or float64")):
+        with pytest.raises(TypeError, match=rf"r has dtype int64; supported: {supported} \(q's dtype\)$"):
+            flashmhf.flash_mhf(*(x.to(dtype) for x in (q, k, k, k)), r.long())
+
+
+# Conversion
+
+
+def test_a_model_that_is_itself_a_swiglu_is_not_replaced_in_place():
+    model = flashmhf.SwiGLU(64, 192)
+    with pytest.raises(ValueError, match=r"model is itself a SwiGLU network .*FlashMHF.from_swiglu\(model\)"):
+        flashmhf.replace_ffn(model)
+    assert "" not in model._modules and list(model._modules) == ["gate_proj", "up_proj", "down_proj"]
+    assert flashmhf.replace_ffn(torch.nn.Sequential(model)) == ["0"]
+    assert flashmhf.FlashMHF.from_swiglu(model).k.shape == (1, 1, 192, 64)
+
+
+def test_from_swiglu_refuses_a_normalisation_that_a_swiglu_has_not():
+    with pytest.raises(ValueError, match="q_norm is True; .*supports q_norm=False"):
+        flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(64, 192), q_norm=True)
+    assert flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(64, 192), q_norm=False).q_norm is None
+
+
+def test_replacement_checks_the_number_of_heads():
+    for heads, exception in ((0, ValueError), (2.0, TypeError)):
+        with pytest.raises(exception, match="num_heads"):
+            flashmhf.replace_ffn(torch.nn.Sequential(flashmhf.SwiGLU(64, 192)), num_heads=heads)
+
+
+# info
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "exception", "message"),
+    [
+        ([1.0], torch.zeros(2, 3, 4, 8), TypeError, "q must be a torch.Tensor, got list"),
+        (torch.zeros(5, 2, 8), "k", TypeError, "k must be a torch.Tensor, got str"),
+        (torch.zeros(5, 2, 8).int(), torch.zeros(2, 3, 4, 8).int(), TypeError, "q has dtype int32"),
+        (torch.zeros(5, 2, 8), torch.zeros(2, 3, 4, 8).double(), TypeError, "k has dtype float64"),
+        (torch.zeros(5, 2, 8), torch.zeros(3, 4, 8), ValueError, r"k has shape \[3, 4, 8\]; expected four dimensions"),
+        (torch.zeros(5, 2, 8), torch.zeros(2, 3, 4, 16), ValueError, "k has shape .* d_h = 8"),
+        (torch.zeros(8), torch.zeros(2, 3, 4, 8), ValueError, r"q has shape \[8\]"),
+        (torch.zeros(5, 2, 8), torch.zeros(2, 3, 4, 8, device="meta"), ValueError, "k is on meta but q is on cpu"),
+        (None, torch.zeros(2, 3, 4, 8), ValueError, "q is None; info takes both q and k, or neither"),
+    ],
+)
+def test_info_checks_its_arguments(q, k, exception, message):
+    with pytest.raises(exception, match=message):
+        flashmhf.info(q, k)

@@ -1,0 +1,265 @@
+"""torch.vmap over the operators, and what backend="reference" adds: every derivative, torch.func, per-sample gradients, export, ONNX."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+import flashmhf
+from flashmhf import reference
+from flashmhf.testing import gated_forward, problem
+
+ops = torch.ops.flashmhf
+BATCH = 3
+
+
+def inputs(*, router: bool = False) -> tuple[torch.Tensor, ...]:
+    """q, k, u, v and r or w, of sizes that all differ."""
+    p = problem((2, 5), 3, 4, 2, 6, torch.float64)
+    return *p.operands, p.w if router else p.r
+
+
+def stacked(tensors, dims):
+    """Each tensor with ``BATCH`` different multiples of it along its dimension of ``dims``."""
+    return [x if dim is None else torch.stack([x, 2 * x, -x], dim) for x, dim in zip(tensors, dims, strict=True)]
+
+
+def entry(tensors, dims, i):
+    return [x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True)]
+
+
+# Every subset of batched inputs, at the first and at the last dimension
+SUBSETS = [s for s in itertools.product((None, 0), repeat=5) if any(d is not None for d in s)]
+ELSEWHERE = [(1, None, None, None, None), (2, None, None, None, 1), (None, 1, 2, 3, None), (4, 4, 4, 4, 4), (-1, None, None, None, -1)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("dims", [*SUBSETS, *ELSEWHERE], ids=str)
+def test_vmap_of_every_choice_of_inputs(dims, backend):
+    batch = stacked(inputs(), dims)
+    actual = torch.vmap(lambda *x: flashmhf.flash_mhf(*x, backend=backend), in_dims=dims)(*batch)
+    for i in range(BATCH):
+        torch.testing.assert_close(actual[i], reference.forward(*entry(batch, dims, i)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("dims", [s for s in SUBSETS if any(d is not None for d in s[:4])], ids=str)
+def test_vmap_without_a_gate(dims, backend):
+    batch, dims = stacked(inputs()[:4], dims[:4]), dims[:4]
+    actual = torch.vmap(lambda *x: flashmhf.flash_mhf(*x, backend=backend), in_dims=dims)(*batch)
+    for i in range(BATCH):
+        torch.testing.assert_close(actual[i], reference.forward(*entry(batch, dims, i)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("dims", [*SUBSETS, (3, 1, None, 0, 3)], ids=str)
+def test_vmap_of_the_gated_operator(dims, backend):
+    batch = stacked(inputs(router=True), dims)
+    actual = torch.vmap(lambda *x: ops.gated_forward(*x, 0.25, backend=backend), in_dims=dims)(*batch)
+    for i in range(BATCH):
+        torch.testing.assert_close(actual[i], gated_forward(*entry(batch, dims, i), 0.25), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("gate", [True, False])
+def test_nested_vmap(gate, backend):
+    q, k, u, v, r = inputs()
+
+    def call(q, k, r):
+        return flashmhf.flash_mhf(q, k, u, v, r if gate else None, backend=backend)
+
+    qs, ks, rs = torch.stack([q, -q]), torch.stack([k, 2 * k, -k], 1), torch.stack([r, 2 * r, -r], 2)
+    actual = torch.vmap(torch.vmap(call, in_dims=(None, 1, 2)), in_dims=(0, None, None))(qs, ks, rs)
+    assert actual.shape == (2, 3, *q.shape)
+    for i, j in itertools.product(range(2), range(3)):
+        expected = reference.forward(qs[i], ks[:, j], u, v, rs[:, :, j] if gate else None)
+        torch.testing.assert_close(actual[i, j], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["backward", "gated_backward"])
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("dims", [(0, 0, None, None, None, None), (1, 2, None, 3, None, 0)], ids=str)
+def test_vmap_of_the_gradients(name, backend, dims):
+    extra = [0.25] if name == "gated_backward" else []
+    q, *rest = inputs(router=bool(extra))
+    batch = stacked((torch.randn_like(q), q, *rest), dims)
+
+    def call(*x, backend=backend):
+        return getattr(ops, name)(*x, *extra, backend=backend)
+
+    actual = torch.vmap(call, in_dims=dims)(*batch)
+    for i in range(BATCH):
+        contiguous = (x.contiguous() for x in entry(batch, dims, i))
+        for a, e in zip(actual, call(*contiguous, backend="eager"), strict=True):
+            torch.testing.assert_close(a[i], e, rtol=1e-11, atol=1e-11)
+
+
+MODULES = {
+    "FlashMHF": lambda **kwargs: flashmhf.FlashMHF(24, 3, 2, 6, q_norm=True, dtype=torch.float64, **kwargs),
+    "MHFFN": lambda **kwargs: flashmhf.MHFFN(24, 3, 6, dtype=torch.float64, **kwargs),
+}
+
+
+def make(name: str, **kwargs) -> torch.nn.Module:
+    module = MODULES[name](**kwargs)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.4)
+    return module
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", MODULES)
+def test_vmap_of_a_module(name, backend):
+    module, x = make(name, backend=backend), torch.randn(5, BATCH, 24, dtype=torch.float64)
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            torch.testing.assert_close(torch.vmap(module, in_dims=1)(x), module(x.transpose(0, 1)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", MODULES)
+def test_vmap_over_an_ensemble(name, backend):
+    models = [make(name, backend=backend) for _ in range(BATCH)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(5, 24, dtype=torch.float64)
+    actual = torch.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (x,)))(parameters, buffers)
+    torch.testing.assert_close(actual, torch.stack([model(x) for model in models]))
+
+
+# backend="reference": the definition in plain differentiable operations
+
+
+def scalar(*tensors):
+    return flashmhf.flash_mhf(*tensors, backend="reference").square().sum()
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_second_derivatives_of_the_operator(gate):
+    tensors = [x.requires_grad_() for x in inputs()[: 5 if gate else 4]]
+    assert torch.autograd.gradcheck(lambda *x: flashmhf.flash_mhf(*x, backend="reference"), tensors, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *x: flashmhf.flash_mhf(*x, backend="reference"), tensors, fast_mode=True)
+
+
+def test_second_derivatives_of_the_gated_operator_and_of_the_gradients():
+    *tensors, w = (x.requires_grad_() for x in inputs(router=True))
+    assert torch.autograd.gradgradcheck(lambda *x: ops.gated_forward(*x, 0.25, backend="reference"), (*tensors, w), fast_mode=True)
+    grad_out = torch.randn_like(tensors[0]).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *x: ops.backward(*x, backend="reference")[:4], (grad_out, *tensors), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *x: ops.gated_backward(*x, 0.25, backend="reference"), (grad_out, *tensors, w), fast_mode=True)
+
+
+def test_functional_transforms_of_the_operator():
+    q, *rest = inputs()
+    gradient = torch.func.grad(scalar)(q, *rest)
+    torch.testing.assert_close(gradient, torch.autograd.grad(scalar(q.requires_grad_(), *rest), q)[0])
+    tangent = torch.randn_like(q)
+    value, derivative = torch.func.jvp(lambda q: scalar(q, *rest), (q.detach(),), (tangent,))
+    torch.testing.assert_close(derivative, (gradient * tangent).sum())
+    hessian = torch.func.hessian(scalar)(q.detach(), *rest)
+    assert hessian.shape == (*q.shape, *q.shape)
+    step = 1e-5
+    difference = torch.func.grad(scalar)(q.detach() + step * tangent, *rest) - torch.func.grad(scalar)(q.detach() - step * tangent, *rest)
+    product = torch.einsum("abcdefgh,efgh->abcd", hessian, tangent)
+    torch.testing.assert_close(product, difference / (2 * step), rtol=1e-4, atol=1e-6)
+    with torch.autograd.forward_ad.dual_level():
+        out = scalar(torch.autograd.forward_ad.make_dual(q.detach(), tangent), *rest)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(out).tangent, derivative)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_double_backward_of_a_module(name):
+    """A gradient penalty, as in adversarial training, has the derivative that finite differences show."""
+    module = make(name, backend="reference")
+    x = torch.randn(4, 24, dtype=torch.float64, requires_grad=True)
+
+    def penalty(x):
+        return torch.autograd.grad(module(x).square().sum(), x, create_graph=True)[0].square().sum()
+
+    penalty(x).backward()
+    direction, step = torch.randn_like(x), 1e-5
+    difference = (penalty(x + step * direction) - penalty(x - step * direction)) / (2 * step)
+    torch.testing.assert_close((x.grad * direction).sum(), difference.detach(), rtol=1e-5, atol=1e-8)
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_per_sample_gradients(name):
+    module = make(name, backend="reference")
+    parameters = dict(module.named_parameters())
+    x = torch.randn(BATCH, 5, 24, dtype=torch.float64)
+
+    def loss(parameters, sample):
+        return torch.func.functional_call(module, parameters, (sample,)).square().sum()
+
+    gradients = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(BATCH):
+        expected = torch.autograd.grad(loss(parameters, x[i]), list(parameters.values()))
+        for name, e in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(gradients[name][i], e)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_reference_agrees_with_the_others(name):
+    module, x = make(name), torch.randn(2, 5, 24, dtype=torch.float64)
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    module.backend = "reference"
+    for a, e in zip(torch.autograd.grad(module(x).square().sum(), list(module.parameters())), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        module(x[:, :0])
+
+
+def test_reference_under_autocast_casts_as_the_operator_does():
+    module, x = make("FlashMHF", backend="reference").float(), torch.randn(5, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        by_definition = module(x)
+        module.backend = "eager"
+        by_operator = module(x)
+    assert by_definition.dtype == by_operator.dtype == torch.bfloat16
+    torch.testing.assert_close(by_definition, by_operator, rtol=2e-2, atol=2e-2)
+
+
+def test_reference_adds_into_accumulators():
+    p = problem(7, 2, 4, 3, 6, torch.float32)
+    expected = [torch.ones(p.k.shape) for _ in range(3)]
+    buffers = [x.clone() for x in expected]
+    dq, dr = ops.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers, backend="reference")
+    dq_eager, dr_eager = ops.backward_accumulate_(p.grad_out, *p.operands, p.r, *expected, backend="eager")
+    for a, e in zip((dq, dr, *buffers), (dq_eager, dr_eager, *expected), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_export_holds_plain_operations_only(name):
+    module, x = make(name, backend="reference").float().eval(), torch.randn(2, 6, 24)
+    program = torch.export.export(module, (x,), dynamic_shapes=({1: torch.export.Dim("length", min=2, max=4096)},))
+    namespaces = {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")}
+    assert namespaces == {"aten"}
+    torch.testing.assert_close(program.module()(x[:, :3]), module(x[:, :3]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="onnxscript is not installed")
+@pytest.mark.parametrize("name", MODULES)
+def test_onnx(name):
+    module, x = make(name, backend="reference").float().eval(), torch.randn(2, 6, 24)
+    program = torch.onnx.export(module, (x,), dynamo=True, dynamic_shapes=({1: torch.export.Dim("length", min=2, max=4096)},))
+    evaluator = pytest.importorskip("onnx.reference")
+    model = evaluator.ReferenceEvaluator(program.model_proto)
+    for n in (6, 3):
+        (actual,) = model.run(None, {model.input_names[0]: x[:, :n].numpy()})
+        torch.testing.assert_close(torch.from_numpy(actual), module(x[:, :n]).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_supported_names_the_reference_back_end():
+    q, *rest = inputs()
+    with pytest.raises(NotImplementedError, match='backend="reference"'):
+        torch.func.grad(lambda q: flashmhf.flash_mhf(q, *rest).sum())(q)
+    q.requires_grad_()
+    (gradient,) = torch.autograd.grad(flashmhf.flash_mhf(q, *rest).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match='backend="reference"'):
+        gradient.sum().backward()
