@@ -149,14 +149,14 @@ def test_datasets_library(tmp_path):
 def test_tokenizer_is_lossless_and_reproducible(bpe, tmp_path):
     text = "Any text: naïve café, 日本語 🙂\n\ttabs  and   spaces \x01"
     assert bpe.decode(bpe(text, add_special_tokens=False)["input_ids"]) == text
-    assert bpe.eos_token_id == 0 and bpe.pad_token_id is None and len(bpe) <= 300
+    assert bpe.eos_token_id == 0 and bpe.pad_token_id == 1 and len(bpe) <= 300
     again = tokenizer.train(["The quick brown fox jumps over the lazy dog. äöü 日本語 " * 20], 300)
     assert again.backend_tokenizer.to_str() == bpe.backend_tokenizer.to_str()
     bpe.save_pretrained(tmp_path)
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = tokenizer.load(str(name))
-        assert loaded.eos_token_id == 0 and loaded(text)["input_ids"] == bpe(text)["input_ids"]
-    with pytest.raises(DataError, match="vocab_size is 100; a byte-level tokenizer needs at least 257"):
+        assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1) and loaded(text)["input_ids"] == bpe(text)["input_ids"]
+    with pytest.raises(DataError, match="vocab_size is 100; a byte-level tokenizer needs at least 258"):
         tokenizer.train(["x"], 100)
     with pytest.raises(DataError, match="no tokenizer could be loaded"):
         tokenizer.load(str(tmp_path / "missing"))

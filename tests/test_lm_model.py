@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-import safetensors.torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashmhf
-from flashmhf.lm import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM, evaluation, tokenizer
+from flashmhf.lm import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM, evaluation, load_replaced, tokenizer
 from flashmhf.lm.presets import MIB, PRESETS, preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,6 +79,39 @@ def test_save_and_load_bit_equal(ffn, tied, tmp_path):
     assert torch.equal(model(tokens()).logits, again(tokens()).logits)
     shared = again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
     assert shared == tied
+
+
+LOADED_ELSEWHERE = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+directory, again = sys.argv[1:]
+assert not any(name.startswith("flashmhf") for name in sys.modules)
+config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+assert config.model_type == "flashmhf"
+model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+torch.save(model(torch.arange(9)[None]).logits, directory + "/logits.pt")
+assert AutoModel.from_pretrained(directory, trust_remote_code=True).config.auto_map
+assert AutoTokenizer.from_pretrained(directory).pad_token_id == 1
+model.save_pretrained(again)
+"""
+
+
+def test_a_saved_model_loads_where_flashmhf_is_not_imported(tmp_path):
+    """With trust_remote_code=True, through the module that config.json's auto_map names; saving it again gives the same files."""
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    model = tiny("flashmhf").eval()
+    model.save_pretrained(saved)
+    tokenizer.train(["text"], 300).save_pretrained(saved)
+    environment = os.environ | {"PYTHONPATH": str(Path(flashmhf.__file__).parents[1]), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", LOADED_ELSEWHERE, saved, again]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.load(saved / "logits.pt"), model(torch.arange(9)[None]).logits, atol=1e-5, rtol=1e-5)
+    for name in ("config.json", "modeling_flashmhf.py"):
+        assert (again / name).read_text() == (saved / name).read_text()
+    assert {path.name for path in again.iterdir()} == {"config.json", "generation_config.json", "model.safetensors", "modeling_flashmhf.py"}
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(again)(tokens()).logits, model(tokens()).logits)
 
 
 def test_missing_weights_are_initialised_on_loading(tmp_path):
@@ -323,16 +360,55 @@ def test_replace_ffn(kind):
     assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 12)
 
 
-def test_a_swapped_model_is_stored_and_rebuilt(tmp_path):
-    """As the documentation says: build, replace, load."""
-    model = foreign("Qwen3").eval()
-    flashmhf.replace_ffn(model, num_heads=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
+def test_a_model_with_replaced_networks_is_loaded_from_its_directory(kind, dtype, tmp_path):
+    """The configuration records the replacement: load_replaced needs the directory alone, and gives the model of transformers' class."""
+    model = foreign(kind).eval().to(dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # transformers' own .to() rounds the frequencies, loading does not
+    flashmhf.replace_ffn(model, num_heads=2, q_norm=True, router_eps=1e-6)
+    with torch.no_grad():
+        model.model.layers[0].mlp.q_norm.weight.uniform_()
     model.save_pretrained(tmp_path)
-    again = foreign("Qwen3").eval()
-    flashmhf.replace_ffn(again, num_heads=2)
-    again.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    again, report = load_replaced(tmp_path, dtype=dtype, output_loading_info=True)
+    assert type(again).__name__ == f"{kind}ForCausalLM" and isinstance(again, type(model)) and not again.training
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    mlp = again.model.layers[1].mlp
+    assert (mlp.num_heads, mlp.router_eps, mlp.q_norm.eps, mlp.k.dtype) == (2, 1e-6, model.model.layers[1].mlp.q_norm.eps, dtype)
     ids = torch.arange(9)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+    assert torch.equal(load_replaced(tmp_path / "again", dtype=dtype)(ids).logits, model(ids).logits)
+
+
+def test_replacement_by_layer_is_loaded_as_it_was(tmp_path):
+    """Each network has its own sizes, and those that stayed SwiGLU stay."""
+    model = foreign("Llama", num_hidden_layers=3).eval()
+    flashmhf.replace_ffn(model.model.layers[0], num_heads=1)
+    assert not hasattr(model.config, "flashmhf_networks")  # a layer does not know where it is in the model
+    model = foreign("Llama", num_hidden_layers=3).eval()
+    kept, model.model.layers[2].mlp = model.model.layers[2].mlp, torch.nn.Identity()
+    flashmhf.replace_ffn(model.model, num_heads=2)  # names without "model."
+    model.model.layers[2].mlp = kept
+    model.save_pretrained(tmp_path)
+    again = load_replaced(tmp_path)
+    assert [type(layer.mlp).__name__ for layer in again.model.layers] == ["FlashMHF", "FlashMHF", "LlamaMLP"]
+    ids = torch.arange(9)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert torch.equal(load_replaced(tmp_path, transformers.LlamaModel)(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+def test_load_replaced_refusals(tmp_path):
+    foreign("Llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="records no networks that replace_ffn put there"):
+        load_replaced(tmp_path)
+    model = foreign("Llama")
+    flashmhf.replace_ffn(model, num_heads=2)
+    model.config.flashmhf_networks["model.layers.7.mlp"] = model.config.flashmhf_networks["model.layers.1.mlp"]
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no model.layers.7.mlp"):
+        load_replaced(tmp_path)
 
 
 def test_replace_ffn_sizes_of_the_paper():

@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E4
 
 from .configuration import FFN_TYPES, FlashMHFConfig  # noqa: E402
 from .modeling import FlashMHFForCausalLM, FlashMHFModel, FlashMHFPreTrainedModel  # noqa: E402
+from .replaced import load_replaced  # noqa: E402
 
 AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
 AutoModel.register(FlashMHFConfig, FlashMHFModel, exist_ok=True)
 AutoModelForCausalLM.register(FlashMHFConfig, FlashMHFForCausalLM, exist_ok=True)
 
-__all__ = ["FFN_TYPES", "FlashMHFConfig", "FlashMHFForCausalLM", "FlashMHFModel", "FlashMHFPreTrainedModel"]
+__all__ = ["FFN_TYPES", "FlashMHFConfig", "FlashMHFForCausalLM", "FlashMHFModel", "FlashMHFPreTrainedModel", "load_replaced"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
@@ -12,6 +14,16 @@ FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
 _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
 _GATED = ("dense_moe", "flashmhf")
 _ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name}
+# A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds the classes where
+# flashmhf is installed but not imported. The module holds no code of the model.
+_AUTO_MODULE = "modeling_flashmhf"
+_AUTO_CLASSES = {"AutoConfig": "FlashMHFConfig", "AutoModel": "FlashMHFModel", "AutoModelForCausalLM": "FlashMHFForCausalLM"}
+_AUTO_SOURCE = f'''"""The classes of this model, from the installed package: pip install "flashmhf[lm]"."""
+
+from flashmhf.lm import {", ".join(_AUTO_CLASSES.values())}
+
+__all__ = [{", ".join(f'"{name}"' for name in _AUTO_CLASSES.values())}]
+'''
 
 
 @strict
@@ -59,6 +71,18 @@ class FlashMHFConfig(LlamaConfig):
         if self.hidden_act in SILU:
             self.hidden_act = "silu"
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """transformers' own, with ``auto_map`` and the module that it names beside config.json."""
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{_AUTO_MODULE}.py").write_text(_AUTO_SOURCE)
+        self.auto_map = {auto: f"{_AUTO_MODULE}.{name}" for auto, name in _AUTO_CLASSES.items()}
+        super().save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Nothing: a registered class makes transformers copy this package's sources into every saved model, where they cannot run."""
 
     def validate_architecture(self):
         """Called by transformers after construction."""

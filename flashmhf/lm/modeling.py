@@ -77,6 +77,10 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["FlashMHFDecoderLayer"]
     _can_record_outputs = {"hidden_states": FlashMHFDecoderLayer, "attentions": LlamaAttention}
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Nothing, as in :meth:`FlashMHFConfig.register_for_auto_class`."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this with torch.nn.init guarded: tensors that a checkpoint has filled are left alone.

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from .data import DataError
 
-END_OF_TEXT = "<|endoftext|>"  # id 0, as in the GPT-NeoX tokenizer that the paper uses
-SMALLEST = 257  # all bytes and END_OF_TEXT
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"  # ids 0 and 1, as in the GPT-NeoX tokenizer that the paper uses
+SMALLEST = 258  # all bytes and both special tokens
 TRAINING_CHARACTERS = 100_000_000  # more changes a vocabulary of 50k hardly
 
 
@@ -27,7 +27,7 @@ def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, PADDING],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -36,6 +36,7 @@ def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
+        pad_token=PADDING,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
@@ -61,4 +62,6 @@ def load(name: str):
         if END_OF_TEXT not in tokenizer.get_vocab():
             raise DataError(f"the tokenizer {name!r} names no end-of-text token and has no {END_OF_TEXT!r}")
         tokenizer.eos_token = END_OF_TEXT
+    if tokenizer.pad_token_id is None and PADDING in tokenizer.get_vocab():  # a bare tokenizer.json names no roles
+        tokenizer.pad_token = PADDING
     return tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .arguments import positive
 from .flashmhf import FlashMHF, default_subnet_dim, uses_silu
@@ -12,6 +12,7 @@ from .init import INITIALIZER_RANGE
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
+NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced networks and their arguments of FlashMHF
 
 
 def is_swiglu(module: nn.Module) -> bool:
@@ -50,8 +51,8 @@ def replace_ffn(
         num_subnets, subnet_dim: E and d_e; None for equal parameters, up to the granularity of d_e. Both or neither.
         kwargs: of :class:`flashmhf.FlashMHF`.
 
-    Weights are drawn from N(0, initializer_range) of ``model.config``. The model's own ``save_pretrained`` stores them, but its
-    configuration does not know of them: to load, build the model, call this again, then ``load_state_dict``.
+    Weights are drawn from N(0, initializer_range) of ``model.config``. The configuration of a transformers model records the new
+    networks, so that :func:`flashmhf.lm.load_replaced` loads what the model's own ``save_pretrained`` stores.
     Raises ValueError when there is nothing to replace, when ``model`` itself is the network to replace, or when sizes do not fit.
     """
     if (num_subnets is None) != (subnet_dim is None):
@@ -65,14 +66,27 @@ def replace_ffn(
             "FlashMHF.from_swiglu(model) makes a FlashMHF of it"
         )
     initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
+    record = {}
     for name in names:
         parent, _, attribute = name.rpartition(".")
-        setattr(
-            model.get_submodule(parent),
-            attribute,
-            _counterpart(model.get_submodule(name), num_heads, num_subnets, subnet_dim, initializer_range, kwargs),
-        )
+        network = _counterpart(model.get_submodule(name), num_heads, num_subnets, subnet_dim, initializer_range, kwargs)
+        setattr(model.get_submodule(parent), attribute, network)
+        record[name] = _settings(network)
+    if hasattr(model, "save_pretrained"):
+        setattr(model.config, NETWORKS, getattr(model.config, NETWORKS, {}) | record)
     return names
+
+
+def _settings(network: FlashMHF) -> dict[str, Any]:
+    """The arguments that make such a network again, without device and dtype; JSON can hold them."""
+    names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic", "accumulate_main_grad")
+    settings = {name: getattr(network, name) for name in names} | {"bias": network.in_proj.bias is not None}
+    return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
+
+
+def rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
+    """The network of recorded settings, with fresh weights of the device and dtype of ``like``."""
+    return FlashMHF(**settings, device=like.device, dtype=like.dtype)
 
 
 def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, kwargs) -> FlashMHF:
