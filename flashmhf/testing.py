@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,15 @@ def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: 
     if fixed_limits and dtype in LIMITS:
         allowed = min(allowed, LIMITS[dtype])
     return allowed * (SMALL_FACTOR if exact.numel() < SMALL else 1.0)
+
+
+def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) -> float:
+    """The largest error of a fused GPU back end for a tensor of so many elements; for inputs too large to materialise a baseline."""
+    if elements < TINY:
+        return TINY_LIMITS[dtype]
+    if few_tokens:
+        return TINY_FACTOR * LIMITS[dtype]
+    return LIMITS[dtype] * (SMALL_FACTOR if elements < SMALL else 1.0)
 
 
 def assert_accurate(name: str, actual: Tensor, baseline: Tensor, exact: Tensor, *, fixed_limits: bool, few_tokens: bool = False) -> None:
@@ -118,6 +127,17 @@ class Problem:
         dq, dk, du, dv, dr = zip(*parts, strict=True)
         weights = (torch.cat(x, 1)[0] for x in (dk, du, dv))
         return sum(dq)[..., 0, :], *weights, dr[0] if self.r is None else torch.cat(dr, -1)[..., 0, :]
+
+    def routed(self) -> Problem:
+        """The same problem with r by the router's definition from q and w, in float64."""
+        return replace(self, r=reference.gate(self.q.double(), self.w.double(), self.eps))
+
+    def exact_gated_backward(self, head: int) -> tuple[Tensor, ...]:
+        """As :meth:`exact_backward` with the router's part in dq, and dw [d_h, E] in place of dr."""
+        one = slice(head, head + 1)
+        dq, dk, du, dv, dr = self.routed().exact_backward(head)
+        dq_gate, dw = reference.gate_backward(dr[..., None, :], self.q[..., one, :].double(), self.w[one].double(), self.eps)
+        return dq + dq_gate[..., 0, :], dk, du, dv, dw[0]
 
     def gated_forward(self):
         return self._evaluate(gated_forward, *self.operands, self.w, self.eps)

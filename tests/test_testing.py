@@ -9,7 +9,7 @@ import torch
 
 from flashmhf import reference
 from flashmhf.backends import eager
-from flashmhf.testing import LIMITS, assert_accurate, problem, relative_l2
+from flashmhf.testing import LIMITS, assert_accurate, fixed_limit, limit, problem, relative_l2
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -104,3 +104,19 @@ def test_partial_references_agree_with_the_whole_ones(gate):
     expected = (dq[..., 1, :], dk[1], du[1], dv[1], dr if gate is None else dr[..., 1, :])
     for part, whole in zip(p.exact_backward(1), expected, strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_partial_references_of_the_router_agree_with_the_whole_ones():
+    p = problem(7, 2, 32, 3, 16, torch.float64)
+    rows = torch.arange(7)
+    torch.testing.assert_close(p.routed().exact_forward(rows), p.gated_forward()[1], rtol=1e-12, atol=1e-14)
+    dq, dk, du, dv, dw = p.gated_backward()[1]
+    for part, whole in zip(p.exact_gated_backward(0), (dq[:, 0], dk[0], du[0], dv[0], dw[0]), strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_fixed_limit_is_the_limit_of_a_worse_baseline():
+    for shape in ((100,), (1000,), (1 << 14,)):
+        exact = torch.randn(shape, dtype=torch.float64)
+        for dtype, few in ((torch.bfloat16, False), (torch.float32, False)):
+            assert limit(exact * 1.01, exact, dtype, fixed_limits=True, few_tokens=few) >= fixed_limit(exact.numel(), dtype)

@@ -153,5 +153,5 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[
         call()
         return 1e3 * timing.percentiles(timer.window(call, repeats))["p50"]
 
-    peak = timing.peak_memory(step, x.device) / 2**20
-    return median_ms(forward), median_ms(step), peak
+    peak = timing.peak_memory(step, x.device) if x.device.type == "cuda" else timing.peak_resident(step)
+    return median_ms(forward), median_ms(step), peak / 2**20

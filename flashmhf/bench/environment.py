@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import pathlib
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 
 import torch
 
@@ -58,9 +61,34 @@ def _number(text: str) -> float | str:
         return text
 
 
+def command(arguments: list[str] | None = None) -> str:
+    """The command line of this process, with absolute paths cut to their last part and without the interpreter's folder."""
+    script, *rest = sys.argv if arguments is None else arguments
+    path = pathlib.Path(script)
+    if path.name in ("flashmhf", "__main__.py"):
+        words = ["flashmhf"]
+    else:
+        words = ["python", f"{path.parent.name}/{path.name}" if path.is_absolute() else script]
+    return shlex.join([*words, *(pathlib.Path(word).name if word.startswith("/") else word for word in rest)])
+
+
+def commit() -> str | None:
+    """The repository's commit that this package is a checkout of, with "+" for changes to it; None elsewhere."""
+    root = pathlib.Path(flashmhf.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
 def describe(device: torch.device) -> dict[str, object]:
-    """Device, versions and date of a run."""
+    """Device, versions, date, commit and command of a run."""
     record: dict[str, object] = {
+        "command": command(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "flashmhf": flashmhf.__version__,

@@ -91,9 +91,12 @@ def _exact_flashmhf(shape: Shape, w: Weights, x: Tensor) -> Tensor:
     return _exact_kernel(shape, w, x @ w["in_proj.weight"].T) @ w["out_proj.weight"].T
 
 
+def why_no_backend(backend: str, settings: Settings, *, d_h: int, d_e: int) -> str | None:
+    return backends.BACKENDS[backend].why_not(settings.device, settings.dtype, d_h=d_h, d_e=d_e)
+
+
 def _why_no_backend(backend: str, shape: Shape, settings: Settings) -> str | None:
-    sizes = {"d_h": shape.head_dim, "d_e": shape.subnet_dim}
-    return backends.BACKENDS[backend].why_not(settings.device, settings.dtype, **sizes)
+    return why_no_backend(backend, settings, d_h=shape.head_dim, d_e=shape.subnet_dim)
 
 
 class _Kernel(nn.Module):

@@ -170,7 +170,8 @@ def prepare(subject: Subject, cell: Cell, context: Context) -> Prepared:
     if training:
         flops += subject.backward_flops(shape, cell.tokens) if subject.backward_flops else 2 * flops
     row = {"error": error, "flops": flops, "weight_sets": len(modules), "bytes": weight_bytes + 2 * input_bytes}
-    row["memory_mib"] = {"beyond": beyond / 2**20, "total": (beyond + weight_bytes + input_bytes) / 2**20}
+    if beyond is not None:
+        row["memory_mib"] = {"beyond": beyond / 2**20, "total": (beyond + weight_bytes + input_bytes) / 2**20}
     return Prepared(timing.graphed(run) if cell.graph else run, len(modules), row)
 
 
@@ -190,10 +191,38 @@ def _blank(cell: Cell, name: str) -> dict:
     }
 
 
-def _clear(device: torch.device) -> None:
+def clear(device: torch.device) -> None:
+    """Frees what earlier subjects left, so that the next one's memory and time do not depend on them."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def attempt(row: dict, prepare: Callable[[], Prepared]) -> Prepared | None:
+    """What ``prepare`` returns; None, with status and reason in ``row``, when it raises: the other subjects are still measured."""
+    try:
+        return prepare()
+    except RedCheckError as error:
+        row |= {"status": "wrong", "reason": str(error)}
+    except torch.OutOfMemoryError:
+        row |= {"status": "failed", "reason": "out of memory"}
+    except Exception as error:
+        row |= {"status": "failed", "reason": environment.brief(error)}
+    return None
+
+
+def measure_together(
+    runs: dict[str, timing.Pass], rows: dict[str, dict], context: Context, window_seconds: float
+) -> dict[str, list[float]]:
+    """Seconds of every pass of every run, on a warm GPU; empty, with status and reason in the ``rows``, when one of them raises."""
+    try:
+        if runs:
+            timing.warm_up(next(iter(runs.values())), context.timer, context.cell_warm_up_seconds)
+        return timing.interleave(runs, context.timer, context.rounds, window_seconds, context.settle_seconds)
+    except Exception as error:
+        for name in runs:
+            rows[name] |= {"status": "failed", "reason": environment.brief(error)}
+        return {}
 
 
 def run_cell(cell: Cell, context: Context) -> list[dict]:
@@ -210,26 +239,13 @@ def run_cell(cell: Cell, context: Context) -> list[dict]:
         if reason is not None:
             row |= {"status": "missing", "reason": reason}
             continue
-        _clear(context.settings.device)
-        try:
-            ready[name] = prepare(subject, cell, context)
-        except RedCheckError as error:
-            row |= {"status": "wrong", "reason": str(error)}
-        except torch.OutOfMemoryError:
-            row |= {"status": "failed", "reason": "out of memory"}
-        except Exception as error:  # a subject that breaks is a row, the others are still measured
-            row |= {"status": "failed", "reason": environment.brief(error)}
-    _clear(context.settings.device)
-    try:
-        if ready:
-            timing.warm_up(next(iter(ready.values())).run, context.timer, context.cell_warm_up_seconds)
-        runs = {name: prepared.run for name, prepared in ready.items()}
-        seconds = context.training_window_seconds if cell.direction == "training" else context.window_seconds
-        times = timing.interleave(runs, context.timer, context.rounds, seconds, context.settle_seconds)
-    except Exception as error:
-        times = {}
-        for name in ready:
-            rows[name] |= {"status": "failed", "reason": environment.brief(error)}
+        clear(context.settings.device)
+        prepared = attempt(row, lambda subject=subject: prepare(subject, cell, context))
+        if prepared is not None:
+            ready[name] = prepared
+    clear(context.settings.device)
+    seconds = context.training_window_seconds if cell.direction == "training" else context.window_seconds
+    times = measure_together({name: prepared.run for name, prepared in ready.items()}, rows, context, seconds)
     for name, samples in times.items():
         rows[name] |= ready[name].row | _timed(samples, ready[name], rows[name]["layers"])
     for row in rows.values():
@@ -314,8 +330,12 @@ def ours_for(shape: Shape, settings: Settings) -> str:
     return f"flashmhf_{first_backend(shape, settings)}"
 
 
-def run(cells: list[Cell], context: Context, save: Callable[[dict], None] = lambda record: None) -> dict:
-    """Runs the cells; ``save`` is called with the record after each one, so that an interrupted run leaves what it has."""
+def run(cells: Iterable, context: Context, save: Callable[[dict], None] = lambda record: None, measure: Callable | None = None) -> dict:
+    """The record of all cells, each measured by ``measure(cell, context)`` (default: :func:`run_cell`).
+
+    ``save`` is called with the record after each cell, so that an interrupted run leaves what it has.
+    """
+    measure = measure or run_cell
     device = context.settings.device
     start = time.monotonic()
     record = {"schema": 1, "environment": environment.describe(device), "rows": []}
@@ -330,10 +350,10 @@ def run(cells: list[Cell], context: Context, save: Callable[[dict], None] = lamb
     record["before"] = {"sensors_idle": environment.sensors(device)} | yardstick(context)
     record["before"]["sensors"] = environment.sensors(device)
     for cell in cells:
-        record["rows"] += run_cell(cell, context)
+        record["rows"] += measure(cell, context)
         record["seconds"] = round(time.monotonic() - start, 1)
         save(record)
-    _clear(device)
+    clear(device)
     record["after"] = yardstick(context) | {"sensors": environment.sensors(device)}
     record["seconds"] = round(time.monotonic() - start, 1)
     save(record)

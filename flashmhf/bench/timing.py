@@ -8,6 +8,9 @@ subjects and begins with another one, so ratios hold while the clocks drift.
 
 from __future__ import annotations
 
+import ctypes
+import math
+import pathlib
 import time
 from collections.abc import Callable, Mapping
 
@@ -71,6 +74,17 @@ def passes_for(run: Pass, timer, window_seconds: float) -> int:
     return max(1, round(window_seconds / max(timer.window(run, 2)[-1], 1e-7)))
 
 
+def repeated(run: Pass, timer, at_least_seconds: float) -> tuple[Pass, int]:
+    """A pass of so many calls of ``run`` that it takes ``at_least_seconds``, since recording an event takes microseconds; the calls."""
+    calls = math.ceil(at_least_seconds / max(timer.window(run, 2)[-1], 1e-7))
+
+    def several() -> None:
+        for _ in range(calls):
+            run()
+
+    return (several, calls) if calls > 1 else (run, 1)
+
+
 def warm_up(run: Pass, timer, seconds: float) -> float:
     """Runs for at least ``seconds``, then until two windows agree, at most ``3 * seconds``. Returns the seconds spent."""
     passes = passes_for(run, timer, seconds / 8)
@@ -117,11 +131,11 @@ def graphed(run: Pass) -> Pass:
     return replay
 
 
-def peak_memory(run: Pass, device: torch.device) -> int:
-    """Bytes of tensors that a second ``run`` holds at its peak beyond those that were allocated before it."""
-    run()
+def peak_memory(run: Pass, device: torch.device) -> int | None:
+    """Bytes that a second ``run`` needs at its peak beyond what is allocated before it; None where PyTorch's allocator keeps no peak."""
     if device.type != "cuda":
-        return _peak_of_profiled(run)
+        return None
+    run()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -130,8 +144,30 @@ def peak_memory(run: Pass, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _peak_of_profiled(run: Pass) -> int:
-    """PyTorch's CPU allocator keeps no peak, so the profiler's allocations and frees are added up."""
+def peak_resident(run: Pass) -> float:
+    """Bytes by which a second ``run`` raises the process's resident memory; nan where Linux's resettable high-water mark is missing."""
+
+    def status(field: str) -> int:
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+    run()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS:")
+    except (OSError, AttributeError):
+        return float("nan")
+    run()
+    return status("VmHWM:") - before
+
+
+def peak_tensor_bytes(run: Pass) -> int:
+    """Bytes of CPU tensors that a second ``run`` holds at its peak, added up from the profiler's allocations and frees.
+
+    Exact, unlike :func:`peak_resident`, but the profiler starts slowly and prints to stderr.
+    """
+    run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     allocated = peak = 0
