@@ -2,9 +2,22 @@
 
 from . import reference
 from .backends import info
-from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU, convert, replace_ffn
+from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
 from .ops import flash_mhf
 from .router import gate
 
 __version__ = "0.1.0"
-__all__ = ["DenseMoE", "FlashMHF", "MHFFN", "ParametricKV", "SwiGLU", "convert", "flash_mhf", "gate", "info", "reference", "replace_ffn"]
+__all__ = [
+    "DenseMoE",
+    "FlashMHF",
+    "MHFFN",
+    "ParametricKV",
+    "SwiGLU",
+    "convert",
+    "flash_mhf",
+    "gate",
+    "info",
+    "param_groups",
+    "reference",
+    "replace_ffn",
+]

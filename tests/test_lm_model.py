@@ -157,6 +157,14 @@ def evaluation_model(directory) -> torch.nn.Module:
     return evaluation.load(str(directory), device="cpu", dtype="bfloat16")[0]
 
 
+def test_balanced_initialisation_knows_the_depth():
+    model = tiny("flashmhf", hidden_size=256, intermediate_size=512, ffn_init="balanced")
+    mlp = model.model.layers[0].mlp
+    assert mlp.in_proj.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
+    assert mlp.out_proj.weight.std().item() == pytest.approx((2 * len(model.model.layers) * 256) ** -0.5, rel=0.05)
+    assert model.model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
 @pytest.mark.parametrize("init", ["normal", "official"])
 def test_initialisation(init):
     """Standard deviations of the chosen scheme; layers differ; the seed decides."""

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from ..nn import default_subnet_dim
 from ..nn.convert import SILU
+from ..nn.init import INITS
 
 FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
 _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
@@ -38,7 +39,7 @@ class FlashMHFConfig(LlamaConfig):
         ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
         ffn_router_eps: eps of the gate's normalisation.
         ffn_norm: RMSNorm before the feed-forward network (official ``mhffnmoe_disable_original_mlp_rmsnorm`` is its negation).
-        ffn_init: "normal" (initializer_range everywhere) or "official".
+        ffn_init: "normal" (initializer_range everywhere), "official" or "balanced" (unit variances, see flashmhf.nn.init).
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
         mlp_bias: biases of the projections ("dense_moe" has none).
 
@@ -89,8 +90,8 @@ class FlashMHFConfig(LlamaConfig):
         super().validate_architecture()
         if self.ffn_type not in FFN_TYPES:
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
-        if self.ffn_init not in ("normal", "official"):
-            raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: 'normal', 'official'")
+        if self.ffn_init not in INITS:
+            raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: {', '.join(map(repr, INITS))}")
         if self.hidden_act != "silu":
             raise ValueError(f"hidden_act is {self.hidden_act!r}; supported: 'silu'")
         self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)

@@ -85,7 +85,7 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this with torch.nn.init guarded: tensors that a checkpoint has filled are left alone.
         if isinstance(module, _FEED_FORWARD):
-            module.reset_parameters(self.config.ffn_init, self.config.initializer_range)
+            module.reset_parameters(self.config.ffn_init, self.config.initializer_range, self.config.num_hidden_layers)
         else:
             super()._init_weights(module)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from .. import ops, reference, router
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import INITIALIZER_RANGE, initialise
+from .init import INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise, residual_std
 from .multihead import MultiHead, check_input
 
 
@@ -45,8 +47,10 @@ class MHFFN(MultiHead):
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+        key, value = self.head_dim**-0.5, (SWIGLU_VARIANCE * self.intermediate_dim) ** -0.5
+        weights = ((self.k, key), (self.u, key), (self.v, value))
+        initialise(weights, self.balanced_projections(num_layers), (), init, initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
@@ -80,8 +84,10 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_dim, self.d_model, **settings)
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        initialise((), (self.gate_proj, self.up_proj, self.down_proj), (), init, initializer_range)
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+        hidden = self.d_model**-0.5
+        down = residual_std(SWIGLU_VARIANCE * self.intermediate_dim, num_layers)
+        initialise((), ((self.gate_proj, hidden), (self.up_proj, hidden), (self.down_proj, down)), (), init, initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
@@ -108,8 +114,10 @@ class ParametricKV(MultiHead):
         self.k, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(2))
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        initialise((self.k, self.v), (self.in_proj, self.out_proj), (), init, initializer_range)
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+        # Logits of N(0, 1): the squares of num_kv softmax weights sum to E[e^2z] / E[e^z]^2 / num_kv = e / num_kv.
+        weights = ((self.k, 1.0), (self.v, math.sqrt(self.num_kv / math.e)))
+        initialise(weights, self.balanced_projections(num_layers), (), init, initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
@@ -152,8 +160,11 @@ class DenseMoE(nn.Module):
         self.router = nn.Parameter(torch.empty(self.d_model, self.num_subnets, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        initialise((), (self.gate_proj, self.up_proj, self.down_proj), (self.router,), init, initializer_range)
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+        hidden = self.d_model**-0.5  # the gates are near 1 / E, so the sum over E sub-networks has 1 / E of their variance
+        down = residual_std(SWIGLU_VARIANCE * self.subnet_dim / self.num_subnets, num_layers)
+        projections = ((self.gate_proj, hidden), (self.up_proj, hidden), (self.down_proj, down))
+        initialise((), projections, (self.router,), init, initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.types import Device
 
 from .. import ops, reference, router, torch_private
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import INITIALIZER_RANGE, initialise
+from .init import INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise
 from .multihead import MultiHead, check_input
 
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
@@ -196,8 +197,11 @@ class FlashMHF(MultiHead):
         module.router.zero_()
         return module
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE) -> None:
-        initialise((self.k, self.u, self.v), (self.in_proj, self.out_proj), (self.router,), init, initializer_range)
+    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+        """``init`` "normal", "official" or "balanced" (see flashmhf.nn.init); num_layers: of the model, for "balanced"."""
+        key, value = self.head_dim**-0.5, math.sqrt(self.num_subnets / (SWIGLU_VARIANCE * self.subnet_dim))
+        weights = ((self.k, key), (self.u, key), (self.v, value))
+        initialise(weights, self.balanced_projections(num_layers), (self.router,), init, initializer_range)
         if self.q_norm is not None:
             nn.init.ones_(self.q_norm.weight)
 

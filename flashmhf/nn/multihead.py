@@ -8,6 +8,7 @@ from torch.types import Device
 
 from .. import checks
 from .arguments import flag, positive
+from .init import residual_std
 
 
 def check_input(x: Tensor, d_model: int) -> None:
@@ -32,6 +33,9 @@ class MultiHead(nn.Module):
         flag("bias", bias)
         self.in_proj = nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype)
+
+    def balanced_projections(self, num_layers: int) -> tuple[tuple[nn.Linear, float], ...]:
+        return (self.in_proj, self.d_model**-0.5), (self.out_proj, residual_std(self.d_model, num_layers))
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result."""

@@ -1,0 +1,61 @@
+"""Learning rates and weight decay of a model's parameters, for the optimizers of torch.optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .flashmhf import FlashMHF
+from .multihead import MultiHead
+
+PROJECTION_RATE = 0.3
+
+
+def roles(model: nn.Module) -> dict[str, str]:
+    """What each named parameter of ``model`` is: "projection" (in_proj and out_proj of a multi-head network), "k", "u", "v", "router",
+    "other"; "undecayed" where it has fewer than two dimensions or is q_norm's weight. Shared parameters are named once."""
+    found = {name: "undecayed" if parameter.dim() < 2 else "other" for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, MultiHead):
+            continue
+        for part, parameter in module.named_parameters():
+            name, (owner, _, _) = f"{prefix}.{part}" if prefix else part, part.partition(".")
+            if name not in found:  # shared with a parameter named before
+                continue
+            if owner == "q_norm":
+                found[name] = "undecayed"
+            elif owner in ("in_proj", "out_proj") and parameter.dim() > 1:
+                found[name] = "projection"
+            elif owner in ("k", "u", "v", "router"):
+                found[name] = owner
+    return found
+
+
+def param_groups(model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float = PROJECTION_RATE) -> list[dict[str, Any]]:
+    """Parameter groups of ``model`` for an optimizer with decoupled weight decay, such as ``torch.optim.AdamW``.
+
+    in_proj and out_proj of :class:`FlashMHF` layers learn at ``projection_rate`` of ``lr``. M = Q K^T is a product of two learned
+    matrices, W_in and K, and so is what a token receives, V W_out; where both learn at Adam's full rate, products move twice as fast
+    as a SwiGLU's weights do. AdamW decays by lr * weight_decay a step, so that group's weight decay is divided by the same factor and
+    the decay a step stays equal. Vectors (norms, biases) and q_norm's weights are not decayed.
+
+    Args:
+        model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
+        lr, weight_decay: of all others.
+        projection_rate: above 0.
+
+    Returns groups with "params", "lr" and "weight_decay"; empty ones are left out. Raises ValueError for a rate that is not positive.
+    """
+    if not projection_rate > 0:
+        raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")
+    flash = {id(parameter) for module in model.modules() if isinstance(module, FlashMHF) for parameter in module.parameters()}
+    kinds: dict[str, list[Tensor]] = {"plain": [], "projection": [], "undecayed": []}
+    parameters = dict(model.named_parameters())
+    for name, role in roles(model).items():
+        if role == "projection" and id(parameters[name]) not in flash or role not in kinds:
+            role = "plain"
+        if parameters[name].requires_grad:
+            kinds[role].append(parameters[name])
+    rates = {"plain": (lr, weight_decay), "projection": (lr * projection_rate, weight_decay / projection_rate), "undecayed": (lr, 0.0)}
+    return [{"params": kinds[kind], "lr": rate, "weight_decay": decay} for kind, (rate, decay) in rates.items() if kinds[kind]]

@@ -1,0 +1,124 @@
+"""Balanced initialisation by its variances, and flashmhf.param_groups by what an optimizer does with them."""
+
+import pytest
+import torch
+from torch import nn
+
+import flashmhf
+
+D_MODEL, LAYERS, TOKENS = 256, 6, 4096
+
+
+def networks():
+    settings = {"dtype": torch.float64}
+    return {
+        "flashmhf": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, backend="eager", **settings),
+        "flashmhf-heads-of-128": flashmhf.FlashMHF(D_MODEL, 2, 5, 64, backend="eager", **settings),
+        "mh_ffn": flashmhf.MHFFN(D_MODEL, 4, 352, backend="eager", **settings),
+        "swiglu": flashmhf.SwiGLU(D_MODEL, 704, **settings),
+        "pkv": flashmhf.ParametricKV(D_MODEL, 4, 528, **settings),
+        "dense_moe": flashmhf.DenseMoE(D_MODEL, 4, 176, **settings),
+    }
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", networks())
+@pytest.mark.parametrize("num_layers", [1, LAYERS])
+def test_the_output_of_a_balanced_network_adds_its_part_of_the_residual_variance(name, num_layers):
+    module = networks()[name]
+    module.reset_parameters("balanced", num_layers=num_layers)
+    with torch.no_grad():
+        out = module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
+    assert out.var().item() * 2 * num_layers == pytest.approx(1, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["flashmhf", "flashmhf-heads-of-128", "mh_ffn"])
+def test_q_m_n_and_the_sum_over_subnets_have_unit_variance(name):
+    module = networks()[name]
+    module.reset_parameters("balanced", num_layers=LAYERS)
+    with torch.no_grad():
+        q = module.split_heads(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
+        m, n = (torch.einsum("thi,h...i->th...", q, weight) for weight in (module.k, module.u))
+        module.out_proj.weight.copy_(torch.eye(D_MODEL))
+        summed = module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
+    for part, value in {"q": q, "m": m, "n": n, "sum": summed}.items():
+        assert value.var().item() == pytest.approx(1, rel=0.12), part
+
+
+def test_normal_initialisation_starts_hundreds_of_times_smaller():
+    """The reason for "balanced": what a FlashMHF layer at N(0, 0.02) adds is nothing beside a SwiGLU's."""
+    stds = {}
+    for name, module in networks().items():
+        with torch.no_grad():
+            stds[name] = module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64)).std().item()
+    assert stds["swiglu"] > 100 * stds["flashmhf"]
+
+
+class Layers(nn.Module):
+    """All networks behind an embedding that the head shares, norms and biases between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, D_MODEL)
+        self.norm = nn.RMSNorm(D_MODEL)
+        self.networks = nn.ModuleDict(networks() | {"biased": flashmhf.FlashMHF(D_MODEL, 4, 2, 64, bias=True, q_norm=True)})
+        self.head = nn.Linear(D_MODEL, 100, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_groups_hold_every_trainable_parameter_once():
+    model = Layers()
+    model.networks["swiglu"].requires_grad_(False)
+    groups = flashmhf.param_groups(model, 1e-3, 0.1)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted({id(parameter) for parameter in model.parameters() if parameter.requires_grad})
+    projections = {id(parameter) for parameter in groups[1]["params"]}
+    expected = [module for name, module in model.networks.items() if name.startswith(("flash", "biased"))]
+    assert projections == {id(linear.weight) for module in expected for linear in (module.in_proj, module.out_proj)}
+    undecayed = {id(parameter) for group in groups if group["weight_decay"] == 0 for parameter in group["params"]}
+    assert undecayed == {id(p) for n, p in model.named_parameters() if p.requires_grad and (p.dim() < 2 or n.endswith("q_norm.weight"))}
+    torch.optim.AdamW(groups)
+
+
+def test_a_step_decays_all_matrices_equally_and_moves_projections_less():
+    module = flashmhf.FlashMHF(64, 2, 2, 16)
+    lr, decay = 1e-2, 0.5
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    for gradient in (0.0, 1.0):
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(before[name])
+                parameter.grad = torch.full_like(parameter, gradient)
+        torch.optim.AdamW(flashmhf.param_groups(module, lr, decay)).step()
+        for name, parameter in module.named_parameters():
+            moved = gradient * lr * (0.3 if "proj" in name else 1)  # Adam's first step is the rate
+            torch.testing.assert_close(parameter.detach(), before[name] * (1 - lr * decay) - moved, msg=name)
+
+
+def test_groups_of_a_bare_layer_and_of_a_model_without_any():
+    assert [group["lr"] for group in flashmhf.param_groups(flashmhf.FlashMHF(64, 2, 2, 16), 1.0, 0.1, projection_rate=0.5)] == [1.0, 0.5]
+    assert flashmhf.param_groups(nn.LayerNorm(4), 1.0, 0.1)[0]["weight_decay"] == 0
+    groups = flashmhf.param_groups(flashmhf.SwiGLU(64, 128), 1.0, 0.1)
+    assert [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups] == [(3, 1.0, 0.1)]
+    with pytest.raises(ValueError, match="projection_rate is 0"):
+        flashmhf.param_groups(nn.Linear(2, 2), 1.0, 0.1, projection_rate=0)
+
+
+def test_balanced_layers_train():
+    """A few steps on a random target lower the loss of a balanced layer with its groups."""
+    module = flashmhf.FlashMHF(64, 2, 2, 16, backend="eager")
+    module.reset_parameters("balanced")
+    optimizer = torch.optim.AdamW(flashmhf.param_groups(module, 1e-2, 0.1))
+    x, target = torch.randn(128, 64), torch.randn(128, 64)
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.mse_loss(module(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
