@@ -1,0 +1,459 @@
+"""Trains the networks of a queue one after another on the tokens of corpus.py, as many as the minutes allow.
+
+compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5] [--done RESULTS ...] [--append FILE]
+
+A queue is a JSON file: {"defaults": settings, "runs": [settings, ...]}, settings being the fields of Run. "grid": {field: [values]}
+stands for every combination. "best_of": [names] takes over the settings of that run among those finished which has the lowest
+validation loss; where none is finished, the entry is left for another call.
+
+One process a GPU takes the first run that nobody holds and nobody has finished. A run is held by a file lock, so a killed process
+gives its run back, and that run starts anew. A finished run is RUNS/NAME.jsonl: its configuration, commit, versions and device, then
+the mean training loss of every ten steps, then the validation loss. A process starts no run that, by the longest one of that size
+before, would end after the minutes, and drops one that does.
+
+Runs of one size train equal non-embedding parameters (checked, 1 %) on equal tokens in equal batches: the batches follow from the
+seed. The network is that of flashmhf.lm (a test compares their losses) without transformers around it, so that one compiled block
+serves all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import flashmhf
+from flashmhf.nn.optim import roles
+
+MEAN_OF = 10  # steps in one recorded loss
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. ``heads``, ``subnets``, ``width`` as in FlashMHFConfig: d_ff = E d_e, a head's width, the keys of a head.
+
+    rates: a role of flashmhf.nn.optim.roles to the factor on its learning rate; its weight decay is divided by it.
+    decays: a role to its weight decay, before that division. router_std, value_scale: on top of ``init``.
+    """
+
+    name: str
+    ffn: str
+    width: int
+    heads: int | None = None
+    subnets: int | None = None
+    size: str = "26M"
+    non_embedding: int = 25_600_000
+    d_model: int = 512
+    layers: int = 8
+    attention_heads: int = 8
+    init: str = "balanced"
+    q_norm: bool = False
+    router_std: float | None = None
+    value_scale: float = 1.0
+    backend: str = "auto"
+    learning_rate: float = 2e-3
+    min_rate: float = 0.1
+    warmup: int = 90
+    rates: dict[str, float] = field(default_factory=dict)
+    weight_decay: float = 0.3
+    decays: dict[str, float] = field(default_factory=dict)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    steps: int = 900
+    batch: int = 64
+    micro_batch: int = 64
+    context: int = 1024
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch * self.context
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A queue's run before its settings are complete: ``best_of`` names the runs whose best one it builds on."""
+
+    name: str
+    settings: dict[str, object]
+    best_of: tuple[str, ...] = ()
+
+    def run(self, finished: dict[str, Path]) -> Run | None:
+        """The run; None where none of ``best_of`` is finished."""
+        if not self.best_of:
+            return Run(**self.settings, name=self.name)
+        results = [read_run(finished[name]) for name in self.best_of if name in finished]
+        if not results:
+            return None
+        first, *_, last = min(results, key=lambda lines: lines[-1]["validation_loss"])
+        settings = first["configuration"]
+        for key, value in self.settings.items():  # rates and decays are added to, everything else is replaced
+            settings[key] = settings[key] | value if isinstance(value, dict) else value
+        return Run(**settings | {"name": self.name})
+
+
+def read_queue(path: Path) -> list[Entry]:
+    """The runs of a queue file, grids expanded; raises ValueError for names that are not unique and unknown settings."""
+    queue = json.loads(path.read_text())
+    short, known = {"learning_rate": "lr", "weight_decay": "wd"}, {each.name for each in dataclasses.fields(Run)}
+    entries = []
+    for entry in queue["runs"]:
+        entry = dict(entry)
+        base, grid, best_of = entry.pop("name"), entry.pop("grid", {}), tuple(entry.pop("best_of", ()))
+        for values in itertools.product(*grid.values()):
+            chosen = dict(zip(grid, values, strict=True))
+            name = "-".join([base, *(f"{short.get(key, key)}{value:g}" for key, value in chosen.items())])
+            settings = ({} if best_of else queue.get("defaults", {})) | entry | chosen
+            if unknown := sorted(set(settings) - known):
+                raise ValueError(f"{path}, run {name}: unknown settings {', '.join(unknown)}")
+            entries.append(Entry(name, settings, best_of))
+    names = [entry.name for entry in entries]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path}: not unique: {', '.join(repeated)}")
+    if unknown := sorted({name for entry in entries for name in entry.best_of} - set(names)):
+        raise ValueError(f"{path}: best_of names no run of the queue: {', '.join(unknown)}")
+    return entries
+
+
+def read_run(path: Path) -> list[dict]:
+    """The lines of a finished run: configuration first, result last."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def finished_runs(directories: Iterable[Path]) -> dict[str, Path]:
+    return {path.stem: path for directory in directories for path in directory.glob("*.jsonl")}
+
+
+def feed_forward(run: Run) -> nn.Module:
+    match run.ffn:
+        case "swiglu":
+            module = flashmhf.SwiGLU(run.d_model, run.width)
+        case "flashmhf":
+            module = flashmhf.FlashMHF(
+                run.d_model, run.heads, run.subnets, run.width // run.subnets, q_norm=run.q_norm, backend=run.backend
+            )
+        case "mh_ffn":
+            module = flashmhf.MHFFN(run.d_model, run.heads, run.width, backend=run.backend)
+        case "pkv":
+            module = flashmhf.ParametricKV(run.d_model, run.heads, run.width)
+        case "dense_moe":
+            module = flashmhf.DenseMoE(run.d_model, run.subnets, run.width // run.subnets)
+        case _:
+            raise ValueError(f"{run.name}: ffn is {run.ffn!r}; supported: swiglu, flashmhf, mh_ffn, pkv, dense_moe")
+    module.reset_parameters(run.init, num_layers=run.layers)
+    with torch.no_grad():
+        if run.router_std is not None:
+            module.router.normal_(std=run.router_std)
+        if run.value_scale != 1:
+            module.v.mul_(run.value_scale)
+    return module
+
+
+class Block(nn.Module):
+    """A Llama block with rotary attention, as flashmhf.lm builds it; its q, k and v projections are one product."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.heads = run.attention_heads
+        self.norm1, self.norm2 = (nn.RMSNorm(run.d_model, eps=1e-5) for _ in range(2))
+        self.qkv, self.out = nn.Linear(run.d_model, 3 * run.d_model, bias=False), nn.Linear(run.d_model, run.d_model, bias=False)
+        for linear in (self.qkv, self.out):
+            nn.init.normal_(linear.weight, std=0.02)
+        self.ffn = feed_forward(run)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, L, d_model], cos and sin [L, head_dim / 2] -> [B, L, d_model]."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.ffn(self.norm2(x))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Head(nn.Module):
+    """Last norm, tied embedding and cross entropy."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.norm = nn.RMSNorm(run.d_model, eps=1e-5)
+
+    def forward(self, x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(nn.functional.linear(self.norm(x), embedding).flatten(0, 1).float(), targets.flatten())
+
+
+class Model(nn.Module):
+    def __init__(self, run: Run, vocabulary: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, run.d_model)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(run) for _ in range(run.layers))
+        self.head = Head(run)
+        half = run.d_model // run.attention_heads // 2
+        angles = torch.arange(run.context)[:, None] / 10_000 ** (torch.arange(half) / half)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, L + 1] -> mean loss of predicting each from those before it."""
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(x, self.embedding.weight, tokens[:, 1:])
+
+    def compile_parts(self) -> None:
+        """One graph serves all blocks, and all models with the same feed-forward network: compilation is most of a short run otherwise."""
+        for part in (*self.blocks, self.head):
+            part.compile(fullgraph=True, dynamic=False)
+
+
+def non_embedding(model: Model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel()
+
+
+def check_size(run: Run, model: Model) -> None:
+    there = non_embedding(model)
+    if abs(there - run.non_embedding) > TOLERANCE * run.non_embedding:
+        raise ValueError(f"{run.name} has {there:,} non-embedding parameters; {run.size} is {run.non_embedding:,} within {TOLERANCE:.0%}")
+
+
+def optimizer_groups(run: Run, model: Model) -> list[dict[str, object]]:
+    """A group a role, with the run's rates and decays; flashmhf.param_groups is the special case rates={"projection": 0.3}."""
+    parameters, kinds = dict(model.named_parameters()), roles(model)
+    unknown = sorted({*run.rates, *run.decays} - {"projection", "k", "u", "v", "router", "other", "undecayed"})
+    if unknown:
+        raise ValueError(f"{run.name}: rates or decays of unknown roles: {', '.join(unknown)}")
+    groups = []
+    for role in sorted(set(kinds.values())):
+        rate = run.rates.get(role, 1.0)
+        decay = run.decays.get(role, 0.0 if role == "undecayed" else run.weight_decay)
+        members = [parameters[name] for name, kind in kinds.items() if kind == role]
+        groups.append({"params": members, "lr": rate * run.learning_rate, "weight_decay": decay / rate})
+    return groups
+
+
+def schedule(run: Run, step: int) -> float:
+    """Factor on the learning rates at ``step``: linear warm-up, cosine to min_rate."""
+    done = max(0, step - run.warmup) / max(1, run.steps - run.warmup)
+    return min(1.0, (step + 1) / max(1, run.warmup)) * (run.min_rate + (1 - run.min_rate) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class TimeUpError(Exception):
+    """The minutes are over: the run is dropped."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids on the device, int32."""
+
+    train: Tensor
+    val: Tensor
+    vocabulary: int
+
+    @staticmethod
+    def load(directory: Path, device: str) -> Tokens:
+        stored = json.loads((directory / "tokens.json").read_text())
+        train, val = (torch.from_numpy(np.fromfile(directory / f"{name}.bin", np.uint16).astype(np.int32)) for name in ("train", "val"))
+        return Tokens(train.to(device), val.to(device), stored["vocabulary"])
+
+
+def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float) -> dict[str, object]:
+    """Trains one network; returns its losses and speed. Raises TimeUpError past the deadline (time.monotonic)."""
+    torch.manual_seed(run.seed)
+    with torch.device(device):
+        model = Model(run, tokens.vocabulary)
+    check_size(run, model)
+    if compiled:
+        model.compile_parts()
+    optimizer = torch.optim.AdamW(optimizer_groups(run, model), betas=run.betas, fused=device == "cuda")
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    window = torch.arange(run.context + 1, device=device)
+    last = len(tokens.train) - run.context
+    starts = torch.randint(last, (run.steps, run.batch), generator=torch.Generator().manual_seed(run.seed)).to(device)
+    losses, norms = (torch.zeros(run.steps, device=device) for _ in range(2))
+    autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+    warm_steps, begin = min(5, run.steps // 2), time.monotonic()
+    for step in range(run.steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * schedule(run, step)
+        for chosen in starts[step].split(run.micro_batch):
+            with autocast:
+                loss = model(tokens.train[chosen[:, None] + window].long())
+            share = len(chosen) / run.batch
+            (loss * share).backward()
+            losses[step] += loss.detach() * share
+        norms[step] = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step + 1 == warm_steps or step % 100 == 0:  # elsewhere the host runs ahead
+            _wait(device)
+            if time.monotonic() > deadline:
+                raise TimeUpError
+        if step + 1 == warm_steps:
+            warm = time.monotonic()
+    _wait(device)
+    seconds = time.monotonic() - warm
+    return {
+        "losses": losses.tolist(),
+        "norms": norms.tolist(),
+        "non_embedding": non_embedding(model),
+        "validation_loss": validate(run, model, tokens, autocast),
+        "tokens_per_second": round((run.steps - warm_steps) * run.batch * run.context / seconds),
+        "seconds": round(time.monotonic() - begin, 2),
+        "first_steps_seconds": round(warm - begin, 2),
+    }
+
+
+def validate(run: Run, model: Model, tokens: Tokens, autocast) -> float:
+    """Mean loss of the validation tokens, in windows of the context side by side; the last batch stays out where it is not full."""
+    windows = tokens.val.unfold(0, run.context + 1, run.context)
+    total, batches = 0.0, [batch for batch in windows.split(run.micro_batch) if len(batch) == run.micro_batch] or [windows]
+    for batch in batches:
+        with autocast:  # with gradients on: without, every block would be compiled again
+            total += model(batch.long()).item()
+    return total / len(batches)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def record(run: Run, result: dict[str, object], device: str, commit: str) -> str:
+    """The run as JSON lines: configuration and versions, losses, result."""
+    first = {
+        "run": run.name,
+        "configuration": dataclasses.asdict(run),
+        "non_embedding": result.pop("non_embedding"),
+        "commit": commit,
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "versions": {
+            "flashmhf": flashmhf.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+    }
+    losses, norms = result.pop("losses"), result.pop("norms")
+    rows = [
+        {
+            "step": min(begin + MEAN_OF, run.steps),
+            "loss": round(float(np.mean(losses[begin : begin + MEAN_OF])), 4),
+            "gradient_norm": round(float(np.mean(norms[begin : begin + MEAN_OF])), 4),
+        }
+        for begin in range(0, run.steps, MEAN_OF)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in (first, *rows, result))
+
+
+@contextmanager
+def _lock(path: Path, wait: bool) -> Iterator[bool]:
+    """Whether the file's lock is held. It ends with the process that holds it, however that ends."""
+    with path.open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def work(options: argparse.Namespace, deadline: float) -> int:
+    """Takes runs until none is left or the time is up; returns how many failed."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 256  # a graph for each kind of network
+    torch.set_float32_matmul_precision("high")
+    device, tokens, longest, failed = options.device, None, {}, 0
+    locks = options.out / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    for entry in read_queue(options.queue):
+        with _lock(locks / entry.name, wait=False) as held:
+            finished = finished_runs([*options.done, options.out])
+            if not held or entry.name in finished:
+                continue
+            run = entry.run(finished)
+            if run is None:
+                print(f"{entry.name}: left out, none of {', '.join(entry.best_of)} is finished", flush=True)
+                continue
+            if time.monotonic() + longest.get(run.size, 0) * 1.05 > deadline:
+                print(f"{run.name}: no time left", flush=True)
+                break
+            tokens = tokens or Tokens.load(options.tokens, device)
+            begin = time.monotonic()
+            try:
+                result = train(run, tokens, device, options.compile, deadline)
+            except TimeUpError:
+                print(f"{run.name}: dropped, the time is up", flush=True)
+                break
+            except Exception:
+                failed += 1
+                print(f"{run.name}: failed\n{traceback.format_exc()}", flush=True)
+                continue
+            longest[run.size] = max(longest.get(run.size, 0), result["seconds"])
+            print(f"{run.name}: {json.dumps({key: result[key] for key in list(result)[2:]})}, {time.monotonic() - begin:.0f} s", flush=True)
+            lines = record(run, result, device, options.commit)
+            partial = options.out / f"{run.name}.partial"
+            partial.write_text(lines)
+            partial.replace(options.out / f"{run.name}.jsonl")
+            if options.append is not None:
+                with _lock(locks / ".append", wait=True), options.append.open("a") as stream:
+                    stream.write(lines)
+    return failed
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("queue", type=Path)
+    parser.add_argument("--tokens", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="further directories whose runs are finished")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--append", type=Path, help="a file that finished runs are written to as well, one after another")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--workers", type=int, help="processes, one a GPU; all GPUs otherwise")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--commit", default=_commit())
+    options = parser.parse_args(arguments)
+    deadline = begin + 60 * options.minutes
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # shared by the processes, and by the next call where --out is kept
+        os.environ.setdefault(name, str(options.out.resolve() / "cache" / name.partition("_")[0].lower()))
+    workers = options.workers or (torch.cuda.device_count() if options.device == "cuda" else 1)
+    if workers == 1:
+        return min(1, work(options, deadline))
+    command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments), "--workers", "1", "--commit", options.commit]
+    command += ["--minutes", str((deadline - time.monotonic()) / 60)]
+    started = [subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}) for gpu in range(workers)]
+    return max(process.wait() for process in started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
