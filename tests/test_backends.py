@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import flashmhf
 from flashmhf import backends
-from flashmhf.backends import hopper
+from flashmhf.backends import contract, driver, hopper
 from flashmhf.testing import problem
 
 
@@ -133,13 +134,69 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
         hopper.library.cache_clear()
         monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
         monkeypatch.setattr(hopper, "build_info", lambda: {"cuda_version": "13.0"})
-        monkeypatch.setattr(hopper, "driver_version", lambda: 12040)
+        monkeypatch.setattr(driver, "version", lambda: 12040)
         assert "driver supports CUDA 12.4 but the library was built with CUDA 13.0" in hopper.library()
         hopper.library.cache_clear()
-        monkeypatch.setattr(hopper, "driver_version", lambda: 13000)
+        monkeypatch.setattr(driver, "version", lambda: 13000)
         assert hopper.library() is None
     finally:
         hopper.library.cache_clear()
+
+
+def machine(monkeypatch, *devices: tuple[str, tuple[int, int]]) -> None:
+    """A machine with these CUDA devices (name, compute capability), the first of them current, and a library that loads."""
+    index = lambda device: torch.device(device).index or 0  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: devices[index(device)][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: devices[index(device)][1])
+    monkeypatch.setattr(hopper, "library", lambda: None)
+    monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0"})
+
+
+def test_info_describes_every_device(monkeypatch):
+    machine(monkeypatch, ("NVIDIA RTX A400", (8, 6)), ("NVIDIA H200", (9, 0)), ("NVIDIA T4", (7, 5)))
+    found = flashmhf.info()
+    assert found.details["device"] == "NVIDIA RTX A400" and "capability 8.6" in found.reasons["hopper"]
+    assert list(found.other_devices) == ["cuda:1 (NVIDIA H200)", "cuda:2 (NVIDIA T4)"]
+    assert found.other_devices["cuda:1 (NVIDIA H200)"]["hopper"] is None
+    assert "capability 7.5" in found.other_devices["cuda:2 (NVIDIA T4)"]["triton"]
+    assert "cuda:1 (NVIDIA H200):\n  hopper  usable" in str(found)
+
+
+def test_selection_is_for_each_device_by_itself(monkeypatch, uncached):
+    machine(monkeypatch, ("NVIDIA RTX A400", (8, 6)), ("NVIDIA H200", (9, 0)))
+    chosen = [backends.select("auto", torch.device("cuda", i), torch.bfloat16, 128, 384) for i in range(2)]
+    assert chosen[1] is hopper and chosen[0] is not hopper
+
+
+def test_an_amd_gpu_is_not_called_a_hopper_gpu(monkeypatch, uncached):
+    machine(monkeypatch, ("AMD Instinct MI250X", (9, 0)))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(hopper, "library", lambda: "this PyTorch has no CUDA")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.select("auto", torch.device("cuda", 0), torch.bfloat16, 128, 384) is backends.eager
+
+
+@pytest.mark.parametrize("name", [*backends.BACKENDS, "reference"])
+def test_every_back_end_provides_the_contract(name):
+    module = backends.definition if name == "reference" else backends.BACKENDS[name]
+    wanted = {name: value for name, value in vars(contract.Backend).items() if callable(value) and not name.startswith("_")}
+    assert {"why_not", "forward", "gated_backward", "backward_accumulate_", "project"} <= set(wanted)
+    for function, declared in wanted.items():
+        given = inspect.signature(getattr(module, function)).parameters
+        named = list(inspect.signature(declared).parameters)[1:]
+        assert list(given)[: len(named)] == named, function
+        assert all(given[x].default is not inspect.Parameter.empty for x in list(given)[len(named) :]), function
+    assert module.PROJECT_TOKENS == (64 if name == "hopper" else 0)
+
+
+def test_a_back_end_without_a_projection_kernel_says_so():
+    x, w = torch.randn(3, 64), torch.randn(64, 64)
+    with pytest.raises(NotImplementedError, match="hopper back end only"):
+        backends.eager.project(x, w)
 
 
 @pytest.mark.gpu

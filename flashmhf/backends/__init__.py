@@ -50,7 +50,7 @@ def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e
 @functools.cache
 def _warn_hopper_unused(device: torch.device, reason: str) -> None:
     """Once per reason: a Hopper GPU without the Hopper kernels is slower than its owner expects."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == hopper.CAPABILITY:
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == hopper.CAPABILITY:
         warnings.warn(f"flashmhf: this Hopper GPU does not get the hopper back end: {reason}", stacklevel=2)
 
 

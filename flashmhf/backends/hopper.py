@@ -6,7 +6,6 @@ lazily and only where a CUDA build of PyTorch is present; :func:`library` says w
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import pathlib
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import name_of
+from . import driver
 from .tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parent.with_name("libflashmhf_hopper.so")
@@ -40,23 +40,13 @@ def library() -> str | None:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         return f"its CUDA library does not load: {error}"
-    runtime, driver = build_info()["cuda_version"], driver_version()
-    if driver // 1000 < int(runtime.split(".")[0]):
+    runtime, supported = build_info()["cuda_version"], driver.version()
+    if supported // 1000 < int(runtime.split(".")[0]):
         return (
-            f"the NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10} but the library was built with CUDA {runtime}; "
+            f"the NVIDIA driver supports CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built with CUDA {runtime}; "
             "update the driver or rebuild with an older nvcc (12.4 or later)"
         )
     return None
-
-
-def driver_version() -> int:
-    """The newest CUDA version that the installed driver supports, 1000 * major + 10 * minor; 0 without a driver."""
-    version = ctypes.c_int(0)
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return 0
-    return version.value
 
 
 def build_info() -> dict:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .. import driver
 from ..tokens import collapse, token_count
 from . import kernels
 from .configs import Config, lookup
 
+_LOCK = threading.RLock()
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
@@ -30,8 +34,20 @@ def _architecture(device: torch.device) -> tuple[str, int]:
     return "sm90" if properties.major == 9 else "other", properties.multi_processor_count
 
 
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+@contextlib.contextmanager
+def _launching(device: torch.device) -> Iterator[None]:
+    """One thread at a time, on ``device`` with its context current.
+
+    Triton's kernels are not ready for several threads: a second thread that comes while the first one loads a kernel launches a null
+    function, and the interpreter keeps the running program's coordinates in global variables. A launch returns before its kernel ends.
+    """
+    with _LOCK:
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            driver.make_context_current(device.index)
+            yield
 
 
 def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
@@ -157,7 +173,7 @@ def _token_result(kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tensor:
-    with _on(q.device):
+    with _launching(q.device):
         config = _config(q, "forward", k.shape[2])
         arguments = _Weights(k, u, v, config.inter).arguments() | _Rows(q, "q").arguments() | _gate_arguments(r)
         return _token_result(kernels.forward_kernel, q, k, config, {"q": q, "BEHIND": config.behind, **arguments}, "out", q.dtype)
@@ -171,7 +187,7 @@ def token_grads(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, dq_dtype: torch.dtype, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """(dq, dr); dr is empty when r is None."""
-    with _on(q.device):
+    with _launching(q.device):
         config = _config(q, "token_grads", k.shape[2])
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
         arguments = {"grad_out": grad_out, "q": q, "dr": dr, **_gate_arguments(r)}
@@ -191,7 +207,7 @@ def weight_grads(
     buffers: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
-    with _on(q.device):
+    with _launching(q.device):
         config = _config(q, "weight_grads", k.shape[2])
         weights = _Weights(k, u, v, config.inter)
         heads, subnets, subnet_dim, head_dim = k.shape

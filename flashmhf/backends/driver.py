@@ -1,0 +1,43 @@
+"""The CUDA driver's interface, where neither PyTorch nor Triton has a function for what is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def version() -> int:
+    """The newest CUDA version that the installed driver supports, 1000 * major + 10 * minor; 0 without a driver."""
+    number = ctypes.c_int(0)
+    try:
+        _library().cuDriverGetVersion(ctypes.byref(number))
+    except OSError:
+        return 0
+    return number.value
+
+
+def make_context_current(index: int) -> None:
+    """Makes the primary context of CUDA device ``index`` current in the calling thread, unless a context of that device is.
+
+    ``torch.cuda.device`` does nothing where the thread's device is the wanted one already, and device 0 is the device of a thread that has
+    not used CUDA: such a thread has no context, and the driver refuses to encode a tensor map or to load a kernel (error 201). The
+    reference to the primary context is kept until the process ends, as the CUDA runtime keeps its own.
+    """
+    driver = _library()
+    wanted, current = ctypes.c_int(), ctypes.c_int()
+    _check(driver.cuDeviceGet(ctypes.byref(wanted), index), "cuDeviceGet")
+    if driver.cuCtxGetDevice(ctypes.byref(current)) == 0 and current.value == wanted.value:
+        return
+    context = ctypes.c_void_p()
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), wanted), "cuDevicePrimaryCtxRetain")
+    _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def _check(error: int, function: str) -> None:
+    if error:
+        raise RuntimeError(f"{function} failed with CUDA error {error}")
