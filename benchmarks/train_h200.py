@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils import logging
 
 import flashmhf
-from flashmhf.lm import metrics, training
+from flashmhf.lm import metrics, plots, training
 from flashmhf.lm.flops import training_flops_per_token
 from flashmhf.lm.presets import preset
 
@@ -192,7 +192,7 @@ def main() -> int:
     }
     (results / f"lm_training_{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     curves = {run["model"]: [{"step": step, "loss": loss} for step, loss in run["losses"]] for run in (ours, baseline)}
-    metrics.draw_losses(curves, results / f"lm_training_{name}.png")
+    plots.draw_losses(curves, results / f"lm_training_{name}.png")
     for run in (ours, baseline):
         share = "" if run["mfu"] is None else f", MFU {run['mfu']:.3f}"
         memory = "" if run["peak_memory_bytes"] is None else f", peak {run['peak_memory_bytes'] / 2**30:.2f} GiB"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from . import conversion, data, metrics, tokenizer
+from . import checkpoints, conversion, data, tokenizer
 
 # lm-eval's names of the paper's tasks: HellaSwag, SIQA, PIQA, OBQA, WinoGrande, RACE.
 PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "race")
@@ -22,23 +23,49 @@ PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "r
 def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, object]:
     """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
 
-    An unfinished run gives its last complete checkpoint. Raises FileNotFoundError where a directory holds no model.
+    An unfinished run gives its last complete checkpoint. Raises FileNotFoundError where a directory holds no model, ValueError for a
+    device that this machine has not and for a tokenizer with more tokens than the model.
     """
     path, location = Path(name), name
     if path.is_dir() and not (path / "config.json").exists():
-        checkpoints = metrics.complete_checkpoints(path)
-        if not checkpoints:
+        complete = checkpoints.complete_checkpoints(path)
+        if not complete:
             raise FileNotFoundError(f"{path} holds no model: neither config.json nor a complete checkpoint")
-        location = str(checkpoints[-1])
+        location = str(complete[-1])
     elif not path.exists() and (path.is_absolute() or name.startswith(".")):
         raise FileNotFoundError(f"{path} does not exist")
-    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    chosen = _device(device)
     wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    if _is_official(Path(location)):
-        model = conversion.load_official(location, wanted)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=wanted)
-    return model.to(chosen).eval(), tokenizer.load(tokenizer_name or location)
+    try:
+        if _is_official(Path(location)):
+            model = conversion.load_official(location, wanted)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(location, dtype=wanted)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {location} do not load: {error}") from error
+    text = tokenizer.load(tokenizer_name or location)
+    largest = max(text.get_vocab().values())
+    if largest >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; "
+            f"the vocabulary of {name!r} has {model.config.vocab_size:,}"
+        )
+    return model.to(chosen).eval(), text
+
+
+def _device(name: str) -> torch.device:
+    """Raises ValueError for a name that is no device of this machine."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}; this PyTorch sees {torch.cuda.device_count() or 'no'} CUDA GPUs")
+    return chosen
 
 
 def _is_official(path: Path) -> bool:
@@ -93,6 +120,8 @@ def held_out_loss(
         raise ValueError(f"window is {window}; it must be at least 2 and at most the model's {limit} positions")
     if not 1 <= stride < window:
         raise ValueError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; it must be at least 1")
     result = HeldOut()
     pieces = data.read_documents(data.find_files(paths), result.report, text_field)
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:

@@ -1,136 +1,53 @@
 """Training with transformers' Trainer under the paper's settings: data to tokens, exact resumption, metrics.
 
 A run lives in one directory: run.json (its options), tokenizer/, data/ (tokens), checkpoint-N/, metrics.jsonl, loss.png and, once
-finished, the model itself. Everything that a resumed run needs is there.
+finished, the model itself; init/ holds the model that it started from, if any. Everything that a resumed run needs is there.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import logging
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
+    PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
-    Trainer,
     TrainingArguments,
     default_data_collator,
+    get_scheduler,
     set_seed,
 )
 
-from . import data, metrics, tokenizer
-from .configuration import FFN_TYPES
+from . import checkpoints, data, evaluation, metrics, tokenizer
+from .callbacks import MetricsCallback, StopCallback
+from .errors import OccupiedError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
-from .metrics import TrainingError
-from .presets import SCALES, Preset, preset
+from .options import Options, model_config, training_arguments
+from .presets import Preset
+from .stopping import Stopped, StopSignals
+from .trainer import RunTrainer
 
-RUN, TOKENIZER, DATA = "run.json", "tokenizer", "data"
+RUN, TOKENIZER, DATA, INIT = "run.json", "tokenizer", "data", "init"
+# In a directory without run.json: the options of a start that failed after its tokens were stored. A new start may use them.
+FAILED = "failed-start.json"
+CHANGES = "changes"  # in run.json beside the options: what resumptions have changed
+# The options that the stored tokens follow from.
+_TOKEN_OPTIONS = (
+    *("data", "dataset", "tokens", "split", "text_field", "tokenizer", "vocab_size", "init_from"),
+    *("length", "batch", "steps", "eval_fraction", "seed"),
+)
 
-
-@dataclass
-class Options:
-    """One run. Where None stands, the preset (the paper's value) decides.
-
-    preset: a name of flashmhf.lm.presets, or a scale ("128m") together with ``ffn``.
-    data, dataset, tokens: one of text, JSON-lines, Parquet files and directories of them; "name" or "name:config" of the datasets
-        library; the directory of a run whose tokens and tokenizer are to be used again.
-    tokenizer: directory, tokenizer.json or name; None trains one on the data.
-    batch, micro_batch: sequences a step, and of those at once on a device (the rest is accumulated).
-    eval_fraction: the end of the tokens, held out; its loss is recorded every ``eval_every`` steps and at the end.
-    precision: "bf16" (autocast, float32 weights), "fp32", "auto" (bf16 on GPUs).
-    model, arguments: further FlashMHFConfig and TrainingArguments settings.
-    """
-
-    output: str
-    preset: str = "flashmhf-128m"
-    ffn: str | None = None
-    data: list[str] = field(default_factory=list)
-    dataset: str | None = None
-    tokens: str | None = None
-    split: str = "train"
-    text_field: str = "text"
-    tokenizer: str | None = None
-    vocab_size: int | None = None
-    length: int | None = None
-    batch: int | None = None
-    micro_batch: int | None = None
-    steps: int | None = None
-    learning_rate: float | None = None
-    min_learning_rate: float = 1e-5
-    warmup: float = 0.015
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
-    eval_fraction: float = 0.0
-    eval_every: int = 1000
-    save_every: int = 1000
-    keep: int = 2
-    log_every: int = 10
-    seed: int = 0
-    precision: str = "auto"
-    device: str = "auto"
-    compile: bool = False
-    checkpointing: bool = False
-    model: dict[str, object] = field(default_factory=dict)
-    arguments: dict[str, object] = field(default_factory=dict)
-
-    def resolve(self) -> tuple[Preset, Options]:
-        """The preset, and these options without None. Raises ValueError for contradictions."""
-        name = self.preset
-        if name in SCALES:
-            name = f"{self.ffn or 'flashmhf'}-{name}"
-        elif self.ffn is not None:
-            scale = name.split("-")[1] if name.count("-") else name
-            name = f"{self.ffn}-{scale}"
-        if self.ffn is not None and self.ffn not in FFN_TYPES:
-            raise ValueError(f"--ffn is {self.ffn!r}; supported: {', '.join(FFN_TYPES)}")
-        chosen = preset(name)
-        scale = chosen.scale
-        batch = self.batch or scale.batch
-        resolved = Options(
-            **{
-                **asdict(self),
-                "preset": name,
-                "ffn": None,
-                "vocab_size": self.vocab_size or scale.vocabulary,
-                "length": self.length or scale.context,
-                "batch": batch,
-                "micro_batch": self.micro_batch or math.gcd(batch, 8),
-                "steps": scale.steps if self.steps is None else self.steps,
-                "learning_rate": scale.learning_rate if self.learning_rate is None else self.learning_rate,
-            }
-        )
-        resolved._check()
-        return chosen, resolved
-
-    def _check(self) -> None:
-        if sum(map(bool, (self.data, self.dataset, self.tokens))) != 1:
-            raise ValueError("give one of --data, --dataset and --tokens")
-        for name in ("length", "batch", "micro_batch", "steps", "eval_every", "save_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        if self.keep < 2:
-            raise ValueError(f"--keep is {self.keep}; at least 2 checkpoints are kept, so that one is complete at any moment")
-        if self.batch % self.micro_batch:
-            raise ValueError(f"--batch is {self.batch}; it must be a multiple of --micro-batch = {self.micro_batch}")
-        if not 0 <= self.eval_fraction < 1:
-            raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and below 1")
-        if not 0 < self.min_learning_rate <= self.learning_rate:
-            raise ValueError(f"--min-learning-rate is {self.min_learning_rate}; it must be above 0 and at most {self.learning_rate}")
-        if self.precision not in ("auto", "bf16", "fp32"):
-            raise ValueError(f"--precision is {self.precision!r}; supported: auto, bf16, fp32")
-        if self.device not in ("auto", "cpu"):
-            raise ValueError(f"--device is {self.device!r}; supported: auto, cpu (choose GPUs with CUDA_VISIBLE_DEVICES)")
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -150,148 +67,254 @@ def first_process() -> bool:
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
-    """Trains from the beginning. Raises ValueError (options, data), FileExistsError where a run is already, TrainingError."""
+    """Trains from the beginning. All options are checked before anything is written.
+
+    SIGTERM and SIGINT finish the step and save it where this runs in the main thread; then Stopped, a KeyboardInterrupt, is raised.
+
+    A start that fails before its first step leaves the directory free for another one. Raises ValueError (OptionError and DataError),
+    OccupiedError where the directory holds a run or other files of ours, TrainingError, Stopped.
+    """
+    chosen, options = options.resolve()
     output = Path(options.output)
-    _, resolved = options.resolve()
     if first_process():
-        if (output / RUN).exists():
-            raise FileExistsError(f"{output} holds a run already; continue it with --resume or choose another output directory")
-        output.mkdir(parents=True, exist_ok=True)
-        partial = output / (RUN + ".partial")
-        partial.write_text(json.dumps(asdict(resolved), indent=1) + "\n")
-        partial.replace(output / RUN)
-    try:
-        return _run(resolved, None, bar, callbacks)
-    except data.DataError:
+        _refuse_occupied(output)
+    data.find_files(options.data)
+    trained = _load_trained(options) if options.init_from else None
+    if trained is None:
+        model_config(chosen, options)
+    arguments = training_arguments(options)
+    run = _Run(chosen, options, arguments, bar and first_process(), callbacks)
+    with StopSignals() as signals:
         if first_process():
-            _discard(output)
-        raise
+            _claim(output, options)
+        try:
+            return run.train(signals, None, trained)
+        except Exception as error:
+            if first_process() and not run.steps_done:
+                _release(output, options, keep_tokens=not isinstance(error, data.DataError))
+            raise
 
 
-def resume(output: str | Path, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
-    """Continues a run from its last complete checkpoint, with the options it was started with and the batches it would have seen."""
+def resume(output: str | Path, *, steps: int | None = None, bar: bool = True, callbacks: Iterable = ()) -> Result:
+    """Continues a run from its last complete checkpoint, with the options it was started with and the batches it would have seen.
+
+    ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes at once, and
+    run.json records it. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
+    FileNotFoundError where there is no run, OptionError for ``steps`` that are done already, TrainingError when no checkpoint loads.
+    """
     output = Path(output)
     if not (output / RUN).exists():
         raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
-    options = Options(**json.loads((output / RUN).read_text()) | {"output": str(output)})
-    checkpoints = metrics.complete_checkpoints(output)
-    checkpoint = checkpoints[-1] if checkpoints else None
-    if first_process():
-        metrics.remove_incomplete_checkpoints(output)
-        metrics.keep_rows(output, _step(checkpoint))
-    return _run(options, checkpoint, bar, callbacks)
-
-
-def _discard(output: Path) -> None:
-    """Takes back a run that found its data unusable, so that the directory is free for another attempt."""
-    for part in (TOKENIZER, DATA):
-        shutil.rmtree(output / part, ignore_errors=True)
-    (output / RUN).unlink()
-
-
-def _step(checkpoint: Path | None) -> int:
-    return int(checkpoint.name.split("-")[1]) if checkpoint else 0
-
-
-def _run(options: Options, checkpoint: Path | None, bar: bool, callbacks: Iterable) -> Result:
-    chosen, options = options.resolve()
-    output = Path(options.output)
+    settings = json.loads((output / RUN).read_text())
+    changes = settings.pop(CHANGES, [])
+    chosen, options = Options(**settings | {"output": str(output)}).resolve()
+    before, options.steps = options.steps, options.steps if steps is None else steps
     arguments = training_arguments(options)
-    with arguments.main_process_first(desc="preparing data"):
-        text, tokens = prepare(options, bar and arguments.process_index == 0)
-    train_tokens, eval_tokens = split(tokens, options)
-    set_seed(options.seed)
-    config = chosen.config(**{"max_position_embeddings": max(chosen.scale.context, options.length), **options.model})
-    config.vocab_size = max(options.vocab_size, len(text))
-    config.bos_token_id = config.eos_token_id = text.eos_token_id
-    config.pad_token_id = None
-    model = AutoModelForCausalLM.from_config(config)
-    recorder = metrics.Recorder(
-        output,
-        options.batch * options.length,
-        training_flops_per_token(model, options.length),
-        peak_flops(arguments.device),
-        bar and arguments.process_index == 0,
-        _step(checkpoint),
+    with StopSignals() as signals:
+        with arguments.main_process_first(local=False, desc="looking for checkpoints"):
+            if first_process():
+                checkpoints.set_aside_unusable(output)
+            found = checkpoints.complete_checkpoints(output)
+            checkpoint = found[-1] if found else None
+        done = checkpoints.step_of(checkpoint)
+        if steps is not None and steps <= done:
+            raise OptionError("{steps} is {value}; the run has done {done} steps", value=steps, done=done)
+        if first_process():
+            metrics.keep_rows(output, done)
+            if options.steps != before:
+                changes.append(_change_of_steps(arguments, done, before, options.steps))
+                _write_json(output / RUN, asdict(options) | {CHANGES: changes})
+        return _Run(chosen, options, arguments, bar and first_process(), callbacks).train(signals, checkpoint, None)
+
+
+def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> dict:
+    """What run.json records of another number of steps; a warning states it."""
+    old, new = (_learning_rate(arguments, steps, done) for steps in (before, after))
+    logger.warning(
+        "the run ends after %s steps instead of %s, and its schedule with it: the learning rate of step %s is %.3g instead of %.3g",
+        f"{after:,}",
+        f"{before:,}",
+        f"{done + 1:,}",
+        new,
+        old,
     )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
-        eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
-        data_collator=default_data_collator,
-        processing_class=text,
-        callbacks=[recorder, *callbacks],
+    return {"after_step": done, "steps": [before, after], "learning_rate": [old, new]}
+
+
+def _learning_rate(arguments: TrainingArguments, steps: int, step: int) -> float:
+    """The learning rate after ``step`` of a schedule over ``steps``; the peak where the schedule is no function of the step."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
+    scheduler = get_scheduler(
+        arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(steps), steps, arguments.lr_scheduler_kwargs
     )
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trainer.save_model(str(output))
-    rows = metrics.read_rows(output)
-    losses, held_out = ([row[key] for row in rows if key in row] for key in ("loss", "eval_loss"))
-    parameters = sum(p.numel() for p in model.parameters())
-    return Result(output, parameters, trainer.state.global_step, losses[-1], held_out[-1] if held_out else None)
+    rates = getattr(scheduler, "lr_lambdas", None)
+    return arguments.learning_rate * (rates[0](min(step, steps)) if rates else 1.0)
 
 
-def training_arguments(options: Options) -> TrainingArguments:
-    """transformers' arguments for resolved options: AdamW, cosine to a minimum learning rate, warm-up as a share of the steps."""
-    on_gpu = options.device == "auto" and torch.cuda.is_available()
-    report = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
-    settings = dict(
-        output_dir=options.output,
-        max_steps=options.steps,
-        per_device_train_batch_size=options.micro_batch,
-        per_device_eval_batch_size=options.micro_batch,
-        learning_rate=options.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
-        warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
-        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
-        adam_beta1=options.betas[0],
-        adam_beta2=options.betas[1],
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu),
-        use_cpu=not on_gpu,
-        torch_compile=options.compile,
-        gradient_checkpointing=options.checkpointing,
-        seed=options.seed,
-        train_sampling_strategy="sequential",  # the data set shuffles
-        remove_unused_columns=False,
-        prediction_loss_only=True,
-        logging_steps=options.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=options.save_every,
-        save_total_limit=options.keep,
-        eval_strategy="steps" if options.eval_fraction else "no",
-        eval_steps=options.eval_every,
-        report_to=report,
-        disable_tqdm=True,
-        dataloader_pin_memory=on_gpu,
-        ddp_find_unused_parameters=False,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        arguments = TrainingArguments(**{**settings, **options.arguments})
-    if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
-        arguments._n_gpu = 1
-    at_once = options.micro_batch * arguments.world_size
-    if options.batch % at_once:
-        raise ValueError(f"--batch is {options.batch}; it must be a multiple of --micro-batch × processes = {at_once}")
-    arguments.gradient_accumulation_steps = options.batch // at_once
-    return arguments
+def _write_json(path: Path, content: dict) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
 
 
-def prepare(options: Options, bar: bool = True):
-    """(tokenizer, stored tokens) of a run: trained, loaded or reused."""
-    if options.tokens is not None:
-        source = Path(options.tokens)
-        if not (source / DATA / data.MANIFEST).exists():
-            raise data.DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-        return tokenizer.load(str(source / TOKENIZER)), data.load(source / DATA)
+def _refuse_occupied(output: Path) -> None:
+    """Raises OccupiedError for a directory with a run, or with anything that a run would take for its own."""
+    if (output / RUN).exists():
+        raise OccupiedError("{path} holds a run already; continue it with {resume} or choose another output directory", path=output)
+    ours = [TOKENIZER, DATA, INIT] if not (output / FAILED).exists() else []
+    ours += [metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
+    found = [name for name in ours if (output / name).exists()]
+    found += [path.name for path in checkpoints.numbered_checkpoints(output)]
+    if found:
+        raise OccupiedError(
+            "{path} holds {found}, which a run would overwrite; choose another output directory", path=output, found=", ".join(found)
+        )
+
+
+def _claim(output: Path, options: Options) -> None:
+    """Writes run.json. Tokens of a failed start stay where the options that they follow from are the same."""
+    output.mkdir(parents=True, exist_ok=True)
+    failed = output / FAILED
+    if failed.exists():
+        before, now = json.loads(failed.read_text()), json.loads(json.dumps(asdict(options)))
+        if any(before.get(name) != now[name] for name in _TOKEN_OPTIONS):
+            _discard_tokens(output)
+        failed.unlink()
+    _write_json(output / RUN, asdict(options))
+
+
+def _release(output: Path, options: Options, keep_tokens: bool) -> None:
+    """Takes back a start that failed, so that the directory is free for another one."""
+    if keep_tokens and (output / DATA / data.MANIFEST).exists():
+        _write_json(output / FAILED, asdict(options))
+    else:
+        _discard_tokens(output)
+    shutil.rmtree(output / INIT, ignore_errors=True)
+    for name in (RUN, metrics.FILE):
+        (output / name).unlink(missing_ok=True)
+    if not any(output.iterdir()):
+        output.rmdir()
+
+
+def _discard_tokens(output: Path) -> None:
+    for name in (TOKENIZER, TOKENIZER + ".partial", DATA):
+        shutil.rmtree(output / name, ignore_errors=True)
+
+
+def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
+    """The model to start from in float32, and its tokenizer; sets ``options.length`` where it is None."""
+    path = Path(options.init_from)
+    if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise OptionError("{tokenizer} cannot be given with {init_from}: {path} has a tokenizer", path=path)
+    model, text = evaluation.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
+    positions = model.config.max_position_embeddings
+    options.length = options.length or positions
+    if options.length > positions:
+        raise OptionError(
+            "{length} is {value}; the model of {init_from} has {positions} positions", value=options.length, positions=positions
+        )
+    return model, text
+
+
+class _Run:
+    """One call of :func:`start` or :func:`resume` with checked options."""
+
+    def __init__(self, chosen: Preset | None, options: Options, arguments: TrainingArguments, bar: bool, callbacks: Iterable):
+        self.chosen, self.options, self.arguments, self.bar, self.callbacks = chosen, options, arguments, bar, callbacks
+        self.output = Path(options.output)
+        self.trainer: RunTrainer | None = None
+
+    @property
+    def steps_done(self) -> int:
+        return self.trainer.state.global_step if self.trainer else 0
+
+    def train(self, signals: StopSignals, checkpoint: Path | None, trained: tuple[PreTrainedModel, object] | None) -> Result:
+        options, output = self.options, self.output
+        with self.arguments.main_process_first(local=False, desc="preparing data"):
+            text, tokens = _stored(output) or prepare(options, self.bar, trained and trained[1])
+            if options.init_from and trained is None and not (output / INIT / "config.json").exists():
+                trained = _load_trained(options)
+            if trained and first_process():
+                _keep_trained(trained[0], output / INIT)
+        train_tokens, eval_tokens = split(tokens, options)
+        stop = StopCallback(signals)
+        self.trainer = self._trainer(text, trained and trained[0], train_tokens, eval_tokens, checkpoint, stop)
+        if self.bar:
+            tqdm.write(options.accumulation(self.arguments.world_size))
+        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.stopped:
+            raise Stopped(signals.received, self.steps_done)
+        self.trainer.write_model(output)
+        rows = metrics.read_rows(output)
+        losses, held_out = ([row[key] for row in rows if key in row] for key in ("loss", "eval_loss"))
+        parameters = sum(p.numel() for p in self.trainer.model.parameters())
+        return Result(output, parameters, self.steps_done, losses[-1], held_out[-1] if held_out else None)
+
+    def _trainer(self, text, model: PreTrainedModel | None, train_tokens, eval_tokens, checkpoint: Path | None, stop: StopCallback):
+        options, arguments = self.options, self.arguments
+        set_seed(options.seed)
+        if model is None:
+            model = self._model(text)
+        # The evaluation that a signal left out belongs to the checkpoint's step.
+        arguments.eval_on_start = eval_tokens is not None and checkpoints.progress(checkpoint).get(
+            "evaluation_due", arguments.eval_on_start
+        )
+        recorder = MetricsCallback(
+            self.output,
+            options.batch * options.length,
+            training_flops_per_token(model, options.length),
+            peak_flops(arguments.device),
+            self.bar,
+        )
+        trainer = RunTrainer(
+            keep=options.keep,
+            checkpoint=checkpoint,
+            stop=stop,
+            model=model,
+            args=arguments,
+            train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
+            eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
+            data_collator=default_data_collator,
+            processing_class=text,
+            callbacks=[recorder, *self.callbacks],
+        )
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _model(self, text) -> PreTrainedModel:
+        if self.options.init_from:
+            return AutoModelForCausalLM.from_pretrained(self.output / INIT, dtype=torch.float32)
+        config = model_config(self.chosen, self.options)
+        config.vocab_size = max(self.options.vocab_size, len(text))
+        config.bos_token_id = config.eos_token_id = text.eos_token_id
+        config.pad_token_id = None
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _stored(output: Path):
+    """(tokenizer, tokens) of a run that has stored them, or None."""
+    if not (output / DATA / data.MANIFEST).exists():
+        return None
+    return tokenizer.load(str(output / TOKENIZER)), data.load(output / DATA)
+
+
+def _keep_trained(model: PreTrainedModel, directory: Path) -> None:
+    """Stores the model that a run starts from: a run killed before its first checkpoint needs it again."""
+    partial = directory.with_name(directory.name + ".partial")
+    with checkpoints.writing(partial):
+        model.save_pretrained(partial)
+    partial.rename(directory)
+
+
+def prepare(options: Options, bar: bool = True, text=None):
+    """(tokenizer, stored tokens) for resolved options: trained, loaded, or taken from another run.
+
+    ``text`` is a tokenizer to use instead.
+    """
     output = Path(options.output)
+    if options.tokens is not None:
+        return _take_tokens(Path(options.tokens), output, text)
     files = data.find_files(options.data)
 
     def pieces(report: data.Report) -> Iterable[data.Piece]:
@@ -300,7 +323,7 @@ def prepare(options: Options, bar: bool = True):
         name, _, config = options.dataset.partition(":")
         return data.read_dataset(name, config or None, options.split, report, options.text_field)
 
-    text = _tokenizer(options, output / TOKENIZER, pieces)
+    text = _tokenizer(options, output / TOKENIZER, pieces, text)
     wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
     settings = [options.dataset, options.split, options.text_field, wanted]
     done = (output / DATA / data.MANIFEST).exists()
@@ -311,19 +334,50 @@ def prepare(options: Options, bar: bool = True):
     return text, data.load(output / DATA)
 
 
-def _tokenizer(options: Options, directory: Path, pieces):
+def _take_tokens(source: Path, output: Path, text):
+    """The tokens and the tokenizer of the run ``source``, linked or copied into ``output``, which then needs ``source`` no more."""
+    if not (source / DATA / data.MANIFEST).exists():
+        raise data.DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
+    theirs = tokenizer.load(str(source / TOKENIZER))
+    if text is not None and text.get_vocab() != theirs.get_vocab():
+        raise OptionError("{tokens} has tokens of another tokenizer than the model of {init_from}")
+    _save_tokenizer(theirs, output / TOKENIZER)
+    (output / DATA).mkdir(parents=True, exist_ok=True)
+    for path in sorted((source / DATA).iterdir(), key=lambda path: path.name == data.MANIFEST):  # the manifest last: it says complete
+        if path.suffix != ".partial":
+            _link(path, output / DATA / path.name)
+    return tokenizer.load(str(output / TOKENIZER)), data.load(output / DATA)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link (tokens are never written in place), or a copy where the file systems differ."""
+    partial = target.with_name(target.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(source, partial)
+    except OSError:
+        shutil.copyfile(source, partial)
+    partial.replace(target)
+
+
+def _tokenizer(options: Options, directory: Path, pieces, text):
     if not directory.exists():
-        if options.tokenizer is not None:
+        if text is None and options.tokenizer is not None:
             text = tokenizer.load(options.tokenizer)
-        else:
+        elif text is None:
             report = data.Report()
             text = tokenizer.train((piece.text for piece in pieces(report)), options.vocab_size)
             if not report.documents:
                 raise data.DataError("no text is left to train on: " + "; ".join(report.lines()))
+        _save_tokenizer(text, directory)
+    return tokenizer.load(str(directory))
+
+
+def _save_tokenizer(text, directory: Path) -> None:
+    if not directory.exists():
         partial = directory.with_name(directory.name + ".partial")
         text.save_pretrained(partial)
         partial.rename(directory)
-    return tokenizer.load(str(directory))
 
 
 def split(tokens, options: Options):
@@ -338,4 +392,4 @@ def split(tokens, options: Options):
     return (tokens[:boundary] if held_out else tokens), (tokens[boundary:] if held_out else None)
 
 
-__all__ = ["Options", "Result", "TrainingError", "prepare", "resume", "split", "start", "training_arguments"]
+__all__ = ["Options", "Result", "Stopped", "TrainingError", "prepare", "resume", "split", "start", "training_arguments"]

@@ -1,0 +1,173 @@
+"""Checkpoints of a run: ``checkpoint-N`` directories that transformers' Trainer writes and a mark makes complete.
+
+The mark is a file ``complete`` with the size of every other file, written and synced last. A checkpoint without the mark was cut off.
+Only marked checkpoints are ever removed; what cannot be used is renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.trainer_pt_utils import safe_globals
+
+from .errors import TrainingError
+
+MARK = "complete"
+PROGRESS = "progress.json"  # what the Trainer's own files leave out: the loss since the last log, an evaluation that is due
+_DAMAGED, _INCOMPLETE = "damaged", "incomplete"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+logger = logging.getLogger(__name__)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step after which ``checkpoint`` was written; 0 for None."""
+    return int(_NAME.fullmatch(checkpoint.name)[1]) if checkpoint else 0
+
+
+def numbered_checkpoints(output: Path) -> list[Path]:
+    """All ``checkpoint-N`` directories, oldest first. Other names (checkpoint-best) are not the Trainer's."""
+    return sorted((path for path in output.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def progress(checkpoint: Path | None) -> dict:
+    """What :data:`PROGRESS` holds; empty for None and for checkpoints of version 0.1."""
+    path = checkpoint / PROGRESS if checkpoint else None
+    return json.loads(path.read_text()) if path and path.exists() else {}
+
+
+def complete_checkpoints(output: Path) -> list[Path]:
+    """Checkpoints that were written to the end, oldest first."""
+    return [path for path in numbered_checkpoints(output) if (path / MARK).exists()]
+
+
+def mark_complete(checkpoint: Path) -> None:
+    """Syncs every file of ``checkpoint`` to disk and then writes the mark, so that the mark never outlives a file's content."""
+    sizes = {}
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        _sync(path)
+        sizes[str(path.relative_to(checkpoint))] = path.stat().st_size
+    partial = checkpoint / (MARK + ".partial")
+    partial.write_text(json.dumps({"sizes": sizes}, indent=1) + "\n")
+    _sync(partial)
+    partial.replace(checkpoint / MARK)
+    _sync(checkpoint)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Removes ``path`` when the block fails to write it (a full disk needs its space), and raises TrainingError that says why."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(path, ignore_errors=True)
+        reason = " ".join(str(error).split()).partition("Exception raised from")[0]  # torch adds a C++ trace
+        raise TrainingError("{path} could not be written: {reason}", path=path, reason=reason) from error
+
+
+def rotate(output: Path, keep: int, best: str | None = None) -> None:
+    """Removes the oldest complete checkpoints but ``keep``, and never ``best``. The mark goes first: a kill leaves none half removed."""
+    for path in complete_checkpoints(output)[:-keep]:
+        if best is None or path.resolve() != Path(best).resolve():
+            (path / MARK).unlink()
+            shutil.rmtree(path)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Why ``checkpoint`` cannot be loaded, or None. Reads headers and small files; tensors are mapped, not read.
+
+    Raises PermissionError for files that this user may not read.
+    """
+    mark = (checkpoint / MARK).read_text()
+    sizes = json.loads(mark)["sizes"] if mark else {}  # version 0.1 wrote an empty mark
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+    if not (checkpoint / "trainer_state.json").exists():
+        return "trainer_state.json is missing"
+    for path in sorted(path for path in checkpoint.iterdir() if path.suffix in _READERS and path.name != "training_args.bin"):
+        try:
+            _READERS[path.suffix](path)
+        except PermissionError:
+            raise
+        except Exception as error:  # torch and safetensors raise whatever their parsers do
+            return f"{path.name} does not load ({' '.join(str(error).split())[:200]})"
+    return None
+
+
+def _read_safetensors(path: Path) -> None:
+    if path.stat().st_size == 0:
+        raise SafetensorError("the file is empty")
+    with safe_open(path, "pt"):
+        pass
+
+
+def _read_torch(path: Path) -> None:
+    with safe_globals():  # numpy's random state is among the pickled types
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _read_json(path: Path) -> None:
+    json.loads(path.read_text())
+
+
+_READERS: dict[str, Callable[[Path], None]] = {
+    ".safetensors": _read_safetensors,
+    ".pt": _read_torch,
+    ".pth": _read_torch,
+    ".bin": _read_torch,
+    ".json": _read_json,
+}
+
+
+def _set_aside(checkpoint: Path, why: str) -> Path:
+    """Renames ``checkpoint`` to damaged-checkpoint-N or incomplete-checkpoint-N, with a number behind where the name is taken."""
+    target, count = checkpoint.with_name(f"{why}-{checkpoint.name}"), 1
+    while target.exists():
+        count += 1
+        target = checkpoint.with_name(f"{why}-{checkpoint.name}-{count}")
+    checkpoint.rename(target)
+    return target
+
+
+def set_aside_unusable(output: Path) -> None:
+    """Leaves the newest ``checkpoint-N`` of a run loadable: cut-off and damaged ones before it are renamed, and a warning names them.
+
+    Raises TrainingError when all complete checkpoints are damaged.
+    """
+    for path in numbered_checkpoints(output):
+        if not (path / MARK).exists():
+            logger.warning("%s was not written to the end; it is now %s", path, _set_aside(path, _INCOMPLETE).name)
+    for path in reversed(complete_checkpoints(output)):
+        reason = damage(path)
+        if reason is None:
+            return
+        logger.warning("%s is damaged: %s; it is now %s", path, reason, _set_aside(path, _DAMAGED).name)
+    damaged = sorted(path.name for path in output.glob(f"{_DAMAGED}-checkpoint-*"))
+    if damaged:
+        raise TrainingError(
+            "{output} has no checkpoint that loads; damaged are: {damaged}. "
+            "Restore one under its old name, or remove them to train from the first step on",
+            output=output,
+            damaged=", ".join(damaged),
+        )

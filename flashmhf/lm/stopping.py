@@ -1,0 +1,80 @@
+"""SIGTERM and SIGINT in a training run: the step is finished and saved, and a second signal ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import torch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# torchrun passes on a signal that its workers have received already, as from Ctrl-C in a terminal.
+REPEAT_SECONDS = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+
+
+class Stopped(KeyboardInterrupt):  # noqa: N818, no error: the run did what it was asked to
+    """A signal ended the run: ``signum``, after ``step``, which is saved; step 0 is before the first one.
+
+    A KeyboardInterrupt, so that no ``except Exception`` on the way swallows it.
+    """
+
+    def __init__(self, signum: int, step: int):
+        self.signum, self.step = signum, step
+        done = f"after step {step}, which is saved" if step else "before the first step"
+        super().__init__(f"stopped by {signal.Signals(signum).name} {done}")
+
+
+class StopSignals:
+    """A context that takes SIGTERM and SIGINT where it runs in the main thread; in other threads signals are left alone.
+
+    Outside :attr:`stepping` there is no step to finish, and the signal raises :class:`Stopped`.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.stepping = False
+        self._since = 0.0
+        self._process = os.getpid()
+        self._before: dict[int, object] = {}
+        self._group = None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, signum: int, frame) -> None:
+        if os.getpid() != self._process:
+            return  # a data loader's worker: its parent finishes the step and ends it
+        if self.received is not None:
+            if time.monotonic() - self._since >= REPEAT_SECONDS:
+                os._exit(128 + signum)
+            return
+        self.received, self._since = signum, time.monotonic()
+        if not self.stepping:
+            raise Stopped(signum, 0)
+        os.write(2, f"\nflashmhf: {signal.Signals(signum).name}: saving after this step; a second signal ends at once\n".encode())
+
+    def begin_steps(self) -> None:
+        """From here on a step is finished first. Every process of a distributed run calls this."""
+        if torch.distributed.is_initialized() and self._group is None:
+            # Gloo: the processes agree on the host; NCCL would make every step wait for the GPU.
+            self._group = torch.distributed.new_group(backend="gloo")
+        self.stepping = True
+
+    def agreed(self) -> int | None:
+        """The signal that some process has received, the same on every process. All of them call this at the same steps."""
+        received = self.received or 0
+        if self._group is not None:
+            highest = torch.tensor(received)
+            torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, self._group)
+            received = int(highest)
+        if received and self.received is None:
+            self.received = received
+        return received or None

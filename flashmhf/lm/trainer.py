@@ -1,0 +1,140 @@
+"""transformers' Trainer with complete checkpoints and a held-out loss that does not depend on the number of processes.
+
+Everything that touches private attributes of the Trainer stands here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from . import checkpoints
+from .callbacks import EvaluationStopped, StopCallback
+from .stopping import Stopped
+
+
+class RunTrainer(Trainer):
+    """Arguments beyond the Trainer's:
+
+    keep: complete checkpoints that are kept.
+    checkpoint: the one that training continues from, or None.
+    stop: the callback that ends training on a signal.
+    """
+
+    def __init__(self, *, keep: int, checkpoint: Path | None, stop: StopCallback, **kwargs):
+        super().__init__(**kwargs)
+        self.keep, self.checkpoint, self.stop = keep, checkpoint, stop
+        self.add_callback(stop)
+        self.add_callback(_Restore(self))
+        if self.model.config.tie_word_embeddings:
+            # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them again.
+            self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)
+
+    def restore(self) -> None:
+        """Puts back what the Trainer's own files leave out, and the learning rate where the schedule has changed."""
+        if self.checkpoint is None:
+            return
+        if progress := checkpoints.progress(self.checkpoint):
+            self._tr_loss.fill_(progress["loss_sum"])
+            self._globalstep_last_logged = progress["logged_step"]
+        scheduler = self.lr_scheduler
+        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+            scheduler._last_lr = rates
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _save_checkpoint(self, model, trial) -> None:
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        with checkpoints.writing(checkpoint):
+            super()._save_checkpoint(model, trial)
+            self._complete(checkpoint)
+        if self.args.should_save:
+            checkpoints.rotate(checkpoint.parent, self.keep, self.state.best_model_checkpoint)
+
+    def _complete(self, checkpoint: Path) -> None:
+        """Adds the loss since the last log, of which every process has a part, and the mark."""
+        total = self._tr_loss.detach().clone()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total)  # waits until every process has written its files
+            total /= self.args.world_size
+        if self.args.should_save:
+            progress = {
+                "loss_sum": total.item(),
+                "logged_step": self._globalstep_last_logged,
+                "evaluation_due": self.stop.evaluation_due,
+            }
+            (checkpoint / checkpoints.PROGRESS).write_text(json.dumps(progress) + "\n")
+            checkpoints.mark_complete(checkpoint)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """As the Trainer's. A signal ends the evaluation; a resumed run makes it again."""
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        except EvaluationStopped:
+            step = self.state.global_step
+            if step == checkpoints.step_of(self.checkpoint):  # nothing to save: no step since the checkpoint
+                raise Stopped(self.stop.signals.received, step) from None
+            self.stop.stop(self.control, evaluation_due=True)
+            return {f"{metric_key_prefix}_loss": math.nan}
+
+    def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
+        """Every world_size-th batch, as many on every process: the last one is repeated where there are no more."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        size, args = self.args.per_device_eval_batch_size, self.args
+        batches = [list(range(start, min(start + size, len(dataset)))) for start in range(0, len(dataset), size)]
+        count = math.ceil(len(batches) / args.world_size)
+        own = [batches[min(turn * args.world_size + args.process_index, len(batches) - 1)] for turn in range(count)]
+        return DataLoader(
+            dataset,
+            batch_sampler=own,
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+        )
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix: str = "eval"
+    ) -> EvalLoopOutput:
+        """The mean loss over sequences. The sums of the batches are added in the batches' order, however many processes there are."""
+        args, samples = self.args, len(dataloader.dataset)
+        model = self._wrap_model(self.model, training=False)
+        model.eval()
+        sums = torch.zeros(math.ceil(samples / args.per_device_eval_batch_size), dtype=torch.float64, device=args.device)
+        for turn, inputs in enumerate(dataloader):
+            loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
+            batch = turn * args.world_size + args.process_index
+            if batch < len(sums):
+                sums[batch] = loss.double() * len(inputs["input_ids"])
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)  # every sum is zero on all processes but one: exact
+        metrics = {f"{metric_key_prefix}_loss": (sums.sum() / samples).item()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=samples)
+
+    def write_model(self, output: Path) -> None:
+        """The model's files in ``output``, config.json last: it says that there is a model."""
+        partial = output / "model.partial"
+        with checkpoints.writing(partial):
+            self.save_model(str(partial))
+        if self.args.should_save:
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+                os.replace(path, output / path.name)
+            partial.rmdir()
+
+
+class _Restore(TrainerCallback):
+    """Calls :meth:`RunTrainer.restore` after the Trainer has set its counters and before the first step."""
+
+    def __init__(self, trainer: RunTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *args, **kwargs):
+        self.trainer.restore()
