@@ -193,7 +193,7 @@ def test_train_command_and_resume(text, tmp_path, capsys):
     output = tmp_path / "run"
     command = ["train", "--output", str(output), "--preset", "tiny", "--ffn", "flashmhf", "--data", str(text), "--steps", "3"]
     settings = ["--vocab-size", "300", "--length", "32", "--batch", "4", "--device", "cpu", "--eval-fraction", "0.1"]
-    settings += ["--set", "logging_steps=2"]
+    settings += ["--log-every", "2"]
     assert cli.main([*command, *settings, "--model-set", "ffn_q_norm=true"]) == 0
     captured = capsys.readouterr()
     assert "3 steps, loss" in captured.out and "held out" in captured.out
@@ -202,8 +202,12 @@ def test_train_command_and_resume(text, tmp_path, capsys):
     assert "3 steps" in capsys.readouterr().out
     assert cli.main([*command, *settings]) == 2
     assert "holds a run already; continue it with --resume" in capsys.readouterr().err
-    assert cli.main(["train", "--output", str(output), "--resume", "--steps", "9"]) == 2
-    assert "--resume takes the run's own options; leave out: --steps" in capsys.readouterr().err
+    assert cli.main(["train", "--output", str(output), "--resume", "--batch", "9", "--set", "x=1"]) == 2
+    assert "--resume takes the run's own options but --steps; leave out: --set, --batch" in capsys.readouterr().err
+    assert cli.main(["train", "--output", str(output), "--resume", "--steps", "2"]) == 2
+    assert "--steps is 2; the run has done 3 steps" in capsys.readouterr().err
+    assert cli.main(["train", "--output", str(output), "--resume", "--steps", "5"]) == 0
+    assert "5 steps, loss" in capsys.readouterr().out
 
 
 def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
@@ -238,6 +242,8 @@ def test_interruption_says_how_to_continue(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "start", interrupted)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
     assert cli.main(["train", "--output", str(tmp_path / "run"), "--data", "x"]) == 130
     assert f"continue with: flashmhf train --resume --output {tmp_path / 'run'}" in capsys.readouterr().err
 
@@ -251,4 +257,4 @@ def test_missing_extra_is_named():
 
 
 def test_presets_cover_the_commands_defaults():
-    assert preset(training.Options(output="x").preset).ffn == "flashmhf"
+    assert training.Options(output="x", data=["x"]).resolve()[0] == preset("flashmhf-128m")

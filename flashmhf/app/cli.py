@@ -22,9 +22,12 @@ import flashmhf
 from .. import backends, extras
 from ..bench import cli as bench_cli
 from . import lm_cli, report, study, tiny_lm
+from .arguments import positive_integer
 
 PICTURE = Path("flashmhf_report.png")
 TRAINED = ("SwiGLU", "FlashMHF")
+SIZES = ("batch", "d_model", "num_heads", "num_subnets", "subnet_dim", "repeats")
+GENERAL = ("text", "steps", "device")  # options before a sub-command
 
 
 class UsageError(Exception):
@@ -35,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 when a check failed, 2 for what the user must put right, 130 when interrupted."""
     options = _parser().parse_args(arguments)
     try:
+        _refuse_unused(options)
         return options.run(options)
     except (UsageError, tiny_lm.TextError) as error:
         print(f"flashmhf: {error}", file=sys.stderr)
@@ -50,13 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     # Suppressed defaults, so that a sub-command does not undo what was said before it.
     device = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
@@ -68,24 +65,33 @@ def _parser() -> argparse.ArgumentParser:
         parents=[device],
     )
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
-    parser.add_argument("--text", metavar="FILE", help="text to train on (default: the Python standard library's own source)")
-    parser.add_argument("--steps", type=_positive, help="training steps of the language model (default: a fixed short budget)")
-    parser.set_defaults(run=_everything)
+    add = parser.add_argument
+    add("--text", default=argparse.SUPPRESS, metavar="FILE", help="text to train on (default: the Python standard library's own source)")
+    steps_help = "training steps of the language model (default: a fixed short budget)"
+    add("--steps", default=argparse.SUPPRESS, type=positive_integer, help=steps_help)
+    parser.set_defaults(run=_everything, command=None, takes=GENERAL)
 
     commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench,train,eval,generate}")
     info = commands.add_parser("info", help="what this machine has: each back end, and why not")
-    info.set_defaults(run=_info)
+    info.set_defaults(run=_info, command="info", takes=())
     check = commands.add_parser("check", parents=[device], help="errors of forward and gradients against float64")
     check.add_argument("--backend", choices=tuple(backends.BACKENDS), help="default: every usable one")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, command="check", takes=("device",))
     bench = commands.add_parser("bench", parents=[device], help="time and memory against SwiGLU and naive MH-FFN")
-    bench.add_argument("--lengths", type=_positive, nargs="+", metavar="L", help="sequence lengths")
-    for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
-        bench.add_argument(f"--{name}", type=_positive, metavar="N")
+    bench.add_argument("--lengths", type=positive_integer, nargs="+", metavar="L", help="sequence lengths")
+    for name in SIZES:
+        bench.add_argument(f"--{name.replace('_', '-')}", type=positive_integer, metavar="N")
     bench_cli.register(bench)
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, command="bench", takes=("device",))
     lm_cli.register(commands)
     return parser
+
+
+def _refuse_unused(options: argparse.Namespace) -> None:
+    """Options before the sub-command that it has no use for."""
+    for name in GENERAL:
+        if hasattr(options, name) and name not in options.takes:
+            raise UsageError(f"--{name} is not an option of flashmhf {options.command}")
 
 
 def _device(options: argparse.Namespace) -> torch.device:
@@ -155,14 +161,15 @@ def _run_training(results: report.Results, text: bytes) -> None:
 def _everything(options: argparse.Namespace) -> int:
     extras.require("the picture", "matplotlib")
     device = _device(options)
-    text = tiny_lm.read_text(options.text)
+    file, steps = getattr(options, "text", None), getattr(options, "steps", None)
+    text = tiny_lm.read_text(file)
     if not os.access(PICTURE.parent, os.W_OK) or (PICTURE.exists() and not os.access(PICTURE, os.W_OK)):
         raise UsageError(f"{PICTURE} cannot be written in {Path.cwd()}")
     setting = study.default_setting(device)
     recipe = tiny_lm.GPU_RECIPE if device.type == "cuda" else tiny_lm.CPU_RECIPE
-    if options.steps:
-        recipe = dataclasses.replace(recipe, steps=options.steps)
-    name = Path(options.text).name if options.text else "Python's standard library"
+    if steps:
+        recipe = dataclasses.replace(recipe, steps=steps)
+    name = Path(file).name if file else "Python's standard library"
     results = report.Results(_headline(setting), setting, recipe=recipe, text=name)
     results.accuracies = _run_check(device)
     results.measurements = _run_compare(setting)
@@ -196,6 +203,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    for name in SIZES if options.paper else bench_cli.PAPER_OPTIONS:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} {'cannot be given with' if options.paper else 'needs'} bench --paper")
     if options.paper:
         if options.out:
             extras.require("--out", "matplotlib")
@@ -203,8 +213,7 @@ def _bench(options: argparse.Namespace) -> int:
             raise UsageError("bench --paper needs a CUDA GPU; without --paper the comparison runs on the CPU, too")
         return bench_cli.run(options)
     setting = study.default_setting(_device(options))
-    names = ("batch", "d_model", "num_heads", "num_subnets", "subnet_dim", "repeats")
-    setting = dataclasses.replace(setting, **{name: value for name in names if (value := getattr(options, name))})
+    setting = dataclasses.replace(setting, **{name: value for name in SIZES if (value := getattr(options, name))})
     if options.lengths:
         setting = dataclasses.replace(setting, lengths=tuple(options.lengths), seconds=float("inf"))
     if setting.d_model % setting.num_heads:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 from .. import extras
+from .arguments import positive_integer
 
 
 def register(subparsers) -> None:
@@ -20,7 +23,7 @@ def register(subparsers) -> None:
 
 
 def _command(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """``action`` with errors as one line on stderr and status 2; 130 after an interruption."""
+    """``action`` with errors as one line on stderr and status 2; after SIGINT 130, after SIGTERM 143."""
 
     def run(args: argparse.Namespace) -> int:
         try:
@@ -30,19 +33,40 @@ def _command(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
             if message is None:
                 raise
         except (ValueError, OSError, NotImplementedError, KeyError) as error:
-            message = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+            message = _message(error)
         except RuntimeError as error:
             if type(error).__name__ not in ("TrainingError", "OutOfMemoryError"):
                 raise
-            message = str(error)
-        except KeyboardInterrupt:
-            resume = f"; continue with: flashmhf train --resume --output {args.output}" if getattr(args, "output", None) else ""
-            print(f"flashmhf: stopped{resume}", file=sys.stderr)
-            return 130
+            message = _message(error)
+        except KeyboardInterrupt as stopped:
+            print(f"flashmhf: {str(stopped) or 'stopped'}{_continuation(args)}", file=sys.stderr)
+            return 128 + getattr(stopped, "signum", signal.SIGINT)
         print(f"flashmhf: error: {message}", file=sys.stderr)
         return 2
 
     return run
+
+
+def _message(error: Exception) -> str:
+    """One line; options that the error names are written as flags."""
+    if hasattr(error, "template"):
+        text = error.message(_flag)
+    else:
+        text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    return " ".join(text.split())
+
+
+def _flag(option: str) -> str:
+    """The flag of an option of flashmhf.lm.training.Options."""
+    return {"arguments": "--set", "model": "--model-set"}.get(option, "--" + option.replace("_", "-"))
+
+
+def _continuation(args: argparse.Namespace) -> str:
+    """How to go on, where a run has begun."""
+    output = getattr(args, "output", None)
+    if output is None or not (Path(output) / "run.json").exists():
+        return ""
+    return f"; continue with: flashmhf train --resume --output {shlex.quote(output)}"
 
 
 def _assignment(text: str) -> tuple[str, object]:
@@ -55,19 +79,45 @@ def _assignment(text: str) -> tuple[str, object]:
         return name, value
 
 
+PRESETS_AND_EXAMPLES = """\
+presets: FFN-SCALE, with FFN one of swiglu, mh_ffn, pkv, dense_moe, flashmhf; and flashmhf-SCALE-dh64, flashmhf-SCALE-dh256 of the paper's
+scales with other head dimensions. A scale sets the defaults:
+
+  scale  d_model  vocabulary  length  batch    steps  learning rate
+  128m       768      50,432   4,096     64  245,000         0.003
+  370m     1,024      50,432   4,096     64  245,000        0.0015
+  1.3b     2,048      50,432   4,096     64  409,000         0.001
+  tiny        64         512     128      8      200         0.003
+
+examples:
+  flashmhf train --output run --preset tiny --data corpus/ --device cpu
+  flashmhf train --output run --preset flashmhf-128m --data corpus/ --eval-fraction 0.01 --compile
+  flashmhf train --output run --resume                      # after SIGTERM, Ctrl-C or a crash
+  flashmhf train --output run --resume --steps 300000       # longer; the schedule then ends there
+  flashmhf train --output tuned --init-from run --data other/ --steps 1000 --learning-rate 1e-4
+  flashmhf train --output second --preset swiglu-128m --tokens run --set report_to=wandb
+  torchrun --nproc_per_node 8 -m flashmhf train --output run --preset flashmhf-1.3b --data corpus/ --compile
+
+exit status: 0; 2 for an error; 130 after SIGINT and 143 after SIGTERM, with the step finished and saved (a second signal ends at once).
+"""
+
+
 def _add_train(subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train one of the paper's language models",
-        description="Train one of the paper's language models on local text or a data set. Values left out are the paper's.",
+        description="Train one of the paper's language models on local text or a data set. Values left out are the preset's.",
+        epilog=PRESETS_AND_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=_command(_train))
+    parser.set_defaults(run=_command(_train), command="train", takes=("device", "steps"))
     add = parser.add_argument
     add("--output", required=True, metavar="DIR", help="the run's directory: tokens, checkpoints, metrics, model")
     add("--resume", action="store_true", help="continue the run in DIR from its last checkpoint, with its own options")
     model = parser.add_argument_group("model").add_argument
-    model("--preset", help="ffn-scale as in flashmhf-128m (default), or a scale: 128m, 370m, 1.3b, tiny")
+    model("--preset", help="a preset below (flashmhf-128m), or a scale: 128m, 370m, 1.3b, tiny")
     model("--ffn", help="swiglu, mh_ffn, pkv, dense_moe or flashmhf, at the preset's scale")
+    model("--init-from", metavar="DIR", help="start from a trained model instead: run, checkpoint, saved or official model, or a name")
     model("--model-set", dest="model", type=_assignment, action="append", metavar="NAME=VALUE", help="a FlashMHFConfig setting")
     text = parser.add_argument_group("data").add_argument
     text("--data", nargs="+", metavar="PATH", help="text, .jsonl and .parquet files, or directories of them")
@@ -76,28 +126,29 @@ def _add_train(subparsers) -> None:
     text("--split", help="its split (train)")
     text("--text-field", help="field or column that holds the text (text)")
     text("--tokenizer", metavar="PATH", help="tokenizer directory, file or name; without it one is trained on the data")
-    text("--vocab-size", type=int, help="size of the vocabulary (50,432)")
-    text("--length", type=int, help="tokens in a sequence (4096)")
+    text("--vocab-size", type=int, help="size of the vocabulary (the preset's)")
+    text("--length", type=int, help="tokens in a sequence (the preset's)")
     text("--eval-fraction", type=float, help="share of the tokens held out at the end (0)")
     optimiser = parser.add_argument_group("optimisation").add_argument
-    optimiser("--batch", type=int, help="sequences a step (64)")
-    optimiser("--micro-batch", type=int, help="of those at once on a device (8)")
-    optimiser("--steps", type=int)
-    optimiser("--learning-rate", type=float, help="the peak")
-    optimiser("--min-learning-rate", type=float, help="1e-5")
+    optimiser("--batch", type=int, help="sequences a step over all devices (the preset's)")
+    optimiser("--micro-batch", type=int, help="at most so many of them at once on a device (8); the rest is accumulated")
+    optimiser("--steps", type=int, default=argparse.SUPPRESS, help="steps of the run (the preset's); with --resume a new length")
+    optimiser("--learning-rate", type=float, help="the peak (the preset's)")
+    optimiser("--min-learning-rate", type=float, help="where the cosine ends (1e-5)")
     optimiser("--warmup", type=float, help="share of the steps (0.015), or steps from 1 on")
-    optimiser("--weight-decay", type=float, help="0.1")
-    optimiser("--max-grad-norm", type=float, help="1.0")
-    optimiser("--seed", type=int)
+    optimiser("--weight-decay", type=float, help="of AdamW (0.1)")
+    optimiser("--betas", type=float, nargs=2, metavar="BETA", help="of AdamW (0.9 0.95)")
+    optimiser("--max-grad-norm", type=float, help="gradients are clipped to it (1.0)")
+    optimiser("--seed", type=int, help="of weights and batches (0)")
     machine = parser.add_argument_group("machine").add_argument
     machine("--precision", choices=("auto", "bf16", "fp32"), help="auto: bf16 autocast on GPUs")
-    machine("--device", choices=("auto", "cpu"))
+    machine("--device", choices=("auto", "cpu", "cuda"), default=argparse.SUPPRESS, help="auto: a CUDA GPU where there is one")
     machine("--compile", action="store_true", default=None, help="torch.compile the model")
     machine("--checkpointing", action="store_true", default=None, help="recompute blocks in the backward pass")
-    machine("--save-every", type=int, metavar="STEPS", help="1000")
+    machine("--save-every", type=int, metavar="STEPS", help="steps between checkpoints (1000)")
     machine("--keep", type=int, metavar="N", help="checkpoints kept (2)")
-    machine("--log-every", type=int, metavar="STEPS", help="10")
-    machine("--eval-every", type=int, metavar="STEPS", help="1000")
+    machine("--log-every", type=int, metavar="STEPS", help="steps between rows of metrics.jsonl (10)")
+    machine("--eval-every", type=int, metavar="STEPS", help="steps between held-out losses (1000)")
     machine(
         "--set", dest="arguments", type=_assignment, action="append", metavar="NAME=VALUE", help="a transformers TrainingArguments setting"
     )
@@ -111,12 +162,10 @@ def _train(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     given = {entry.name: getattr(args, entry.name) for entry in fields(training.Options) if getattr(args, entry.name, None) is not None}
     if args.resume:
-        extra = sorted(set(given) - {"output"})
+        extra = sorted(set(given) - {"output", "steps"})
         if extra:
-            raise ValueError(
-                f"--resume takes the run's own options; leave out: {', '.join('--' + name.replace('_', '-') for name in extra)}"
-            )
-        result = training.resume(args.output)
+            raise ValueError(f"--resume takes the run's own options but --steps; leave out: {', '.join(map(_flag, extra))}")
+        result = training.resume(args.output, steps=given.get("steps"))
     else:
         for name in ("model", "arguments"):
             if name in given:
@@ -131,7 +180,7 @@ def _train(args: argparse.Namespace) -> int:
 def _add_model(parser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     parser.add_argument("--tokenizer", metavar="PATH", help="where the model's directory has none")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.add_argument("--device", default=argparse.SUPPRESS, help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
 
 
@@ -141,25 +190,25 @@ def _load(args: argparse.Namespace):
     from ..lm import evaluation
 
     logging.disable_progress_bar()
-    return evaluation.load(args.model, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype)
+    return evaluation.load(args.model, tokenizer_name=args.tokenizer, device=getattr(args, "device", "auto"), dtype=args.dtype)
 
 
 def _add_eval(subparsers) -> None:
     parser = subparsers.add_parser(
         "eval", help="held-out loss and benchmark tasks of a model", description="Held-out loss on local text, and tasks through lm-eval."
     )
-    parser.set_defaults(run=_command(_evaluate))
+    parser.set_defaults(run=_command(_evaluate), command="eval", takes=("device",))
     _add_model(parser)
     add = parser.add_argument
     add("--data", nargs="+", metavar="PATH", help="held-out text, .jsonl and .parquet files, or directories of them")
     add("--text-field", default="text")
-    add("--window", type=int, help="tokens of a window (the model's positions)")
-    add("--stride", type=int, help="tokens it advances by (half a window)")
+    add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
+    add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
     add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for HellaSwag, SIQA, PIQA, OBQA, WinoGrande and RACE")
     add("--include-path", metavar="DIR", help="further tasks in lm-eval's format")
-    add("--limit", type=int, help="examples of a task")
+    add("--limit", type=positive_integer, help="examples of a task")
     add("--shots", type=int, help="examples in a prompt")
-    add("--batch", type=int, default=4, help="windows or requests at once (4)")
+    add("--batch", type=positive_integer, default=4, help="windows or requests at once (4)")
     add("--json", metavar="FILE", help="write the figures there, too")
 
 
@@ -209,11 +258,11 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _add_generate(subparsers) -> None:
     parser = subparsers.add_parser("generate", help="continue a prompt", description="Continue a prompt with a trained model.")
-    parser.set_defaults(run=_command(_generate))
+    parser.set_defaults(run=_command(_generate), command="generate", takes=("device",))
     _add_model(parser)
     add = parser.add_argument
     add("prompt", nargs="?", default="", help="'-' reads it from standard input")
-    add("--max-new-tokens", type=int, default=100)
+    add("--max-new-tokens", type=positive_integer, default=100)
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)

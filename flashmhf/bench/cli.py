@@ -8,6 +8,7 @@ import pathlib
 import time
 
 PARTS = ("latency", "training", "decode", "kernel", "models")
+PAPER_OPTIONS = ("parts", "subjects", "official", "budget", "out")  # those that only --paper has
 
 
 def register(parser: argparse.ArgumentParser) -> None:

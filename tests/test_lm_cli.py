@@ -1,0 +1,137 @@
+"""The commands train, eval and generate: options are used or refused, help is true, errors are one line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from lm_runs import options, write_text
+from transformers import trainer
+
+from flashmhf.app import cli
+from flashmhf.lm import training
+from flashmhf.lm.presets import PRESETS, SCALES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    output = tmp_path_factory.mktemp("run") / "run"
+    return training.start(options(output, text, steps=2, arguments={"report_to": []}), bar=False).output
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """The options that ``train`` would start a run with."""
+    seen = []
+
+    def start(options):
+        seen.append(options)
+        return training.Result(options.output, 1, 1, 1.0, None)
+
+    monkeypatch.setattr(training, "start", start)
+    return seen
+
+
+def test_options_before_train_reach_it(given):
+    assert cli.main(["--device", "cpu", "--steps", "5", "train", "--output", "run", "--data", "x"]) == 0
+    assert (given[0].device, given[0].steps) == ("cpu", 5)
+    assert cli.main(["--device", "cpu", "train", "--output", "run", "--data", "x", "--device", "auto", "--betas", "0.8", "0.9"]) == 0
+    assert (given[1].device, given[1].steps, given[1].betas) == ("auto", None, [0.8, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "file", "train", "--output", "run", "--data", "x"], "--text is not an option of flashmhf train"),
+        (["--steps", "5", "bench"], "--steps is not an option of flashmhf bench"),
+        (["--device", "cpu", "info"], "--device is not an option of flashmhf info"),
+        (["--steps", "5", "generate", "--model", "x"], "--steps is not an option of flashmhf generate"),
+        (["bench", "--parts", "decode"], "--parts needs bench --paper"),
+        (["bench", "--out", "folder"], "--out needs bench --paper"),
+        (["bench", "--paper", "--d-model", "64"], "--d-model cannot be given with bench --paper"),
+    ],
+)
+def test_no_option_is_dropped(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_options_before_eval_and_generate_reach_them(run, capsys):
+    assert cli.main(["--device", "cpu", "generate", "--model", str(run), "--max-new-tokens", "2", "the head"]) == 0
+    assert capsys.readouterr().out.startswith("the head")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nosuch", "meta"])
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_device_that_is_not_there(command, device, run, text, capsys):
+    extra = ["--data", str(text)] if command == "eval" else ["the"]
+    assert cli.main([command, "--model", str(run), "--device", device, *extra]) == 2
+    error = capsys.readouterr().err
+    assert f"device is '{device}'" in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [["generate", "x"], ["eval", "--data", "x"]])
+def test_cuda_without_a_gpu(command, run, capsys):
+    assert cli.main([command[0], "--model", str(run), "--device", "cuda", *command[1:]]) == 2
+    assert "device is 'cuda'; this PyTorch sees no CUDA GPU" in capsys.readouterr().err
+    assert cli.main(["train", "--output", "run", "--data", "x", "--device", "cuda"]) == 2
+    assert "--device is 'cuda'; this PyTorch sees no CUDA GPU" in capsys.readouterr().err
+
+
+def test_a_tokenizer_larger_than_the_model(run, text, tmp_path, capsys):
+    other = training.start(options(tmp_path / "other", text, vocab_size=320, steps=1, arguments={"report_to": []}), bar=False).output
+    assert cli.main(["eval", "--model", str(run), "--tokenizer", str(other), "--device", "cpu", "--data", str(text)]) == 2
+    assert re.search("has token numbers up to 3[01][0-9]; the vocabulary of .* has 300", capsys.readouterr().err)
+
+
+def test_a_damaged_model(run, tmp_path, capsys):
+    for path in run.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:1000])
+    assert cli.main(["generate", "--model", str(tmp_path), "--device", "cpu", "x"]) == 2
+    assert "do not load" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--limit", "0"], ["--window", "-1"]])
+def test_eval_counts_are_positive(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["eval", "--model", "x", "--data", "x", *arguments])
+    assert stopped.value.code == 2 and "is not positive" in capsys.readouterr().err
+
+
+def test_help_of_train_is_true(capsys):
+    """Every scale's defaults and the names of all presets follow from the help."""
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    out = capsys.readouterr().out
+    for name, scale in SCALES.items():
+        row = f"{scale.d_model:,} {scale.vocabulary:,} {scale.context:,} {scale.batch} {scale.steps:,} {scale.learning_rate:g}"
+        assert re.search(rf"^ +{re.escape(name)} +{re.escape(row).replace(chr(92) + ' ', ' +')}$", out, re.MULTILINE), (name, row)
+    names = set(re.search(r"FFN one of ([\w, ]+);", out)[1].split(", "))
+    assert {f"{ffn}-{scale}" for ffn in names for scale in SCALES} == {name for name in PRESETS if "-dh" not in name}
+    assert {f"flashmhf-{scale}-dh{d}" for scale in SCALES for d in (64, 256) if scale != "tiny"} == {
+        name for name in PRESETS if "-dh" in name
+    }
+    assert "examples:" in out and "report_to=wandb" in out and "--init-from" in out
+
+
+def test_a_resumed_tied_model_warns_of_nothing(text, tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(trainer.logger, "warning", warnings.append)
+    output = training.start(options(tmp_path / "run", text, steps=2, arguments={"report_to": []}), bar=False).output
+    training.resume(output, bar=False)
+    assert not warnings
