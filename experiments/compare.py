@@ -8,8 +8,8 @@ validation loss; where none is finished, the entry is left for another call.
 
 One process a GPU takes the first run that nobody holds and nobody has finished. A run is held by a file lock, so a killed process
 gives its run back, and that run starts anew. A finished run is RUNS/NAME.jsonl: its configuration, commit, versions and device, then
-the mean training loss of every ten steps, then the validation loss. A process starts no run that, by the longest one of that size
-before, would end after the minutes, and drops one that does.
+the mean training loss of every ten steps, then the validation loss. A process starts no run that, by the last one of that size, would
+end after the minutes, and drops one that does.
 
 Runs of one size train equal non-embedding parameters (checked, 1 %) on equal tokens in equal batches: the batches follow from the
 seed. The network is that of flashmhf.lm (a test compares their losses) without transformers around it, so that one compiled block
@@ -120,7 +120,9 @@ def read_queue(path: Path) -> list[Entry]:
         base, grid, best_of = entry.pop("name"), entry.pop("grid", {}), tuple(entry.pop("best_of", ()))
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
-            name = "-".join([base, *(f"{short.get(key, key)}{value:g}" for key, value in chosen.items())])
+            name = "-".join(
+                [base, *(value if isinstance(value, str) else f"{short.get(key, key)}{value:g}" for key, value in chosen.items())]
+            )
             settings = ({} if best_of else queue.get("defaults", {})) | entry | chosen
             if unknown := sorted(set(settings) - known):
                 raise ValueError(f"{path}, run {name}: unknown settings {', '.join(unknown)}")
@@ -335,6 +337,17 @@ def validate(run: Run, model: Model, tokens: Tokens, autocast) -> float:
     return total / len(batches)
 
 
+def chosen_backend(run: Run, device: str) -> str | None:
+    """The back end that the run's kernels took; None where its network has none."""
+    if run.ffn not in ("flashmhf", "mh_ffn"):
+        return None
+    subnets = run.subnets or 1
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q = torch.empty(1, run.heads, run.d_model // run.heads, dtype=dtype, device=device)
+    k = torch.empty(run.heads, subnets, run.width // subnets, run.d_model // run.heads, dtype=dtype, device=device)
+    return flashmhf.info(q, k).chosen if run.backend == "auto" else run.backend
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -346,6 +359,7 @@ def record(run: Run, result: dict[str, object], device: str, commit: str) -> str
         "run": run.name,
         "configuration": dataclasses.asdict(run),
         "non_embedding": result.pop("non_embedding"),
+        "backend": chosen_backend(run, device),
         "commit": commit,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "versions": {
@@ -383,7 +397,7 @@ def work(options: argparse.Namespace, deadline: float) -> int:
     """Takes runs until none is left or the time is up; returns how many failed."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 256  # a graph for each kind of network
     torch.set_float32_matmul_precision("high")
-    device, tokens, longest, failed = options.device, None, {}, 0
+    device, tokens, last_took, failed = options.device, None, {}, 0
     locks = options.out / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     for entry in read_queue(options.queue):
@@ -395,7 +409,7 @@ def work(options: argparse.Namespace, deadline: float) -> int:
             if run is None:
                 print(f"{entry.name}: left out, none of {', '.join(entry.best_of)} is finished", flush=True)
                 continue
-            if time.monotonic() + longest.get(run.size, 0) * 1.05 > deadline:
+            if time.monotonic() + last_took.get(run.size, 0) > deadline:
                 print(f"{run.name}: no time left", flush=True)
                 break
             tokens = tokens or Tokens.load(options.tokens, device)
@@ -409,7 +423,7 @@ def work(options: argparse.Namespace, deadline: float) -> int:
                 failed += 1
                 print(f"{run.name}: failed\n{traceback.format_exc()}", flush=True)
                 continue
-            longest[run.size] = max(longest.get(run.size, 0), result["seconds"])
+            last_took[run.size] = result["seconds"]
             print(f"{run.name}: {json.dumps({key: result[key] for key in list(result)[2:]})}, {time.monotonic() - begin:.0f} s", flush=True)
             lines = record(run, result, device, options.commit)
             partial = options.out / f"{run.name}.partial"

@@ -114,7 +114,8 @@ def test_a_queue_is_trained_resumed_and_reported(queue, tokens, tmp_path, capsys
     assert run_queue(queue, tokens, out) == 0 and capsys.readouterr().out.count("validation_loss") == 1
 
     head, *steps, last = compare.read_run(collected / "flash.jsonl")
-    assert head["configuration"]["heads"] == 4 and head["commit"] == "abc" and head["versions"]["torch"] == torch.__version__
+    assert head["configuration"]["heads"] == 4 and head["backend"] == "eager" and head["commit"] == "abc"
+    assert head["versions"]["torch"] == torch.__version__
     assert [step["step"] for step in steps] == [5] and last["validation_loss"] < steps[0]["loss"] + 1
     best = min(("swiglu-lr0.001", "swiglu-lr0.002"), key=lambda name: compare.read_run(out / f"{name}.jsonl")[-1]["validation_loss"])
     taken = compare.read_run(out / "swiglu-best-seed1.jsonl")[0]["configuration"]
