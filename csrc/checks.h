@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include "common/geometry.h"
+#include "common/problem.h"
 #include "project/params.h"
 
 namespace flashmhf {
@@ -134,6 +135,15 @@ inline bool readable(const Tensor &x, const TokenAxes &axes, int64_t batch_strid
     auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * element_bytes % tma_alignment == 0); };
     return x.stride(x.dim() - 1) == 1 && aligned(x.data_ptr()) && strided(x.size(x.dim() - 2), x.stride(x.dim() - 2)) &&
            strided(axes.length, token_stride) && strided(axes.batch, batch_stride);
+}
+
+inline Shape shape_of_call(const TokenAxes &axes, const ProblemSizes &sizes) {
+    return {.batch = axes.batch,
+            .length = axes.length,
+            .heads = static_cast<int>(sizes.heads),
+            .head_dim = static_cast<int>(sizes.head_dim),
+            .subnets = static_cast<int>(sizes.subnets),
+            .subnet_dim = sizes.subnet_dim};
 }
 
 inline void check_readable(const Tensor &q, const TokenAxes &axes) {

@@ -20,8 +20,7 @@ Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Te
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool settled);
 
 // (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
-// without needs_weights, dr without r. deterministic: bitwise equal from run to run (one kernel in turns, or two: takes_turns in
-// backward/plan.h).
+// without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in backward/plan.h).
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
                                                             const Tensor &v, const std::optional<Tensor> &r, bool deterministic,
                                                             bool needs_tokens, bool needs_weights);

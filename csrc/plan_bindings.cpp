@@ -64,7 +64,7 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
 }
 
 py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms) {
-    const flashmhf::BackwardPlan plan = flashmhf::plan_backward({batch, length, heads, subnets, subnet_dim}, sms);
+    const flashmhf::HeadGroupPlan plan = flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim}, {sms});
     py::dict d;
     d["row_tiles"] = plan.row_tiles;
     d["subnet_tiles"] = plan.subnet_tiles;
@@ -77,8 +77,8 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
     const int tiles = static_cast<int>(batch) * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
-        const flashmhf::TokenShare share = flashmhf::token_share(block, plan.items, plan.whole, plan.parts, tiles);
-        work.append(py::make_tuple(share.item, share.begin, share.end));
+        const flashmhf::TokenRange range = flashmhf::token_range(block, plan.items, plan.whole, plan.parts, tiles);
+        work.append(py::make_tuple(range.item, range.begin, range.end));
     }
     d["work"] = work;
     return d;
@@ -89,8 +89,8 @@ py::dict workspace(const flashmhf::BackwardWorkspace &w) {
     py::dict d;
     const std::pair<const char *, int64_t> places[] = {{"query", w.query},
                                                        {"dr_sums", w.dr_sums},
-                                                       {"query_turns", w.query_turns},
-                                                       {"dr_turns", w.dr_turns},
+                                                       {"query_added", w.query_added},
+                                                       {"dr_added", w.dr_added},
                                                        {"weight_parts", w.weight_parts},
                                                        {"r", w.r},
                                                        {"scale", w.scale},
@@ -105,20 +105,17 @@ py::dict workspace(const flashmhf::BackwardWorkspace &w) {
 
 py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens,
                           bool weights, bool gate, bool router, bool deterministic, int sms) {
-    flashmhf::BackwardTask task{head_dim, tokens, weights, gate || router, router, deterministic, false};
-    flashmhf::BackwardShape shape{batch, length, heads, subnets, subnet_dim};
-    task.turns = flashmhf::takes_turns(shape, task, sms);
-    const flashmhf::HeadGroups groups = flashmhf::plan_head_groups(shape, task, sms);
+    const flashmhf::BackwardTask task{tokens, weights, gate || router, router, deterministic};
+    const flashmhf::BackwardPlan plan = flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim}, task, {sms});
     py::list sizes, workspaces;
-    py::dict d;
-    for (int i = 0; i < groups.count; ++i) {
-        shape.heads = groups.size(i);
-        sizes.append(py::make_tuple(groups.begin(i), groups.begin(i) + groups.size(i)));
-        workspaces.append(workspace(flashmhf::backward_workspace(shape, flashmhf::plan_backward(shape, sms), task)));
+    for (int i = 0; i < plan.groups.count; ++i) {
+        sizes.append(py::make_tuple(plan.groups.begin(i), plan.groups.begin(i) + plan.groups.size(i)));
+        workspaces.append(workspace(plan.workspaces[i]));
     }
+    py::dict d;
     d["heads"] = sizes;
     d["workspaces"] = workspaces;
-    d["turns"] = task.turns;
+    d["ordered"] = plan.kernels == flashmhf::Kernels::ordered;
     return d;
 }
 
@@ -145,7 +142,8 @@ PYBIND11_MODULE(_plan, m) {
     m.def("plan_head_groups", &plan_head_groups, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
           py::arg("subnets"), py::arg("subnet_dim"), py::arg("tokens") = true, py::arg("weights") = true, py::arg("gate") = false,
           py::arg("router") = false, py::arg("deterministic") = false, py::arg("sms") = 132,
-          "The groups of heads (begin, end) that a backward call launches one after the other, whether CTAs add in turn, and the fp32\n"
+          "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the "
+          "fp32\n"
           "workspace of each launch: where its buffers begin, in floats, or None.");
     m.def(
         "backward_policies",

@@ -80,17 +80,17 @@ def may_fuse(shape, task):
     return task.get("tokens", True) and task.get("weights", True) and shape["head_dim"] < 256
 
 
-def buffers_of(shape, task, heads, p, turns):
+def buffers_of(shape, task, heads, p, ordered):
     """Floats that the kernels of a launch use of each buffer."""
     head_dim = shape["head_dim"]
-    fused = may_fuse(shape, task) and (turns or not task.get("deterministic"))
+    fused = may_fuse(shape, task) and (ordered or not task.get("deterministic"))
     tiles = shape["batch"] * p["row_tiles"] * heads
     tokens = shape["batch"] * shape["length"] * heads
     return {
         "query": tiles * 64 * head_dim * (1 if fused else p["token_parts"]),
         "dr_sums": tiles * 64 * shape["subnets"],
-        "query_turns": tiles,
-        "dr_turns": tiles * shape["subnets"],
+        "query_added": tiles,
+        "dr_added": tiles * shape["subnets"],
         "weight_parts": (p["items"] - p["whole"]) * p["parts"] * 3 * 64 * head_dim,
         "r": tokens * shape["subnets"],
         "scale": tokens,
@@ -110,34 +110,34 @@ def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, tas
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
     for heads, places in zip(sizes, p["workspaces"], strict=True):
         one = plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
-        used = buffers_of(shape, task, heads, one, p["turns"])
+        used = buffers_of(shape, task, heads, one, p["ordered"])
         ranges = sorted((places[name], places[name] + size, name) for name, size in used.items() if places[name] is not None)
         for (_, end, name), (begin, _, following) in zip(ranges, ranges[1:], strict=False):
             assert end <= begin, f"{name} reaches into {following}"
         assert all(begin % 64 == 0 for begin, _, _ in ranges)
         assert not ranges or max(end for _, end, _ in ranges) <= places["floats"]
         if places["sums_floats"]:
-            cleared = [name for name in ("query", "dr_sums", "query_turns", "dr_turns") if places[name] is not None]
-            assert places["query"] == 0 and p["turns"] == ("query_turns" in cleared)
+            cleared = [name for name in ("query", "dr_sums", "query_added", "dr_added") if places[name] is not None]
+            assert places["query"] == 0 and p["ordered"] == ("query_added" in cleared)
             assert max(places[name] + used[name] for name in cleared) <= places["sums_floats"]
             others = [places[name] for name in used if name not in cleared and places[name] is not None]
             assert all(place >= places["sums_floats"] for place in others)
 
 
-def test_deterministic_sums_take_turns_where_they_are_fast():
-    def turns(length, **task):
-        return plan.plan_head_groups(1, length, **(FLAGSHIP | task), gate=True)["turns"]
+def test_deterministic_sums_are_ordered_where_that_is_fast():
+    def ordered(length, **task):
+        return plan.plan_head_groups(1, length, **(FLAGSHIP | task), gate=True)["ordered"]
 
-    assert turns(32256, deterministic=True) and turns(129_024, deterministic=True, head_dim=96)
-    assert not turns(64, deterministic=True) and not turns(3072, deterministic=True)  # CTAs would mostly wait
-    assert not turns(32256) and not turns(32256, deterministic=True, tokens=False)
+    assert ordered(32256, deterministic=True) and ordered(129_024, deterministic=True, head_dim=96)
+    assert not ordered(64, deterministic=True) and not ordered(3072, deterministic=True)  # CTAs would mostly wait
+    assert not ordered(32256) and not ordered(32256, deterministic=True, tokens=False)
     # what tests/test_concurrency.py and benchmarks/bench_hopper_backward.py count on
-    assert turns(2500, deterministic=True, heads=40, subnets=2, subnet_dim=192)
-    assert not turns(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
-    assert not any(turns(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
-    # what test_operator.py runs in turns and in groups
+    assert ordered(2500, deterministic=True, heads=40, subnets=2, subnet_dim=192)
+    assert not ordered(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
+    assert not any(ordered(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
+    # what test_operator.py runs with ordered accumulation and in groups
     grouped = plan.plan_head_groups(2, 32760, heads=40, head_dim=128, subnets=3, subnet_dim=64, router=True, deterministic=True)
-    assert grouped["turns"] and grouped["heads"] == [(0, 20), (20, 40)]
+    assert grouped["ordered"] and grouped["heads"] == [(0, 20), (20, 40)]
 
 
 @pytest.mark.parametrize("shape", GROUP_SHAPES)

@@ -11,7 +11,7 @@
 // While an S group does its elementwise part, the pipe works for the other one and for W. With one S group, it hands tile i over to W only
 // after it has issued its own products of tile i + 1.
 //
-// Deterministic sums: the CTAs of a head take turns in adding to a tile, in the order of their items.
+// Ordered accumulation (deterministic sums): the CTAs of a head add to a tile in the order of their items.
 //
 // Power sets the clock, so moving fewer bytes is faster: the CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows
 // of one head and walk over the same tokens; one fetches the Q tiles for both, the other the dO tiles.
@@ -59,12 +59,12 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
 };
 
 // Where a CTA works: its share of the tokens of an item, and the item's place.
-struct InterWork : TokenShare {
+struct InterWork : TokenRange {
     int head, subnet, row;  // subnet of the head; first inter row within the sub-network
     int rank;               // in the pair
     bool pair;              // a cluster of two
     __device__ __forceinline__ InterWork(const BackwardParams &p, bool pairs)
-        : TokenShare(token_share(blockIdx.x, p.heads * p.subnets * p.subnet_tiles, p.whole, p.parts, p.batch * p.row_tiles)),
+        : TokenRange(token_range(blockIdx.x, p.heads * p.subnets * p.subnet_tiles, p.whole, p.parts, p.batch * p.row_tiles)),
           rank(pairs ? kittens::cluster_ctarank() : 0),
           pair(pairs && kittens::cluster_nctarank() == 2) {
         const int group = item / p.subnet_tiles;
@@ -79,19 +79,19 @@ struct InterWork : TokenShare {
     }
 };
 
-// The turns of a CTA at the tiles of a sum: the one before it in the order of the items, whose block number is lower, has added its part.
-// So the first block that has not finished never waits for one that has not started, whatever else runs on the device. (Blocks start in the
-// order of their numbers: how the hardware does it, not a promise of the programming model.) By one thread.
-struct Turns {
-    uint32_t *taken;  // CTAs that have added to a tile; null: no order
+// Ordered accumulation: a CTA adds to a sum only once the CTA before it in the order of the items has added its part. That CTA's block
+// number is lower, so the first block that has not finished never waits for one that has not started, whatever else runs on the device.
+// (Blocks start in the order of their numbers: how the hardware does it, not a promise of the programming model.) By one thread.
+struct OrderedAdds {
+    uint32_t *added;  // CTAs that have added to a tile, in their order; null: any order
     uint32_t before;  // CTAs before this one
-    __device__ __forceinline__ void await(uint32_t tile) const {
-        if (taken)
-            while (load_acquire(taken + tile) != before) __nanosleep(32);
+    __device__ __forceinline__ void wait_for_predecessor(uint32_t tile) const {
+        if (added)
+            while (load_acquire(added + tile) != before) __nanosleep(32);
     }
-    // What this thread has seen done is done for the next.
-    __device__ __forceinline__ void pass(uint32_t tile) const {
-        if (taken) store_release(taken + tile, before + 1);
+    // Releases what this thread has seen complete.
+    __device__ __forceinline__ void signal_successor(uint32_t tile) const {
+        if (added) store_release(added + tile, before + 1);
     }
 };
 
@@ -462,15 +462,15 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
         } else if (P::query && warp_in_role == 1 && leader) {
             uint32_t tile = work.head * p.batch * p.row_tiles + work.begin;
             float *sums = p.query_sums + static_cast<int64_t>(tile) * tile_rows * d_h;
-            const Turns turns{p.query_turns, static_cast<uint32_t>(work.subnet * p.subnet_tiles + work.row / tile_inter)};
+            const OrderedAdds order{p.query_added, static_cast<uint32_t>(work.subnet * p.subnet_tiles + work.row / tile_inter)};
             uint32_t phase = 0;
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it, ++tile) {
-                turns.await(tile);
+                order.wait_for_predecessor(tile);
 #pragma unroll
                 for (int piece = 0; piece < P::staged_pieces; ++piece) {
                     wait(shared.staged_full[piece], phase);
-                    if (turns.taken) tma::fence_global();
+                    if (order.added) tma::fence_global();
                     constexpr int size = P::query ? tile_rows * d_h / P::staged_pieces : 0;
                     tma::reduce_add_async(sums + piece * size, shared.staged + piece * size, size * sizeof(float));
                     kittens::tma::store_commit_group();
@@ -482,8 +482,8 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                 }
                 kittens::tma::store_async_read_wait<0>();
                 arrive(shared.staged_empty[phase ^ 1][P::staged_pieces - 1]);
-                if (turns.taken) kittens::tma::store_async_wait<0>();
-                turns.pass(tile);
+                if (order.added) kittens::tma::store_async_wait<0>();
+                order.signal_successor(tile);
                 sums += tile_rows * d_h;
                 phase ^= 1;
             }
@@ -520,7 +520,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
             }
         } else if (P::query && warp_in_role == 3) {
             uint32_t tile = (work.head * p.subnets + work.subnet) * p.batch * p.row_tiles + work.begin;
-            const Turns turns{p.dr_turns, static_cast<uint32_t>(work.row / tile_inter)};
+            const OrderedAdds order{p.dr_added, static_cast<uint32_t>(work.row / tile_inter)};
             Ring<2> buffer;
 #pragma unroll 1
             for (int it = work.begin; it < work.end; ++it, ++tile) {
@@ -534,7 +534,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                 __syncwarp();
                 if (leader) {
                     arrive(shared.grads_empty[buffer.slot]);
-                    turns.await(tile);
+                    order.wait_for_predecessor(tile);
                 }
                 __syncwarp();
                 if (p.dr_sums)
@@ -542,7 +542,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                     for (int half = 0; half < 2; ++half)
                         atomicAdd(p.dr_sums + static_cast<int64_t>(tile) * tile_rows + lane + 32 * half, dr[half]);
                 __syncwarp();
-                if (leader) turns.pass(tile);
+                if (leader) order.signal_successor(tile);
                 buffer.advance();
             }
         }

@@ -1,14 +1,162 @@
 #include "backward/launch.h"
 
-namespace flashmhf {
+#include "backward/policy.h"
+#include "common/tensor_map.h"
 
-cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch) {
-    switch (head_dim) {
-        case 64: return launch_backward<64>(launch);
-        case 96: return launch_backward<96>(launch);
-        case 128: return launch_backward<128>(launch);
-        default: return launch_backward<256>(launch);
+namespace flashmhf {
+namespace {
+
+// `count` elements of `bytes` each into a tensor; null stays null.
+template <typename Void> Void *at(Void *data, int64_t count, int bytes) {
+    using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
+    return data ? static_cast<Byte *>(data) + count * bytes : nullptr;
+}
+TokenTensor from_head(TokenTensor x, int head, int bytes) {
+    x.data = at(x.data, head * x.head_stride, bytes);
+    return x;
+}
+
+HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan &call, int index, float *workspace) {
+    const BackwardTask &task = call.task;
+    const HeadGroupPlan &plan = call.launches[index];
+    const BackwardWorkspace &places = call.workspaces[index];
+    const int first = call.groups.begin(index), d_h = problem.shape.head_dim;
+    Shape shape = problem.shape;
+    shape.heads = call.groups.size(index);
+    auto floats = [&](int64_t place) { return place == BackwardWorkspace::none ? nullptr : workspace + place; };
+
+    // This group's heads of each tensor.
+    const int64_t weights_of_head = shape.subnets * shape.subnet_dim * d_h, router_of_head = int64_t{shape.subnets} * d_h;
+    const int gate_bytes = gate_is_float(problem.gate) ? int{sizeof(float)} : element_bytes;
+    const int sum_bytes = problem.accumulate ? int{sizeof(float)} : element_bytes;
+    const TokenTensor q = from_head(problem.q, first, element_bytes), grad_out = from_head(problem.grad_out, first, element_bytes);
+    const void *k = at(problem.k, first * weights_of_head, element_bytes), *u = at(problem.u, first * weights_of_head, element_bytes),
+               *v = at(problem.v, first * weights_of_head, element_bytes);
+
+    HeadGroupLaunch launch{};
+    launch.bf16 = problem.bf16;
+    launch.kernels = call.kernels;
+    launch.needs_tokens = task.tokens;
+    launch.needs_weights = task.weights;
+    launch.plan = plan;
+    launch.sums_bytes = places.sums_floats * sizeof(float);
+
+    BackwardParams &p = launch.params;
+    p.batch = static_cast<int>(shape.batch);
+    p.length = shape.length;
+    p.row_tiles = plan.row_tiles;
+    p.dense_batch = problem.dense.batch;
+    p.dense_token = problem.dense.token;
+    p.heads = shape.heads;
+    p.subnets = shape.subnets;
+    p.subnet_dim = static_cast<int>(shape.subnet_dim);
+    p.subnet_tiles = plan.subnet_tiles;
+    p.dq_heads = problem.shape.heads;
+    p.whole = plan.whole;
+    p.parts = plan.parts;
+    p.token_parts = plan.token_parts;
+    p.accumulate = problem.accumulate;
+    (call.kernels == Kernels::pair ? p.query_parts : p.query_sums) = floats(places.query);
+    p.dr_sums = floats(places.dr_sums);
+    p.query_added = reinterpret_cast<uint32_t *>(floats(places.query_added));
+    p.dr_added = reinterpret_cast<uint32_t *>(floats(places.dr_added));
+    p.weight_parts = floats(places.weight_parts);
+    p.dq = at(problem.dq, int64_t{first} * d_h, element_bytes);
+    p.dk = at(problem.dk, first * weights_of_head, sum_bytes);
+    p.du = at(problem.du, first * weights_of_head, sum_bytes);
+    p.dv = at(problem.dv, first * weights_of_head, sum_bytes);
+    if (task.router) {
+        const int64_t row = int64_t{shape.heads} * shape.subnets;  // R of a token
+        RouterParams &g = launch.router;
+        g.q = q.data;
+        g.q_batch = q.batch_stride;
+        g.q_token = q.token_stride;
+        g.q_head = q.head_stride;
+        g.batch = p.batch;
+        g.row_tiles = p.row_tiles;
+        g.heads = shape.heads;
+        g.subnets = shape.subnets;
+        g.length = shape.length;
+        g.dense_batch = p.dense_batch;
+        g.dense_token = p.dense_token;
+        g.w = at(problem.w, first * router_of_head, gate_bytes);
+        g.w_is_float = gate_is_float(problem.gate);
+        g.eps = problem.eps;
+        g.r = floats(places.r);
+        g.scale = floats(places.scale);
+        g.sums = p.query_sums;
+        g.sums_floats = places.sums_floats;
+        g.dr_sums = p.dr_sums;
+        g.dr = floats(places.dr);
+        g.dw_parts = floats(places.dw_parts);
+        g.dw_part_count = plan.router_parts;
+        g.dw = at(problem.dw, first * router_of_head, gate_bytes);
+        p.r = g.r;
+        p.r_is_float = true;
+        p.r_batch = p.dense_batch * row;
+        p.r_token = p.dense_token * row;
+        p.r_head = shape.subnets;
+        p.dr = floats(places.dr);
+        p.dr_heads = shape.heads;
+    } else if (gate_is_given(problem.gate)) {
+        const TokenTensor r = from_head(problem.r, first, gate_bytes);
+        p.r = r.data;
+        p.r_is_float = gate_is_float(problem.gate);
+        p.r_batch = r.batch_stride;
+        p.r_token = r.token_stride;
+        p.r_head = r.head_stride;
+        p.dr = at(problem.dr, int64_t{first} * shape.subnets, gate_bytes);
+        p.dr_heads = p.dq_heads;
     }
+
+    auto weights = [&](const char *name, const void *x, int rows) { return weight_map(name, problem.bf16, shape, x, rows); };
+    launch.q = token_map("q", problem.bf16, shape, q);
+    launch.grad_out = token_map("grad_out", problem.bf16, shape, grad_out);
+    launch.k = weights("k", k, tile_inter);
+    launch.u = weights("u", u, tile_inter);
+    launch.v = weights("v", v, tile_inter);
+    const int token_rows = d_h == 256 ? TokenPolicy<256>::inter : TokenPolicy<128>::inter;
+    launch.token_k = weights("k", k, token_rows);
+    launch.token_u = weights("u", u, token_rows);
+    launch.token_v = weights("v", v, token_rows);
+    return launch;
+}
+
+cudaError_t launch_group(int head_dim, const HeadGroupLaunch &launch, cudaStream_t stream) {
+    switch (head_dim) {
+        case 64: return launch_backward<64>(launch, stream);
+        case 96: return launch_backward<96>(launch, stream);
+        case 128: return launch_backward<128>(launch, stream);
+        default: return launch_backward<256>(launch, stream);
+    }
+}
+
+}  // namespace
+
+BackwardTask backward_task(const BackwardProblem &problem) {
+    return {.tokens = problem.dq || problem.dr || problem.dw,
+            .weights = problem.dk != nullptr,
+            .gate = problem.gate != Gate::ones,
+            .router = has_router(problem.gate),
+            .deterministic = problem.deterministic};
+}
+
+BackwardLaunch prepare_backward(const BackwardProblem &problem, const BackwardPlan &plan, float *workspace) {
+    BackwardLaunch launch;
+    for (int i = 0; i < plan.groups.count; ++i) launch.groups.push_back(prepare_heads(problem, plan, i, workspace));
+    return launch;
+}
+
+cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch, cudaStream_t stream) {
+    for (const HeadGroupLaunch &group : launch.groups)
+        if (cudaError_t error = launch_group(head_dim, group, stream)) return error;
+    return cudaSuccess;
+}
+
+cudaError_t describe_device(BackwardDevice *device) {
+    int index;
+    if (cudaError_t error = cudaGetDevice(&index)) return error;
+    return cudaDeviceGetAttribute(&device->sms, cudaDevAttrMultiProcessorCount, index);
 }
 
 }  // namespace flashmhf

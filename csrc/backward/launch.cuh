@@ -1,4 +1,4 @@
-// Definitions for host/launch_backward.h; included by the instances only.
+// Definitions for launch.h; included by the instances only.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace flashmhf {
 namespace {
 
-template <int d_h, int outputs, typename T> cudaError_t launch_inter(const BackwardLaunch &l, bool early) {
+template <int d_h, int outputs, typename T> cudaError_t launch_inter(const HeadGroupLaunch &l, bool early, cudaStream_t stream) {
     const BackwardMaps maps{l.q, l.grad_out, l.k, l.u, l.v};
     using P = InterPolicy<d_h, outputs>;
     // both CTAs of a pair need the same head and the same tokens
@@ -21,15 +21,16 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const Backw
     if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, sizeof(InterShared<d_h, outputs, T>)))
         return error;
     return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
-                           sizeof(InterShared<d_h, outputs, T>), l.stream, maps, l.params);
+                           sizeof(InterShared<d_h, outputs, T>), stream, maps, l.params);
 }
 
-template <int d_h, typename T> cudaError_t collect(const BackwardLaunch &l, int tiles, int outputs, const CollectParams &c) {
-    return launch_kernel(true, flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>, outputs), 128, 0, l.stream, c);
+template <int d_h, typename T>
+cudaError_t collect(const HeadGroupLaunch &l, int tiles, int outputs, const CollectParams &c, cudaStream_t stream) {
+    return launch_kernel(true, flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>, outputs), 128, 0, stream, c);
 }
 
 // dQ tiles, numbered head by head, to [T, H, d_h].
-template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l, const float *tiles, int parts) {
+template <int d_h, typename T> cudaError_t collect_query(const HeadGroupLaunch &l, const float *tiles, int parts, cudaStream_t stream) {
     const BackwardParams &p = l.params;
     CollectParams c{};
     c.tiles = tiles;
@@ -42,11 +43,11 @@ template <int d_h, typename T> cudaError_t collect_query(const BackwardLaunch &l
     c.inner_step = p.dense_batch * p.dq_heads;
     c.row_step = p.dense_token * p.dq_heads;
     c.out[0] = p.dq;
-    return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, 1, c);
+    return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, 1, c, stream);
 }
 
 // Parts of the split items to the weight gradients.
-template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch &l) {
+template <int d_h, typename T> cudaError_t collect_weights(const HeadGroupLaunch &l, cudaStream_t stream) {
     const BackwardParams &p = l.params;
     const int split = l.plan.items - l.plan.whole;
     if (split == 0) return cudaSuccess;
@@ -65,67 +66,67 @@ template <int d_h, typename T> cudaError_t collect_weights(const BackwardLaunch 
     c.out[2] = p.dv;
     c.out_step = tile_inter * d_h;
     c.accumulate = p.accumulate;
-    return collect<d_h, T>(l, split, 3, c);
+    return collect<d_h, T>(l, split, 3, c, stream);
 }
 
 // dq from the fp32 tiles of dQ, and dW of the router where there is one; dR is complete.
-template <int d_h, typename T> cudaError_t finish_query(const BackwardLaunch &l, const float *tiles, int parts) {
-    if (!l.gate.w) return l.params.dq && tiles ? collect_query<d_h, T>(l, tiles, parts) : cudaSuccess;
-    GateParams g = l.gate;
+template <int d_h, typename T> cudaError_t finish_query(const HeadGroupLaunch &l, const float *tiles, int parts, cudaStream_t stream) {
+    if (!l.router.w) return l.params.dq && tiles ? collect_query<d_h, T>(l, tiles, parts, stream) : cudaSuccess;
+    RouterParams g = l.router;
     g.query_tiles = tiles;
     g.query_parts = parts;
     g.dq = l.params.dq;
     g.dq_heads = l.params.dq_heads;
     const int chunks = g.dw ? ceil_div(g.subnets, gate_dw_columns<d_h>) : 1;
     if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128,
-                                          sizeof(GateGradShared<d_h, T>), l.stream, g))
+                                          sizeof(GateGradShared<d_h, T>), stream, g))
         return error;
     if (!g.dw) return cudaSuccess;
     const int64_t count = static_cast<int64_t>(g.heads) * d_h * g.subnets;
-    return launch_kernel(true, flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, l.stream, g, count);
+    return launch_kernel(true, flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, stream, g, count);
 }
 
-template <int d_h, typename T> cudaError_t launch_typed(const BackwardLaunch &l) {
+template <int d_h, typename T> cudaError_t launch_typed(const HeadGroupLaunch &l, cudaStream_t stream) {
     const BackwardParams &p = l.params;
-    if (l.gate.w) {
+    if (l.router.w) {
         const dim3 grid(std::min(l.plan.gate_rows_parts, p.batch * p.row_tiles), p.heads);
-        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, grid, 128, 0, l.stream, l.gate)) return error;
+        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, grid, 128, 0, stream, l.router)) return error;
     }
     if constexpr (d_h < 256) {
-        if (l.fused) {
-            // dr_sums and turns, if any, lie behind query_sums; with a router gate_rows has cleared them
-            if (!l.gate.w)
-                if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, l.stream)) return error;
-            if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false)) return error;
+        if (l.kernels != Kernels::pair) {
+            // dr_sums and the counters of ordered accumulation, if any, lie behind query_sums; with a router gate_rows has cleared them
+            if (!l.router.w)
+                if (cudaError_t error = cudaMemsetAsync(p.query_sums, 0, l.sums_bytes, stream)) return error;
+            if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false, stream)) return error;
             if (p.dr_sums && p.dr)
                 if (cudaError_t error =
-                        launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, l.stream, p))
+                        launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, stream, p))
                     return error;
-            if (cudaError_t error = finish_query<d_h, T>(l, p.query_sums, 1)) return error;
-            return collect_weights<d_h, T>(l);
+            if (cudaError_t error = finish_query<d_h, T>(l, p.query_sums, 1, stream)) return error;
+            return collect_weights<d_h, T>(l, stream);
         }
     }
     if (l.needs_tokens) {
         const BackwardMaps maps{l.q, l.grad_out, l.token_k, l.token_u, l.token_v};
         if (cudaError_t error = launch_kernel(false, flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts),
-                                              TokenPolicy<d_h>::threads, sizeof(TokenShared<d_h, T>), l.stream, maps, p))
+                                              TokenPolicy<d_h>::threads, sizeof(TokenShared<d_h, T>), stream, maps, p))
             return error;
-        if (cudaError_t error = finish_query<d_h, T>(l, p.query_parts, p.token_parts)) return error;
+        if (cudaError_t error = finish_query<d_h, T>(l, p.query_parts, p.token_parts, stream)) return error;
     }
     if (!l.needs_weights) return cudaSuccess;
     if constexpr (d_h < 256) {
-        if (cudaError_t error = launch_inter<d_h, weight_grads, T>(l, l.needs_tokens)) return error;
+        if (cudaError_t error = launch_inter<d_h, weight_grads, T>(l, l.needs_tokens, stream)) return error;
     } else {
-        if (cudaError_t error = launch_inter<d_h, key_grads, T>(l, l.needs_tokens)) return error;
-        if (cudaError_t error = launch_inter<d_h, value_grad, T>(l, true)) return error;
+        if (cudaError_t error = launch_inter<d_h, key_grads, T>(l, l.needs_tokens, stream)) return error;
+        if (cudaError_t error = launch_inter<d_h, value_grad, T>(l, true, stream)) return error;
     }
-    return collect_weights<d_h, T>(l);
+    return collect_weights<d_h, T>(l, stream);
 }
 
 }  // namespace
 
-template <int d_h> cudaError_t launch_backward(const BackwardLaunch &launch) {
-    return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch) : launch_typed<d_h, kittens::half>(launch);
+template <int d_h> cudaError_t launch_backward(const HeadGroupLaunch &launch, cudaStream_t stream) {
+    return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch, stream) : launch_typed<d_h, kittens::half>(launch, stream);
 }
 
 }  // namespace flashmhf

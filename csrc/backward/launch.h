@@ -1,29 +1,44 @@
-// Launches the backward kernels of one head dimension. Defined once per head dimension, in instances/.
+// From a backward problem in device memory to its launch. No PyTorch here: the operator and the standalone harness both come this way.
 #pragma once
+
+#include <vector>
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "backward/params.h"
 #include "backward/plan.h"
+#include "backward/problem.h"
 
 namespace flashmhf {
 
-struct BackwardLaunch {
-    bool bf16;   // otherwise fp16
-    bool fused;  // one kernel for everything, else the token- and inter-stationary kernels
+// The kernels of one group of heads.
+struct HeadGroupLaunch {
+    bool bf16;  // otherwise fp16
+    Kernels kernels;
     bool needs_tokens, needs_weights;
-    BackwardPlan plan;
-    CUtensorMap q, grad_out;                // boxes of 64 tokens
-    CUtensorMap k, u, v;                    // boxes of 64 inter rows
+    HeadGroupPlan plan;
+    CUtensorMap q, grad_out;                // boxes of tile_rows tokens
+    CUtensorMap k, u, v;                    // boxes of tile_inter rows
     CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
     BackwardParams params;
-    GateParams gate;    // gate.w: gated_backward
-    size_t sums_bytes;  // to be cleared from params.query_sums on, by gate_rows where there is a router
-    cudaStream_t stream;
+    RouterParams router;  // router.w is null where there is none
+    size_t sums_bytes;    // to be cleared from params.query_sums on; with a router flashmhf_gate_rows does it
 };
 
-template <int d_h> cudaError_t launch_backward(const BackwardLaunch &launch);
-cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch);
+struct BackwardLaunch {
+    std::vector<HeadGroupLaunch> groups;
+};
+
+// What `problem` asks for. dW needs dR, hence the tokens' part.
+BackwardTask backward_task(const BackwardProblem &problem);
+// workspace: plan.workspace() floats; the groups use it one after the other. Throws std::runtime_error when the driver refuses a tensor
+// map.
+BackwardLaunch prepare_backward(const BackwardProblem &problem, const BackwardPlan &plan, float *workspace);
+cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch, cudaStream_t stream);
+cudaError_t describe_device(BackwardDevice *device);  // the current device
+
+// One instance for each head dimension, in instances/.
+template <int d_h> cudaError_t launch_backward(const HeadGroupLaunch &launch, cudaStream_t stream);
 
 }  // namespace flashmhf

@@ -24,9 +24,9 @@ struct BackwardParams {
     int whole, parts;
     float *query_sums;  // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
     float *dr_sums;     // [H, E, batch * row_tiles * 64] fp32, zeroed; null without R
-    // Deterministic: CTAs whose additions to a tile are complete, zeroed. Null: any order.
-    uint32_t *query_turns;  // [H][batch * row_tiles]
-    uint32_t *dr_turns;     // [H * E][batch * row_tiles]
+    // Ordered accumulation: CTAs that have added to a tile, zeroed. Null: any order.
+    uint32_t *query_added;  // [H][batch * row_tiles]
+    uint32_t *dr_added;     // [H * E][batch * row_tiles]
     float *weight_parts;    // [items - whole][parts][dK, dU, dV][64 * d_h] fp32 in fragment order
     void *dk, *du, *dv;     // [H, E, d_e, d_h] in the element type, or fp32 buffers to add to
     bool accumulate;
@@ -43,7 +43,7 @@ struct BackwardParams {
 };
 
 // The router's part of gated_backward; H are the heads of this launch.
-struct GateParams {
+struct RouterParams {
     const void *q;  // [batch, length, H, d_h], strides in elements
     int64_t q_batch, q_token, q_head;
     int batch, row_tiles, heads, subnets;

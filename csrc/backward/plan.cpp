@@ -3,23 +3,14 @@
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
 #include "backward/policy.h"
 
 namespace flashmhf {
 namespace {
 
-// What a CTA costs besides its tiles, in tiles: loading K, U, V, the epilogue, and the later sum of its part.
-constexpr int64_t cta_overhead_tiles = 4;
 // Parts of split items live in memory, 3 * 64 * d_h fp32 each: bound their number.
 constexpr int64_t max_parts = 768;
-// What a launch costs besides its CTAs, in tiles (40 us on an H200): the kernels before and after them drain and fill the device. That its
-// CTAs do not end together costs nothing where power sets the clock.
-constexpr int launch_overhead_tiles(int head_dim) { return 3072 / head_dim; }
-// Deterministic sums, measured at d_h = 128: what adding in turn costs a tile, and, once a launch, how far the CTAs of a head end up behind
-// one another (9 us), in tiles; and the pair of kernels, in all tiles of eight products.
-constexpr double turns_slowdown = 1.16, turn_tiles = 5, pair_slowdown = 1.27;
 // CTAs of the kernel that computes R on an SM; at d_h = 256 three, and the others wait.
 constexpr int64_t gate_rows_ctas = 5;
 // A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
@@ -27,29 +18,38 @@ constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
 // Time that saving memory may cost: by fewer parts, by more groups of heads.
 constexpr double allowed_loss = 0.01, allowed_group_loss = 0.006;
 
-// The predicted time of a launch, in tiles of all eight products.
-double launch_time(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task) {
-    if (!task.fused()) return pair_slowdown * 8 / 11 * (task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8);
-    return task.turns ? turns_slowdown * plan.inter_time + turn_tiles * shape.subnets * plan.subnet_tiles : plan.inter_time;
+// The predicted time of a launch, in tiles of all eight products. The pair executes 5 of them by token and 6 by inter rows.
+double launch_time(const Shape &shape, const HeadGroupPlan &plan, const BackwardTask &task, Kernels kernels,
+                   const BackwardCostModel &cost) {
+    switch (kernels) {
+        case Kernels::fused: return plan.inter_time;
+        case Kernels::ordered: return cost.ordered_slowdown * plan.inter_time + cost.ordered_tiles * shape.subnets * plan.subnet_tiles;
+        default: return cost.pair_slowdown * 8 / 11 * (task.tokens * plan.token_time + task.weights * plan.inter_time * 6 / 8);
+    }
+}
+
+Shape with_heads(Shape shape, int heads) {
+    shape.heads = heads;
+    return shape;
 }
 
 }  // namespace
 
-BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
-    const int64_t row_tiles = ceil_div(shape.length, tile_rows), tiles = shape.batch * row_tiles,
-                  subnet_tiles = ceil_div(shape.subnet_dim, tile_inter);
-    const int64_t items = shape.heads * shape.subnets * subnet_tiles;
+HeadGroupPlan plan_head_group(const Shape &shape, const BackwardDevice &device, const BackwardCostModel &cost) {
+    const int sms = device.sms;
+    const int64_t row_tiles = ceil_div(shape.length, tile_rows), tiles = shape.batch * row_tiles;
+    const int64_t subnet_tiles = ceil_div(shape.subnet_dim, tile_inter), items = shape.heads * shape.subnets * subnet_tiles;
     if (tiles >= (int64_t{1} << 30) || items * max_parts >= (int64_t{1} << 31) || shape.heads > 65535 ||
         shape.length >= (int64_t{1} << 31) - 128)
         throw std::invalid_argument("the backward kernels index fewer than 2^31 tokens of a sequence, 2^30 tiles and 65,536 heads");
-    BackwardPlan plan{};
+    HeadGroupPlan plan{};
     plan.row_tiles = static_cast<int>(row_tiles);
     plan.subnet_tiles = static_cast<int>(subnet_tiles);
     plan.items = static_cast<int>(items);
 
     // Items that do not fill a wave: the fewest parts that come near the shortest makespan.
-    const int64_t rest = items % sms, waves = items / sms * (tiles + cta_overhead_tiles);
-    auto rest_time = [&](int64_t parts) { return ceil_div(rest * parts, sms) * (ceil_div(tiles, parts) + cta_overhead_tiles); };
+    const int64_t rest = items % sms, waves = items / sms * (tiles + cost.cta_tiles);
+    auto rest_time = [&](int64_t parts) { return ceil_div(rest * parts, sms) * (ceil_div(tiles, parts) + cost.cta_tiles); };
     int64_t parts = 1, shortest_rest = rest ? rest_time(1) : 0;
     for (int64_t n = 2; rest && n <= tiles && rest * n <= max_parts; ++n) shortest_rest = std::min(shortest_rest, rest_time(n));
     while (rest && waves + rest_time(parts) > (1 + allowed_loss) * (waves + shortest_rest)) ++parts;
@@ -63,7 +63,7 @@ BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
     double shortest = 0;
     for (int64_t n = 1; n <= std::min<int64_t>(shape.subnets, 32); ++n) {
         if (n > 1 && ctas * (n - 1) >= sms) break;  // a wave is filled already
-        const double time = static_cast<double>(ceil_div(ctas * n, sms)) * (ceil_div(shape.subnets, n) * subnet_tiles + cta_overhead_tiles);
+        const double time = static_cast<double>(ceil_div(ctas * n, sms)) * (ceil_div(shape.subnets, n) * subnet_tiles + cost.cta_tiles);
         if (n == 1 || time < shortest) shortest = time, token_parts = n;
     }
     plan.token_parts = static_cast<int>(token_parts);
@@ -73,7 +73,7 @@ BackwardPlan plan_backward(const BackwardShape &shape, int sms) {
     return plan;
 }
 
-BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardPlan &plan, const BackwardTask &task) {
+BackwardWorkspace backward_workspace(const Shape &shape, const HeadGroupPlan &plan, const BackwardTask &task, Kernels kernels) {
     constexpr int64_t none = BackwardWorkspace::none, alignment = 64;  // floats
     int64_t end = 0;
     auto take = [&](bool needed, int64_t count) {
@@ -81,34 +81,36 @@ BackwardWorkspace backward_workspace(const BackwardShape &shape, const BackwardP
         if (needed) end = ceil_div(end + count, alignment) * alignment;
         return needed ? begin : none;
     };
-    const int64_t tile = int64_t{tile_rows} * task.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
+    const int64_t tile = int64_t{tile_rows} * shape.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
     const int64_t tokens = shape.batch * shape.length * shape.heads, split = plan.items - plan.whole;
-    const bool fused = task.fused(), parts = !fused && task.tokens && (plan.token_parts > 1 || task.router);
+    const bool one_kernel = kernels != Kernels::pair, ordered = kernels == Kernels::ordered;
+    const bool parts = !one_kernel && task.tokens && (plan.token_parts > 1 || task.router);
     BackwardWorkspace w{};
-    w.query = take(fused || parts, tiles * (fused ? 1 : plan.token_parts) * tile);
-    w.dr_sums = take(fused && task.gate, tiles * shape.subnets * tile_rows);
-    w.query_turns = take(fused && task.turns, tiles);
-    w.dr_turns = take(fused && task.turns && task.gate, tiles * shape.subnets);
-    w.sums_floats = fused ? end : 0;
+    w.query = take(one_kernel || parts, tiles * (one_kernel ? 1 : plan.token_parts) * tile);
+    w.dr_sums = take(one_kernel && task.gate, tiles * shape.subnets * tile_rows);
+    w.query_added = take(ordered, tiles);
+    w.dr_added = take(ordered && task.gate, tiles * shape.subnets);
+    w.sums_floats = one_kernel ? end : 0;
     w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
     w.r = take(task.router, tokens * shape.subnets);
     w.scale = take(task.router, tokens);
-    w.dr = take(task.router && !fused, tokens * shape.subnets);
-    w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * task.head_dim * shape.subnets);
+    w.dr = take(task.router && !one_kernel, tokens * shape.subnets);
+    w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * shape.head_dim * shape.subnets);
     w.floats = end;
     return w;
 }
 
-bool takes_turns(const BackwardShape &shape, const BackwardTask &task, int sms) {
-    if (!task.deterministic || !task.may_fuse() || task.head_dim == 64) return false;  // there a tile is shorter than a turn
-    const BackwardPlan plan = plan_backward(shape, sms);
-    BackwardTask pair = task, turns = task;
-    pair.turns = false;
-    turns.turns = true;
-    return launch_time(shape, plan, turns) < launch_time(shape, plan, pair);
+Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, const BackwardCostModel &cost) {
+    if (!task.tokens || !task.weights || shape.head_dim == 256) return Kernels::pair;
+    if (!task.deterministic) return Kernels::fused;
+    if (shape.head_dim == 64) return Kernels::pair;  // a tile takes less time than the next CTA waits for its order
+    const HeadGroupPlan plan = plan_head_group(shape, device, cost);
+    auto time = [&](Kernels kernels) { return launch_time(shape, plan, task, kernels, cost); };
+    return time(Kernels::ordered) < time(Kernels::pair) ? Kernels::ordered : Kernels::pair;
 }
 
-HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task, int sms) {
+HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernels kernels, const BackwardDevice &device,
+                            const BackwardCostModel &cost) {
     struct Candidate {
         double time;
         int64_t floats;
@@ -118,11 +120,10 @@ HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task
         const int64_t small = shape.heads / count, large_groups = shape.heads % count;
         for (const auto &[heads, groups] : {std::pair{small, count - large_groups}, std::pair{small + 1, large_groups}}) {
             if (groups == 0) continue;
-            BackwardShape group = shape;
-            group.heads = static_cast<int>(heads);
-            const BackwardPlan plan = plan_backward(group, sms);
-            all.time += groups * (launch_time(group, plan, task) + launch_overhead_tiles(task.head_dim));
-            all.floats = std::max(all.floats, backward_workspace(group, plan, task).floats);
+            const Shape group = with_heads(shape, static_cast<int>(heads));
+            const HeadGroupPlan plan = plan_head_group(group, device, cost);
+            all.time += groups * (launch_time(group, plan, task, kernels, cost) + cost.launch_tiles(shape.head_dim));
+            all.floats = std::max(all.floats, backward_workspace(group, plan, task, kernels).floats);
         }
         return all;
     };
@@ -136,6 +137,31 @@ HeadGroups plan_head_groups(const BackwardShape &shape, const BackwardTask &task
         if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats))
             best = i;
     return {shape.heads, best + 1};
+}
+
+BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, const BackwardCostModel &cost) {
+    return plan_backward(shape, task, device, choose_kernels(shape, task, device, cost), 0, cost);
+}
+
+BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, Kernels kernels, int groups,
+                           const BackwardCostModel &cost) {
+    if (groups < 0 || groups > shape.heads) throw std::invalid_argument("groups must be between 0 and the number of heads");
+    BackwardPlan plan{};
+    plan.task = task;
+    plan.kernels = kernels;
+    plan.groups = groups ? HeadGroups{shape.heads, groups} : plan_head_groups(shape, task, kernels, device, cost);
+    for (int i = 0; i < plan.groups.count; ++i) {
+        const Shape group = with_heads(shape, plan.groups.size(i));
+        plan.launches.push_back(plan_head_group(group, device, cost));
+        plan.workspaces.push_back(backward_workspace(group, plan.launches.back(), task, kernels));
+    }
+    return plan;
+}
+
+int64_t BackwardPlan::workspace() const {
+    int64_t floats = 0;
+    for (const BackwardWorkspace &w : workspaces) floats = std::max(floats, w.floats);
+    return floats;
 }
 
 }  // namespace flashmhf

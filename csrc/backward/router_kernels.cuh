@@ -14,13 +14,13 @@ namespace flashmhf {
 // A row tile in q (strided) and in the dense [T, H, ...] tensors.
 struct RouterTile : TokenTile {
     int rows;  // that hold a token
-    __device__ __forceinline__ RouterTile(const GateParams &g, int index)
+    __device__ __forceinline__ RouterTile(const RouterParams &g, int index)
         : TokenTile(index, g.row_tiles),
           rows(static_cast<int>(min(static_cast<int64_t>(tile_rows), g.length - token()))) {}
-    __device__ __forceinline__ int64_t q_offset(const GateParams &g, int head, int row) const {
+    __device__ __forceinline__ int64_t q_offset(const RouterParams &g, int head, int row) const {
         return sequence * g.q_batch + (token() + row) * g.q_token + head * g.q_head;
     }
-    __device__ __forceinline__ int64_t dense_row(const GateParams &g, int head, int row) const {
+    __device__ __forceinline__ int64_t dense_row(const RouterParams &g, int head, int row) const {
         return (sequence * g.dense_batch + (token() + row) * g.dense_token) * g.heads + head;
     }
 };
@@ -29,7 +29,7 @@ struct RouterTile : TokenTile {
 // multiplies its 16 rows by W with mma.sync. Thread t of a quad holds d_h = 32 i + 8 t .. + 7 of Q: any order will do that is the same in
 // W.
 template <int d_h, typename T>
-__global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ GateParams p) {
+__global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ RouterParams p) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using to = kittens::base_types::convertor<T2, float2>;
     using from = kittens::base_types::convertor<float2, T2>;
@@ -148,7 +148,7 @@ template <int d_h, typename T> struct GateGradShared {
 // of a head, a warp 16 tokens of each, on its own until the parts of dW are summed. blockIdx.z: which sub-networks of dW; the first CTAs
 // write dq. Products are mma.sync with dP in registers: as it comes, dP is the A operand of dP W^T; transposed 8 x 8 by movmatrix, B of Q^T
 // dP.
-template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmhf_gate_grad(const __grid_constant__ GateParams p) {
+template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmhf_gate_grad(const __grid_constant__ RouterParams p) {
     using Shared = GateGradShared<d_h, T>;
     using bf16_2 = kittens::bf16_2;
     constexpr int chunk = Shared::chunk, steps = chunk / 16, cols = Shared::cols;
@@ -371,7 +371,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 }
 
 // The parts of dW in order, to W's type.
-template <typename T> __global__ void __launch_bounds__(256) flashmhf_gate_sum(const __grid_constant__ GateParams p, int64_t count) {
+template <typename T> __global__ void __launch_bounds__(256) flashmhf_gate_sum(const __grid_constant__ RouterParams p, int64_t count) {
     kittens::pdl::wait();
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll) {
         float sum = 0.f;

@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/geometry.h"
+
 namespace flashmhf {
 namespace {
 
@@ -52,6 +54,25 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
         throw std::runtime_error(std::string("the driver refuses a tensor map for ") + what + " (CUDA error " + std::to_string(result) +
                                  ")");
     return map;
+}
+
+CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x) {
+    const int d_h = shape.head_dim;
+    return tensor_map(what, x.data, map_type(bf16),
+                      {{d_h, 1, panel_cols_of(d_h)},
+                       {shape.heads, x.head_stride, 1},
+                       {shape.length, x.token_stride, tile_rows},
+                       {shape.batch, x.batch_stride, 1}},
+                      swizzle_bytes_of(d_h));
+}
+
+CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows) {
+    const int d_h = shape.head_dim;
+    return tensor_map(what, weights, map_type(bf16),
+                      {{d_h, 1, panel_cols_of(d_h)},
+                       {shape.subnet_dim, d_h, box_rows},
+                       {int64_t{shape.heads} * shape.subnets, shape.subnet_dim * d_h, 1}},
+                      swizzle_bytes_of(d_h));
 }
 
 }  // namespace flashmhf

@@ -6,6 +6,8 @@
 
 #include <cuda.h>
 
+#include "common/problem.h"
+
 namespace flashmhf {
 
 enum class MapType { bf16, fp16, fp32 };
@@ -18,5 +20,10 @@ struct MapAxis {
 
 // Axes innermost first. Elements outside the tensor read as zeros and are not written. Throws std::runtime_error naming `what`.
 CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes);
+
+// Q, the output or their gradients: boxes of tile_rows tokens of a head.
+CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x);
+// K, U or V: boxes of box_rows inter rows of a sub-network; rows from d_e on read as zeros.
+CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows);
 
 }  // namespace flashmhf

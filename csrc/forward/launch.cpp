@@ -24,30 +24,24 @@ uint64_t launch_token() {
     }
 }
 
+bool bulk_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % tma_alignment == 0; }
+
 }  // namespace
 
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
-    const ForwardShape &s = problem.shape;
-    const int d_h = s.head_dim, swizzle = swizzle_bytes_of(d_h), panel = panel_cols_of(d_h);
-    auto rows = [&](const char *what, const void *data, int64_t head, int64_t token, int64_t batch) {
-        return tensor_map(what, data, map_type(problem.bf16),
-                          {{d_h, 1, panel}, {s.heads, head, 1}, {s.length, token, tile_rows}, {s.batch, batch, 1}}, swizzle);
-    };
-    auto weights = [&](const char *what, const void *data) {
-        return tensor_map(what, data, map_type(problem.bf16),
-                          {{d_h, 1, panel},
-                           {s.subnet_dim, d_h, tile_inter / plan.row_ctas},
-                           {static_cast<int64_t>(s.heads) * s.subnets, s.subnet_dim * d_h, 1}},
-                          swizzle);
-    };
+    const Shape &s = problem.shape;
+    const int d_h = s.head_dim;
+    const int64_t row = int64_t{s.heads} * d_h;  // elements of a token
+    const TokenTensor out{problem.out, problem.dense.batch * row, problem.dense.token * row, d_h};
+    auto weights = [&](const char *what, const void *data) { return weight_map(what, problem.bf16, s, data, tile_inter / plan.row_ctas); };
     ForwardLaunch launch{};
     launch.bf16 = problem.bf16;
     launch.plan = plan;
-    launch.q = rows("q", problem.q, problem.q_head, problem.q_token, problem.q_batch);
+    launch.q = token_map("q", problem.bf16, s, problem.q);
     launch.k = weights("k", problem.k);
     launch.u = weights("u", problem.u);
     launch.v = weights("v", problem.v);
-    launch.out = rows("the output", problem.out, d_h, problem.out_token, problem.out_batch);
+    launch.out = token_map("the output", problem.bf16, s, out);
 
     ForwardParams &p = launch.params;
     p.schedule = plan.schedule;
@@ -61,18 +55,18 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.subnets = s.subnets;
     p.subnet_tiles = plan.subnet_tiles;
     p.out = problem.out;
-    p.out_batch = problem.out_batch;
-    p.out_token = problem.out_token;
+    p.out_batch = out.batch_stride;
+    p.out_token = out.token_stride;
     p.gate = problem.gate;
-    p.gate_data = problem.gate_data;
-    p.r_batch = problem.r_batch;
-    p.r_token = problem.r_token;
-    p.r_head = problem.r_head;
+    p.gate_data = has_router(problem.gate) ? problem.w : problem.r.data;
+    p.r_batch = problem.r.batch_stride;
+    p.r_token = problem.r.token_stride;
+    p.r_head = problem.r.head_stride;
     p.eps = problem.eps;
-    if (problem.gate >= Gate::w_float) {  // W of a head, where there is room and a bulk copy can read it
-        const int64_t bytes = int64_t{d_h} * s.subnets * (problem.gate == Gate::w_float ? 4 : 2);
+    if (has_router(problem.gate)) {  // W of a head, where there is room and a bulk copy can read it
+        const int64_t bytes = int64_t{d_h} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
         const int room = plan.schedule.sharers > 1 ? plan.spare_gate : plan.pieces;
-        if (bytes <= room && reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0) p.router_bytes = static_cast<int>(bytes);
+        if (bytes <= room && bulk_aligned(p.gate_data)) p.router_bytes = static_cast<int>(bytes);
     }
     const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
@@ -81,14 +75,14 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     if (plan.flags) p.token = launch_token();
 
     // fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
-    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % 16 == 0); };
-    p.gate_tiles = problem.gate == Gate::r_float && d_h <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r_head == s.subnets) &&
-                   strided(s.length, problem.r_token) && strided(s.batch, problem.r_batch) &&
-                   reinterpret_cast<uintptr_t>(problem.gate_data) % 16 == 0;
+    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
+    p.gate_tiles = problem.gate == Gate::r_float && d_h <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
+                   strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(p.gate_data);
     if (p.gate_tiles)
-        launch.r =
-            tensor_map("r", problem.gate_data, MapType::fp32,
-                       {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r_token, tile_rows}, {s.batch, problem.r_batch, 1}}, 128);
+        launch.r = tensor_map(
+            "r", p.gate_data, MapType::fp32,
+            {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
+            128);
     return launch;
 }
 

@@ -1,4 +1,4 @@
-// Definitions for host/launch_forward.h; included by the instances only.
+// Definitions for launch.h; included by the instances only.
 #pragma once
 
 #include "common/launch_kernel.cuh"

@@ -6,22 +6,9 @@
 
 #include "forward/params.h"
 #include "forward/plan.h"
+#include "forward/problem.h"
 
 namespace flashmhf {
-
-// Strides in elements. T = batch * length tokens; the output is dense, but its tokens may be numbered across the batch either way.
-struct ForwardProblem {
-    bool bf16;  // otherwise fp16
-    ForwardShape shape;
-    const void *q, *k, *u, *v;  // q [batch, length, H, d_h] with strides, k, u, v [H, E, d_e, d_h]
-    int64_t q_batch, q_token, q_head;
-    void *out;
-    int64_t out_batch, out_token;
-    Gate gate;
-    const void *gate_data;  // r [batch, length, H, E] with strides, or w [H, d_h, E]
-    int64_t r_batch, r_token, r_head;
-    float eps;
-};
 
 struct ForwardLaunch {
     bool bf16;

@@ -20,27 +20,23 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
     Tensor out = torch::stable::new_empty(q, q.sizes());
     if (sizes.tokens == 0) return out;
 
-    const bool r_given = gate.kind == Gate::r_float || gate.kind == Gate::r_half;
-    std::optional<Tensor> none;
-    const TokenAxes axes = token_axes(q, r_given ? gate.tensor : none);
+    std::optional<Tensor> r = gate_is_given(gate.kind) ? gate.tensor : std::nullopt;
+    const TokenAxes axes = token_axes(q, r);
     check_readable(q, axes);
-
-    ForwardProblem problem{};
-    problem.bf16 = q.scalar_type() == ScalarType::BFloat16;
-    problem.shape = {
-        axes.batch,      axes.length, static_cast<int>(sizes.heads), static_cast<int>(sizes.head_dim), static_cast<int>(sizes.subnets),
-        sizes.subnet_dim};
-    problem.q = q.data_ptr(), problem.k = k.data_ptr(), problem.u = u.data_ptr(), problem.v = v.data_ptr(), problem.out = out.data_ptr();
-    problem.q_batch = axes.q_batch, problem.q_token = axes.q_token, problem.q_head = q.stride(q.dim() - 2);
-    const int64_t row = sizes.heads * sizes.head_dim;  // of the output
-    problem.out_batch = axes.dense_batch * row, problem.out_token = axes.dense_token * row;
-    problem.gate = gate.kind;
-    problem.gate_data = gate.tensor ? gate.tensor->data_ptr() : nullptr;
-    problem.eps = gate.eps;
-    if (r_given) {
-        problem.r_batch = axes.other_batch, problem.r_token = axes.other_token;
-        problem.r_head = gate.tensor->stride(gate.tensor->dim() - 2);
-    }
+    const ForwardProblem problem{
+        .bf16 = q.scalar_type() == ScalarType::BFloat16,
+        .shape = shape_of_call(axes, sizes),
+        .q = {q.data_ptr(), axes.q_batch, axes.q_token, q.stride(q.dim() - 2)},
+        .k = k.data_ptr(),
+        .u = u.data_ptr(),
+        .v = v.data_ptr(),
+        .gate = gate.kind,
+        .r = r ? TokenTensor{r->data_ptr(), axes.other_batch, axes.other_token, r->stride(r->dim() - 2)} : TokenTensor{},
+        .w = has_router(gate.kind) ? gate.tensor->data_ptr() : nullptr,
+        .eps = gate.eps,
+        .out = out.data_ptr(),
+        .dense = {axes.dense_batch, axes.dense_token},
+    };
 
     Device device;
     check_cuda(describe_device(problem.shape.head_dim, &device));

@@ -3,18 +3,10 @@
 
 #include <cstdint>
 
+#include "common/problem.h"
 #include "forward/schedule.cuh"
 
 namespace flashmhf {
-
-// Where a row's weights of the sub-networks come from.
-enum class Gate : int {
-    ones,     // no weights
-    r_float,  // R [T, H, E] fp32
-    r_half,   // R [T, H, E] in the element type
-    w_float,  // computed from W [H, d_h, E] fp32
-    w_half,   // computed from W [H, d_h, E] in the element type
-};
 
 struct ForwardParams {
     ForwardSchedule schedule;

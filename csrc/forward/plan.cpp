@@ -39,52 +39,36 @@ int checked(int64_t x, const char *what) {
     return static_cast<int>(x);
 }
 
-// A part shorter than this costs more to add up than it saves.
-constexpr int shortest_part = 2;
-// What adding parts up in a second kernel costs, 4 to 5 us, in inner tiles of a CTA; in the cluster, one tile.
-constexpr int combine_tiles(int head_dim) { return 512 / head_dim; }
-// Behind whole waves more: measured in pairs of turns, d_h = 128. Of 12 tiles to gain, nothing is left at T = 3,072 (1.3 % slower) and in
-// the 128M model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.
-constexpr int behind_waves_tiles(int head_dim) { return 1792 / head_dim; }
-// Tiles under which a CTA reads and adds one part of an item: 6 pieces of 2 KB in flight for 1.5 us, and a tile of 1.1 us at d_h = 128.
-// Both grow with d_h.
-constexpr int tiles_a_part = 8;
-
-// What going on to another item costs a cluster, some 4 us when the others do not do so at the same time. It is also what adding up costs
-// where the clusters do it under their one whole item. With more waves spans come last: first they read slower, probably because spans of
-// different lengths put the clusters out of step for all items after them.
-constexpr int gap_tiles(int head_dim) { return 512 / head_dim; }
-
 // Tiles in sequence when the last `rest` items are cut into equal spans.
 int64_t span_tiles(int64_t rest, int inter_tiles, int clusters) { return ceil_div(rest * inter_tiles, clusters); }
 
 // CTAs that divide each item's inner range, when all items run at once: as many as possible; 1 when adding up in a second kernel is faster.
-// Nothing is faster than the memory that streams the weights of all heads: a tile for every SM in 1.8 times the time of its products.
-int plan_sharers(int64_t items, int heads, int inter_tiles, int head_dim, const Device &device) {
-    const int64_t stream = int64_t{heads} * inter_tiles * 9 / 5 / device.clusters[0];
+// Nothing is faster than the memory that streams the weights of all heads.
+int plan_sharers(int64_t items, int heads, int inter_tiles, int head_dim, const Device &device, const ForwardCostModel &cost) {
+    const int64_t stream = int64_t{heads} * inter_tiles * cost.stream_numerator / cost.stream_denominator / device.clusters[0];
     for (int sharers = max_sharers; sharers > 1; --sharers)
-        if (items <= device.clusters[sharers - 1] && inter_tiles >= sharers * shortest_part) {
+        if (items <= device.clusters[sharers - 1] && inter_tiles >= sharers * cost.shortest_part) {
             const int64_t shared = std::max<int64_t>(ceil_div(inter_tiles, sharers), stream) + 1;
-            const int64_t split = std::max(span_tiles(items, inter_tiles, device.clusters[0]), stream) + combine_tiles(head_dim);
+            const int64_t split = std::max(span_tiles(items, inter_tiles, device.clusters[0]), stream) + cost.combine_tiles(head_dim);
             return shared <= split ? sharers : 1;
         }
     return 1;
 }
 
-ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim, bool may_add_parts) {
+ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim, bool may_add_parts, const ForwardCostModel &cost) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
     s.sharers = 1;
-    s.clusters = std::min<int64_t>(clusters, static_cast<int64_t>(items) * ceil_div(inter_tiles, shortest_part));
+    s.clusters = std::min<int64_t>(clusters, static_cast<int64_t>(items) * ceil_div(inter_tiles, cost.shortest_part));
     s.waves = items / s.clusters;
     s.rest = items % s.clusters;
     if (s.rest > 0) {
         int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
-        s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / shortest_part)));
+        s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / cost.shortest_part)));
         const int64_t parts = ceil_div(inter_tiles, tiles / s.splits) + 1;  // of an item, at most
-        const bool adds = may_add_parts && s.waves == 1 && parts <= most_parts && parts * tiles_a_part <= inter_tiles;
-        const int gap = gap_tiles(head_dim);
-        const int adding = adds ? gap : s.waves > 0 ? behind_waves_tiles(head_dim) : combine_tiles(head_dim);
+        const bool adds = may_add_parts && s.waves == 1 && parts <= most_parts && parts * cost.tiles_a_part <= inter_tiles;
+        const int gap = cost.gap_tiles(head_dim);
+        const int adding = adds ? gap : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
         if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;
         s.adds_parts = adds && s.splits > s.rest;
         if (tiles / s.splits >= 4 * gap) s.gap = gap;  // shorter spans may take two times to go on to an item
@@ -98,7 +82,7 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
 
 }  // namespace
 
-ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
+ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardCostModel &cost) {
     ForwardPlan plan{};
     const Footprint footprint = footprint_of(shape.head_dim);
     plan.shared_memory = footprint.shared_memory - footprint.pieces;
@@ -114,7 +98,8 @@ ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
 
     // Few items: clusters that divide the inner range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
     // when a head has few row tiles.
-    const int sharers = !footprint.may_share ? 1 : plan_sharers(single * shape.heads, shape.heads, inter_tiles, shape.head_dim, device);
+    const int sharers =
+        !footprint.may_share ? 1 : plan_sharers(single * shape.heads, shape.heads, inter_tiles, shape.head_dim, device, cost);
     plan.row_ctas = sharers == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
     plan.cluster_size = sharers * plan.row_ctas;
     plan.blocks = checked(ceil_div(tiles, footprint.consumers * plan.row_ctas), "the number of tokens");
@@ -132,7 +117,7 @@ ForwardPlan plan_forward(const ForwardShape &shape, const Device &device) {
         plan.schedule.remainder = inter_tiles % sharers;
         return plan;
     }
-    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim, footprint.may_add_parts);
+    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim, footprint.may_add_parts, cost);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
     if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * 2 * plan.row_ctas;

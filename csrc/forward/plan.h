@@ -5,16 +5,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/problem.h"
+#include "forward/cost_model.h"
 #include "forward/schedule.cuh"
 
 namespace flashmhf {
-
-// T = batch * length tokens (tiles never cross a sequence), H heads of d_h, E sub-networks of width d_e.
-struct ForwardShape {
-    int64_t batch, length;
-    int heads, head_dim, subnets;
-    int64_t subnet_dim;
-};
 
 struct Device {
     std::array<int, max_sharers> clusters;  // of 1, 2, ... CTAs that run at once
@@ -37,7 +32,7 @@ struct ForwardPlan {
 };
 
 // Throws std::invalid_argument for a head dimension without a policy and for shapes beyond the index range.
-ForwardPlan plan_forward(const ForwardShape &shape, const Device &device);
+ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardCostModel &cost = {});
 
 // The work of every cluster, for the tests: (cluster, sharer, item, begin, end, part).
 struct PlannedWork {

@@ -1,3 +1,3 @@
 #include "backward/launch.cuh"
 
-template cudaError_t flashmhf::launch_backward<64>(const flashmhf::BackwardLaunch &);
+template cudaError_t flashmhf::launch_backward<64>(const flashmhf::HeadGroupLaunch &, cudaStream_t);

@@ -1,4 +1,4 @@
-// Definitions for host/launch_project.h; included by the instances only.
+// Definitions for launch.h; included by the instances only.
 #pragma once
 
 #include <cuda_runtime.h>

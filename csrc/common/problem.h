@@ -1,0 +1,38 @@
+// What a call works on, as plain data free of PyTorch: its shape, and its tensors in device memory.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmhf {
+
+// T = batch * length tokens (a tile never crosses two sequences), H heads of d_h, E sub-networks of width d_e.
+struct Shape {
+    int64_t batch, length;
+    int heads, head_dim, subnets;
+    int64_t subnet_dim;
+};
+
+// A tensor [batch, length, H, ...] whose last dimension is contiguous. Strides in elements.
+struct TokenTensor {
+    const void *data;
+    int64_t batch_stride, token_stride, head_stride;
+};
+
+// Strides of batch and length in a dense tensor [T, ...], in tokens: leading dimensions may be numbered either way.
+struct DenseStrides {
+    int64_t batch, token;
+};
+
+// The gate R [T, H, E]: a factor for each token, head and sub-network. Where it comes from:
+enum class Gate : int {
+    ones,     // no gate: all factors are 1
+    r_float,  // given as fp32
+    r_half,   // given in the element type
+    w_float,  // sigmoid(Q W), normalised over E, from the router's W [H, d_h, E] in fp32
+    w_half,   // the same from W in the element type
+};
+constexpr bool gate_is_given(Gate gate) { return gate == Gate::r_float || gate == Gate::r_half; }
+constexpr bool has_router(Gate gate) { return gate == Gate::w_float || gate == Gate::w_half; }
+constexpr bool gate_is_float(Gate gate) { return gate == Gate::r_float || gate == Gate::w_float; }
+
+}  // namespace flashmhf

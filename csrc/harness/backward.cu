@@ -1,0 +1,274 @@
+// Launches the backward kernels on one shape without Python or PyTorch: checks every gradient against plain fp64 kernels and times them.
+//
+//   backward_harness [name=value ...]     T=4096 H=16 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 deterministic=0|1
+//                                         needs=both|tokens|weights accumulate=0|1 launches=20 check=1
+//   and, instead of what the planner chooses,   kernels=auto|fused|ordered|pair groups=<groups of heads>
+//
+// Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
+#include "backward/launch.h"
+#include "harness/harness.cuh"
+
+namespace {
+
+using namespace harness;
+using flashmhf::Gate;
+using flashmhf::Kernels;
+using flashmhf::Shape;
+
+constexpr int chunk = 256;  // threads of a block, and elements whose factors it holds at once
+
+// Of one (token, inter) element, in fp64: dM, dN, P, and its term of dR.
+struct Element {
+    double dm, dn, p, dr;
+};
+template <typename T> __device__ Element element(const T *q, const T *g, const T *k, const T *u, const T *v, double r, int d_h) {
+    double m = 0, n = 0, d = 0;
+    for (int i = 0; i < d_h; ++i) {
+        const double x = float(q[i]);
+        m += x * double(float(k[i]));
+        n += x * double(float(u[i]));
+        d += double(float(g[i])) * double(float(v[i]));
+    }
+    const double s = 1 / (1 + exp(-m)), a = m * s;
+    return {d * n * r * (s + a * (1 - s)), d * a * r, a * n * r, d * a * n};
+}
+
+// dQ (without the router's part) and dR of row blockIdx.x * stride of [T * H].
+template <typename T>
+__global__ void token_reference(double *dq, double *dr, const T *q, const T *g, const T *k, const T *u, const T *v, const double *gate,
+                                Shape s, int64_t stride) {
+    __shared__ double dm[chunk], dn[chunk], terms[chunk];
+    const int64_t row = blockIdx.x * stride, head = row % s.heads;
+    const int d = s.head_dim, thread = threadIdx.x;
+    double sum = 0;  // of column `thread`
+    for (int e = 0; e < s.subnets; ++e) {
+        double dr_sum = 0;
+        for (int64_t first = 0; first < s.subnet_dim; first += chunk) {
+            const int count = static_cast<int>(min(int64_t{chunk}, s.subnet_dim - first));
+            const int64_t at = ((head * s.subnets + e) * s.subnet_dim + first) * d;
+            __syncthreads();
+            if (thread < count) {
+                const int64_t mine = at + int64_t{thread} * d;
+                const Element x = element(q + row * d, g + row * d, k + mine, u + mine, v + mine, gate[row * s.subnets + e], d);
+                dm[thread] = x.dm, dn[thread] = x.dn, terms[thread] = x.dr;
+            }
+            __syncthreads();
+            if (thread < d)
+                for (int j = 0; j < count; ++j)
+                    sum += dm[j] * double(float(k[at + j * d + thread])) + dn[j] * double(float(u[at + j * d + thread]));
+            if (thread == 0)
+                for (int j = 0; j < count; ++j) dr_sum += terms[j];
+        }
+        if (thread == 0) dr[blockIdx.x * int64_t{s.subnets} + e] = dr_sum;
+    }
+    if (thread < d) dq[blockIdx.x * int64_t{d} + thread] = sum;
+}
+
+// dK, dU, dV of row blockIdx.x * stride of [H * E * d_e].
+template <typename T>
+__global__ void weight_reference(double *dk, double *du, double *dv, const T *q, const T *g, const T *k, const T *u, const T *v,
+                                 const double *gate, Shape s, int64_t stride) {
+    __shared__ double dm[chunk], dn[chunk], p[chunk];
+    const int64_t row = blockIdx.x * stride, subnet = row / s.subnet_dim, head = subnet / s.subnets, e = subnet % s.subnets;
+    const int d = s.head_dim, thread = threadIdx.x;
+    double sums[3] = {};  // of column `thread`
+    for (int64_t first = 0; first < s.length; first += chunk) {
+        const int count = static_cast<int>(min(int64_t{chunk}, s.length - first));
+        __syncthreads();
+        if (thread < count) {
+            const int64_t token = (first + thread) * s.heads + head;
+            const Element x = element(q + token * d, g + token * d, k + row * d, u + row * d, v + row * d, gate[token * s.subnets + e], d);
+            dm[thread] = x.dm, dn[thread] = x.dn, p[thread] = x.p;
+        }
+        __syncthreads();
+        if (thread < d)
+            for (int j = 0; j < count; ++j) {
+                const int64_t at = ((first + j) * s.heads + head) * d + thread;
+                const double x = float(q[at]);
+                sums[0] += dm[j] * x, sums[1] += dn[j] * x, sums[2] += p[j] * double(float(g[at]));
+            }
+    }
+    if (thread < d) {
+        const int64_t at = blockIdx.x * int64_t{d} + thread;
+        dk[at] = sums[0], du[at] = sums[1], dv[at] = sums[2];
+    }
+}
+
+// The router: dR of row blockIdx.x * stride becomes dP = r (dR - sum_f dR_f r_f) (1 - sigmoid(P)), and dQ gets dP W^T.
+__global__ void router_reference(double *dq, double *dr, const double *gate, const double *sums, const float *w, Shape s, int64_t stride) {
+    const int64_t row = blockIdx.x * stride, head = row % s.heads;
+    double *dp = dr + blockIdx.x * int64_t{s.subnets};
+    if (threadIdx.x == 0) {
+        double dot = 0;
+        for (int e = 0; e < s.subnets; ++e) dot += dp[e] * gate[row * s.subnets + e];
+        for (int e = 0; e < s.subnets; ++e) {
+            const double r = gate[row * s.subnets + e];
+            dp[e] = r * (dp[e] - dot) * (1 - r * sums[row]);
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < s.head_dim; i += blockDim.x)
+        for (int e = 0; e < s.subnets; ++e) dq[blockIdx.x * int64_t{s.head_dim} + i] += dp[e] * w[(head * s.head_dim + i) * s.subnets + e];
+}
+// dW of (head, column) = blockIdx.x from dP of all rows.
+template <typename T> __global__ void router_weight_reference(double *dw, const double *dp, const T *q, Shape s) {
+    const int64_t head = blockIdx.x / s.head_dim, i = blockIdx.x % s.head_dim;
+    for (int e = threadIdx.x; e < s.subnets; e += blockDim.x) {
+        double sum = 0;
+        for (int64_t t = 0; t < s.length; ++t) {
+            const int64_t row = t * s.heads + head;
+            sum += dp[row * s.subnets + e] * double(float(q[row * s.head_dim + i]));
+        }
+        dw[blockIdx.x * int64_t{s.subnets} + e] = sum;
+    }
+}
+
+template <typename T, typename WeightGrad> int run(const Arguments &options) {
+    const Shape s = shape_of(options);
+    const Gate gate = gate_of(options);
+    const std::string needs = options.choice("needs", {"both", "tokens", "weights"});
+    const bool tokens = needs != "weights", weights = needs != "tokens", accumulate = !std::is_same_v<T, WeightGrad>;
+    const bool given = flashmhf::gate_is_given(gate), router = flashmhf::has_router(gate);
+    const int64_t rows = s.length * s.heads, inter = s.heads * s.subnets * s.subnet_dim, d = s.head_dim;
+    if (rows == 0) throw std::invalid_argument("T=0 and H=0 leave nothing to launch");
+
+    const float scale = 1.f / std::sqrt(float(d));
+    const auto q = Buffer<T>::random(rows * d, 1.f, 1), g = Buffer<T>::random(rows * d, 1.f, 7), k = Buffer<T>::random(inter * d, scale, 2),
+               u = Buffer<T>::random(inter * d, scale, 3),
+               v = Buffer<T>::random(inter * d, 1.f / std::sqrt(float(s.subnets * s.subnet_dim)), 4);
+    const auto w = Buffer<float>::random(int64_t{s.heads} * d * s.subnets, scale, 6);
+    const Buffer<float> r(rows * s.subnets), dr(rows * s.subnets), dw(w.size());
+    fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
+    const Buffer<T> dq(rows * d);
+    const Buffer<WeightGrad> dk(inter * d), du(inter * d), dv(inter * d);
+    if (accumulate)
+        for (const auto *x : {&dk, &du, &dv}) check(cudaMemset(static_cast<WeightGrad *>(*x), 0, x->size() * sizeof(WeightGrad)));
+
+    const flashmhf::BackwardProblem problem{
+        .bf16 = std::is_same_v<T, __nv_bfloat16>,
+        .shape = s,
+        .q = dense(s, q, d),
+        .grad_out = dense(s, g, d),
+        .k = k,
+        .u = u,
+        .v = v,
+        .gate = gate,
+        .r = dense(s, r, s.subnets),
+        .w = w,
+        .eps = 1e-20f,
+        .dense = {s.length, 1},
+        .deterministic = options.number("deterministic") != 0,
+        .dq = tokens ? static_cast<T *>(dq) : nullptr,
+        .dr = tokens && given ? static_cast<float *>(dr) : nullptr,
+        .dk = weights ? static_cast<WeightGrad *>(dk) : nullptr,
+        .du = weights ? static_cast<WeightGrad *>(du) : nullptr,
+        .dv = weights ? static_cast<WeightGrad *>(dv) : nullptr,
+        .accumulate = accumulate,
+        .dw = weights && router ? static_cast<float *>(dw) : nullptr,
+    };
+    flashmhf::BackwardDevice device;
+    check(flashmhf::describe_device(&device));
+    const flashmhf::BackwardTask task = flashmhf::backward_task(problem);
+    const std::string kernels = options.choice("kernels", {"auto", "fused", "ordered", "pair"});
+    const std::pair<const char *, Kernels> names[] = {{"fused", Kernels::fused}, {"ordered", Kernels::ordered}, {"pair", Kernels::pair}};
+    flashmhf::BackwardPlan plan = flashmhf::plan_backward(s, task, device);
+    if (kernels != "auto" || options.number("groups")) {
+        const bool may_fuse = task.tokens && task.weights && d < 256;
+        Kernels forced = plan.kernels;
+        for (const auto &[name, which] : names)
+            if (kernels == name) forced = which;
+        if (forced != Kernels::pair && !may_fuse) throw std::invalid_argument("kernels=" + kernels + " needs needs=both and d_h < 256");
+        plan = flashmhf::plan_backward(s, task, device, forced, static_cast<int>(options.number("groups")));
+    }
+    const Buffer<float> workspace(plan.workspace());
+    const flashmhf::BackwardLaunch launch = flashmhf::prepare_backward(problem, plan, workspace);
+    const flashmhf::HeadGroupPlan &first = plan.launches[0];
+    for (const auto &[name, which] : names)
+        if (which == plan.kernels) std::printf("kernels %s, ", name);
+    std::printf(
+        "groups %d, items %d of which %d whole and the others in %d parts, token tiles %d, inter time %.0f, token time %.0f, workspace "
+        "%.1f MB\n",
+        plan.groups.count, first.items, first.whole, first.parts, static_cast<int>(s.batch) * first.row_tiles, first.inter_time,
+        first.token_time, plan.workspace() * 4e-6);
+
+    const int launches = static_cast<int>(options.number("launches"));
+    measure(launches,
+            (tokens && weights ? 16.0
+             : tokens          ? 10.0
+                               : 12.0) *
+                rows * d * s.subnets * s.subnet_dim,
+            [&] { return flashmhf::launch_backward(s.head_dim, launch, nullptr); });
+    if (!options.number("check")) return 0;
+
+    // Every row where dW, which sums over all tokens, is checked.
+    const auto [sampled, stride] = sample(rows, problem.dw ? rows : 2048, s.heads);
+    const auto [sampled_inter, inter_stride] = sample(inter, 2048, s.heads);
+    const Buffer<double> gates(rows * s.subnets), sums(rows);
+    gate_values<T><<<(rows + 127) / 128, 128>>>(gates, sums, q, given ? static_cast<const float *>(r) : nullptr,
+                                                router ? static_cast<const float *>(w) : nullptr, 1e-20, s);
+    const double limit = problem.bf16 ? 2.6e-3 : 3.5e-4, float_limit = 1.5e-5;
+    bool ok = true;
+    if (task.tokens) {
+        const Buffer<double> expected(sampled * d), expected_dr(sampled * s.subnets), got(sampled * d), got_dr(sampled * s.subnets);
+        token_reference<T><<<sampled, chunk>>>(expected, expected_dr, q, g, k, u, v, gates, s, stride);
+        if (router) router_reference<<<sampled, 128>>>(expected, expected_dr, gates, sums, w, s, stride);
+        if (problem.dq) {
+            gather_rows<T><<<sampled, 128>>>(got, dq, d, stride);
+            ok &= report("dq", expected.host(), got.host(), limit);
+        }
+        if (problem.dr) {
+            gather_rows<float><<<sampled, 128>>>(got_dr, dr, s.subnets, stride);
+            ok &= report("dr", expected_dr.host(), got_dr.host(), float_limit);
+        }
+        if (problem.dw) {
+            const Buffer<double> expected_dw(dw.size()), got_dw(dw.size());
+            router_weight_reference<T><<<s.heads * s.head_dim, 64>>>(expected_dw, expected_dr, q, s);
+            gather_rows<float><<<s.heads * s.head_dim, 64>>>(got_dw, dw, s.subnets, 1);
+            ok &= report("dw", expected_dw.host(), got_dw.host(), float_limit);
+        }
+    }
+    if (weights) {
+        const Buffer<double> expected_dk(sampled_inter * d), expected_du(sampled_inter * d), expected_dv(sampled_inter * d),
+            got(sampled_inter * d);
+        weight_reference<T><<<sampled_inter, chunk>>>(expected_dk, expected_du, expected_dv, q, g, k, u, v, gates, s, inter_stride);
+        auto compare = [&](const char *name, const Buffer<double> &expected, const Buffer<WeightGrad> &grad) {
+            gather_rows<WeightGrad><<<sampled_inter, 128>>>(got, grad, d, inter_stride);
+            std::vector<double> values = expected.host();
+            if (accumulate)
+                for (double &x : values) x *= launches;  // each launch adds
+            ok &= report(name, values, got.host(), limit);
+        };
+        compare("dk", expected_dk, dk);
+        compare("du", expected_du, du);
+        compare("dv", expected_dv, dv);
+    }
+    check(cudaDeviceSynchronize());
+    return ok ? 0 : 1;
+}
+
+template <typename T> int run_typed(const Arguments &options) {
+    return options.number("accumulate") ? run<T, float>(options) : run<T, T>(options);
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+    return guarded([&] {
+        const Arguments options(argc, argv,
+                                {{"T", "4096"},
+                                 {"H", "16"},
+                                 {"d_h", "128"},
+                                 {"E", "22"},
+                                 {"d_e", "384"},
+                                 {"gate", "r"},
+                                 {"dtype", "bf16"},
+                                 {"deterministic", "0"},
+                                 {"needs", "both"},
+                                 {"accumulate", "0"},
+                                 {"kernels", "auto"},
+                                 {"groups", "0"},
+                                 {"launches", "20"},
+                                 {"check", "1"}});
+        return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run_typed<__half>(options) : run_typed<__nv_bfloat16>(options);
+    });
+}

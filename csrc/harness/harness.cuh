@@ -1,0 +1,213 @@
+// What the harnesses share: arguments name=value, device memory with random contents, timing, and the comparison with fp64.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "common/geometry.h"
+#include "common/problem.h"
+
+namespace harness {
+
+inline void check(cudaError_t error) {
+    if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+// name=value for each name of `defaults`; throws std::invalid_argument for any other.
+class Arguments {
+  public:
+    Arguments(int argc, char **argv, std::map<std::string, std::string> defaults) : values_(std::move(defaults)) {
+        for (int i = 1; i < argc; ++i) {
+            const char *equals = std::strchr(argv[i], '=');
+            const std::string name(argv[i], equals ? equals - argv[i] : std::strlen(argv[i]));
+            if (!equals || !values_.count(name))
+                throw std::invalid_argument("unknown argument " + std::string(argv[i]) + "; arguments:" + known());
+            values_[name] = equals + 1;
+        }
+    }
+    bool given(const char *name) const { return !values_.at(name).empty(); }
+    int64_t number(const char *name) const {
+        size_t end = 0;
+        const std::string &text = values_.at(name);
+        int64_t value = 0;
+        try {
+            value = std::stoll(text, &end);
+        } catch (const std::logic_error &) {
+        }
+        if (end == 0 || end != text.size()) throw std::invalid_argument(std::string(name) + "=" + text + " is not a whole number");
+        return value;
+    }
+    // One of `choices`.
+    std::string choice(const char *name, std::initializer_list<const char *> choices) const {
+        const std::string &text = values_.at(name);
+        std::string all;
+        for (const char *choice : choices) {
+            if (text == choice) return text;
+            all += std::string(all.empty() ? "" : ", ") + choice;
+        }
+        throw std::invalid_argument(std::string(name) + "=" + text + "; supported: " + all);
+    }
+
+  private:
+    std::string known() const {
+        std::string text;
+        for (const auto &argument : values_) text += " " + argument.first + "=";
+        return text;
+    }
+    std::map<std::string, std::string> values_;
+};
+
+// Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error, with one line on stderr.
+template <typename Main> int guarded(Main &&main) {
+    try {
+        return main();
+    } catch (const std::exception &error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        return 2;
+    }
+}
+
+inline flashmhf::Shape shape_of(const Arguments &options) {
+    for (const char *name : {"H", "E"})
+        if (options.number(name) < 1) throw std::invalid_argument(std::string(name) + " must be at least 1");
+    if (!flashmhf::supported_head_dim(options.number("d_h"))) throw std::invalid_argument("d_h must be 64, 96, 128 or 256");
+    if (options.number("d_e") < 16 || options.number("d_e") % 16) throw std::invalid_argument("d_e must be a multiple of 16");
+    return {.batch = 1,
+            .length = options.number("T"),
+            .heads = static_cast<int>(options.number("H")),
+            .head_dim = static_cast<int>(options.number("d_h")),
+            .subnets = static_cast<int>(options.number("E")),
+            .subnet_dim = options.number("d_e")};
+}
+inline flashmhf::Gate gate_of(const Arguments &options) {
+    const std::string gate = options.choice("gate", {"r", "ones", "w"});
+    return gate == "ones" ? flashmhf::Gate::ones : gate == "w" ? flashmhf::Gate::w_float : flashmhf::Gate::r_float;
+}
+// Dense [T, H, width].
+inline flashmhf::TokenTensor dense(const flashmhf::Shape &s, const void *data, int64_t width) {
+    return {data, s.length * s.heads * width, s.heads * width, width};
+}
+
+__device__ inline float normal(uint64_t seed, uint64_t i) {  // splitmix64, then Box-Muller
+    uint64_t z = seed + (i + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    const float a = ((z >> 40) + 1) * 0x1p-24f, b = (z & 0xFFFFFF) * 0x1p-24f;
+    return sqrtf(-2.f * logf(a)) * cospif(2.f * b);
+}
+template <typename T> __global__ void fill_normal(T *x, int64_t n, float scale, uint64_t seed) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        x[i] = T(scale * normal(seed, i));
+}
+template <typename T> __global__ void fill_gate(T *r, int64_t n, uint64_t seed) {  // in (0, 1)
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        r[i] = T(1.f / (1.f + expf(-normal(seed, i))));
+}
+
+// Device memory that is freed with the object.
+template <typename X> class Buffer {
+  public:
+    explicit Buffer(int64_t count) : count_(count) {
+        void *data = nullptr;
+        check(cudaMalloc(&data, std::max<int64_t>(count, 1) * sizeof(X)));
+        data_ = static_cast<X *>(data);
+        check(cudaMemset(data_, 0xFF, std::max<int64_t>(count, 1) * sizeof(X)));  // NaN
+    }
+    Buffer(const Buffer &) = delete;
+    Buffer &operator=(const Buffer &) = delete;
+    ~Buffer() { cudaFree(data_); }
+    static Buffer random(int64_t count, float scale, uint64_t seed) {
+        Buffer buffer(count);
+        fill_normal<<<1024, 256>>>(buffer.data_, count, scale, seed);
+        return buffer;
+    }
+    Buffer(Buffer &&other) noexcept : data_(std::exchange(other.data_, nullptr)), count_(other.count_) {}
+    operator X *() const { return data_; }
+    int64_t size() const { return count_; }
+    std::vector<X> host() const {
+        std::vector<X> values(count_);
+        check(cudaMemcpy(values.data(), data_, count_ * sizeof(X), cudaMemcpyDeviceToHost));
+        return values;
+    }
+
+  private:
+    X *data_;
+    int64_t count_;
+};
+
+// Runs launch() `launches` times on the default stream and prints the fastest and the median time; operations of one launch.
+template <typename Launch> void measure(int launches, double operations, Launch &&launch) {
+    std::vector<cudaEvent_t> events(launches + 1);
+    for (auto &event : events) check(cudaEventCreate(&event));
+    check(cudaEventRecord(events[0]));
+    for (int i = 0; i < launches; ++i) {
+        check(launch());
+        check(cudaEventRecord(events[i + 1]));
+    }
+    check(cudaDeviceSynchronize());
+    std::vector<float> times(launches);
+    for (int i = 0; i < launches; ++i) check(cudaEventElapsedTime(&times[i], events[i], events[i + 1]));
+    for (auto &event : events) check(cudaEventDestroy(event));
+    if (times.empty()) return;
+    std::sort(times.begin(), times.end());
+    std::printf("fastest of %d launches %.4f ms = %.0f TFLOP/s, median %.4f ms\n", launches, times[0], operations / times[0] / 1e9,
+                times[launches / 2]);
+}
+
+// Prints the relative L2 error; whether it is within the limit.
+inline bool report(const char *what, const std::vector<double> &expected, const std::vector<double> &got, double limit) {
+    double error = 0, norm = 0;
+    for (size_t i = 0; i < expected.size(); ++i)
+        error += (expected[i] - got[i]) * (expected[i] - got[i]), norm += expected[i] * expected[i];
+    const double relative = std::sqrt(error / norm);
+    const bool ok = relative <= limit;
+    std::printf("%-4s relative L2 error %.2e of %zu values, limit %.1e: %s\n", what, relative, expected.size(), limit, ok ? "ok" : "WRONG");
+    return ok;
+}
+
+// How many of `all` rows to compare, and how far apart they lie: a distance that no head is left out at.
+struct Sample {
+    int64_t count, stride;
+};
+inline Sample sample(int64_t all, int64_t most, int heads) {
+    int64_t stride = std::max<int64_t>(1, all / std::max<int64_t>(1, most));
+    while (std::gcd(stride, int64_t{heads}) > 1) --stride;
+    return {std::min(all, most), stride};
+}
+
+// The gate in fp64: r [T, H, E] from R, from the router's W (with the sum of the sigmoids + eps in sums [T, H]), or ones.
+template <typename T>
+__global__ void gate_values(double *gate, double *sums, const T *q, const float *r, const float *w, double eps, flashmhf::Shape s) {
+    const int64_t row = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, head = row % s.heads;
+    if (row >= s.length * s.heads) return;
+    double sum = eps;
+    for (int e = 0; e < s.subnets; ++e) {
+        double p = 0;
+        if (w)
+            for (int i = 0; i < s.head_dim; ++i) p += double(float(q[row * s.head_dim + i])) * w[(head * s.head_dim + i) * s.subnets + e];
+        gate[row * s.subnets + e] = w ? 1 / (1 + exp(-p)) : r ? r[row * s.subnets + e] : 1.0;
+        sum += gate[row * s.subnets + e];
+    }
+    sums[row] = w ? sum : 1.0;
+    for (int e = 0; e < s.subnets; ++e) gate[row * s.subnets + e] /= sums[row];
+}
+// Rows i * stride of x [.., width] as fp64.
+template <typename X> __global__ void gather_rows(double *out, const X *x, int64_t width, int64_t stride) {
+    for (int64_t i = threadIdx.x; i < width; i += blockDim.x)
+        out[blockIdx.x * width + i] = double(float(x[blockIdx.x * stride * width + i]));
+}
+
+}  // namespace harness
