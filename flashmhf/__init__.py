@@ -1,10 +1,12 @@
 """Flash Multi-Head Feed-Forward Networks (arXiv 2512.06989) for PyTorch."""
 
-from . import reference
+from . import flops, reference
 from .backends import info
 from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
 from .ops import flash_mhf
 from .router import gate
+
+flops.register()
 
 __version__ = "0.1.0"
 __all__ = [

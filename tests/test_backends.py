@@ -132,7 +132,7 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
                     file.write_bytes(b"not a library")
             assert reason in hopper.library()
         hopper.library.cache_clear()
-        monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
+        monkeypatch.setattr(hopper, "_load", lambda: None)
         monkeypatch.setattr(hopper, "build_info", lambda: {"cuda_version": "13.0"})
         monkeypatch.setattr(driver, "version", lambda: 12040)
         assert "driver supports CUDA 12.4 but the library was built with CUDA 13.0" in hopper.library()

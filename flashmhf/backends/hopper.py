@@ -37,7 +37,7 @@ def library() -> str | None:
         reason = NO_LIBRARY.read_text().strip() if NO_LIBRARY.exists() else "it was not built"
         return f"flashmhf was installed without its CUDA library: {reason}"
     try:
-        torch.ops.load_library(str(LIBRARY))
+        _load()
     except OSError as error:
         return f"its CUDA library does not load: {error}"
     runtime, supported = build_info()["cuda_version"], driver.version()
@@ -47,6 +47,13 @@ def library() -> str | None:
             "update the driver or rebuild with an older nvcc (12.4 or later)"
         )
     return None
+
+
+def _load() -> None:
+    from .. import flops  # not above: it imports the operators, and they import this module
+
+    torch.ops.load_library(str(LIBRARY))
+    flops.register_projection()
 
 
 def build_info() -> dict:

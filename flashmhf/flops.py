@@ -1,0 +1,111 @@
+"""Floating-point operations of the operators, for ``torch.utils.flop_counter.FlopCounterMode``, which counts none of what it does not know.
+
+A product of [m, k] and [k, n] is 2 m k n operations; elementwise work is not counted. What backward recomputes is, as PyTorch counts it
+for its own attention. :func:`register` makes the formulae known to a counter that is made afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+Shape = Sequence[int]
+_COUNTER = "torch.utils.flop_counter"
+
+
+def product(q: Shape, k: Shape) -> int:
+    """One product of Q [..., H, d_h] with a weight [H, E, d_e, d_h]."""
+    return 2 * math.prod(q) * k[1] * k[2]
+
+
+def router_product(q: Shape, k: Shape) -> int:
+    """P = Q W of the router [H, d_h, E]."""
+    return 2 * math.prod(q) * k[1]
+
+
+def forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
+    """Q K^T, Q U^T and the product with V: 6 T H d_h E d_e."""
+    return 3 * product(q, k)
+
+
+def gated_forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
+    """:func:`forward` and the router: 2 T H d_h E more."""
+    return 3 * product(q, k) + router_product(q, k)
+
+
+def _products_of_backward(needs: Sequence[bool]) -> int:
+    """Of eight: Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the weights'."""
+    tokens, weights = needs
+    return 3 * (tokens or weights) + 2 * tokens + 3 * weights
+
+
+def backward(grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object) -> int:
+    """16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares."""
+    return _products_of_backward(needs) * product(q, k)
+
+
+def gated_backward(grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object) -> int:
+    """:func:`backward`, the router's product again, and one product for each of its gradients."""
+    tokens, weights = needs
+    router_products = (tokens or weights) + tokens + weights
+    return _products_of_backward(needs) * product(q, k) + router_products * router_product(q, k)
+
+
+def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
+    """x W^T of x [T, K] and w [N, K]."""
+    return 2 * math.prod(x) * w[0]
+
+
+def register() -> None:
+    """Registers the formulae with PyTorch, now or when something imports its counter: that import takes Triton's with it."""
+    if _COUNTER in sys.modules:
+        _register_operators(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def register_projection() -> None:
+    """Registers the formula of the hopper library's few-token projection, an operator that exists once the library is loaded."""
+    counter = sys.modules.get(_COUNTER)
+    if counter is not None and torch.ops.flashmhf_hopper.project not in counter.flop_registry:
+        counter.register_flop_formula(torch.ops.flashmhf_hopper.project)(projection)
+
+
+def _register_operators(counter: ModuleType) -> None:
+    for name, formula in {
+        "forward": forward,
+        "gated_forward": gated_forward,
+        "backward": backward,
+        "gated_backward": gated_backward,
+        "backward_accumulate_": backward,
+    }.items():
+        counter.register_flop_formula(getattr(torch.ops.flashmhf, name))(formula)
+    if hasattr(torch.ops.flashmhf_hopper, "project"):
+        register_projection()
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it lets the other finders load the counter's module and registers the formulae with it."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register_operators(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
