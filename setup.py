@@ -1,4 +1,8 @@
-"""Builds the op library libflashmhf_hopper.so (CMake, where nvcc is) and the optional launch-planner module flashmhf._plan."""
+"""Builds the op library libflashmhf_hopper.so (CMake, where nvcc is) and the optional launch-planner module flashmhf._plan.
+
+FLASHMHF_WHEEL=1 builds what a release ships (tools/build_wheel.py): one wheel for every Python, hence without flashmhf._plan, whose
+library runs on manylinux_2_28.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -17,6 +21,7 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 import toolchain  # noqa: E402
 
 LIBRARY = "libflashmhf_hopper.so"
+RELEASE = toolchain.flag("FLASHMHF_WHEEL")
 NO_LIBRARY = "_no_library.txt"  # says in the installed package why the library is not there
 
 
@@ -36,6 +41,7 @@ def cmake_build(build_dir: Path, version: str) -> Path:
         f"-DTORCH_ROOT={torch_root}",
         f"-DFLASHMHF_VERSION={version}",
         f"-DNVCC_THREADS={nvcc_threads}",
+        f"-DFLASHMHF_MANYLINUX={'ON' if RELEASE else 'OFF'}",
         f"-DTHUNDERKITTENS_ROOT={os.environ.get('THUNDERKITTENS_ROOT', '')}",
     ]  # fmt: skip
     ccache = shutil.which("ccache")
@@ -55,20 +61,26 @@ class BuildExtensions(build_ext):
         super().run()
         package = ROOT / "flashmhf" if self.inplace else Path(self.build_lib) / "flashmhf"
         package.mkdir(parents=True, exist_ok=True)
-        reason = toolchain.no_cuda_reason()
-        if reason is None:
-            try:
-                library = cmake_build(Path(self.build_temp).resolve() / "cmake", self.distribution.get_version())
-                shutil.copy2(library, package / LIBRARY)
-                (package / NO_LIBRARY).unlink(missing_ok=True)
-                return
-            except RuntimeError as error:
-                reason = str(error)
-        if toolchain.flag("FLASHMHF_FORCE_CUDA_BUILD"):
+        try:
+            shutil.copy2(self.library(), package / LIBRARY)
+            (package / NO_LIBRARY).unlink(missing_ok=True)
+            return
+        except RuntimeError as error:
+            reason = str(error)
+        if RELEASE or toolchain.flag("FLASHMHF_FORCE_CUDA_BUILD"):
             raise RuntimeError(f"flashmhf: the CUDA library was not built: {reason}")
         (package / LIBRARY).unlink(missing_ok=True)
         (package / NO_LIBRARY).write_text(reason + "\n")
         print(f"flashmhf: installed without its CUDA library: {reason}", file=sys.stderr)
+
+    def library(self) -> Path:
+        """The op library: $FLASHMHF_LIBRARY (compiled before), else built here. Raises RuntimeError with the reason why there is none."""
+        if os.environ.get("FLASHMHF_LIBRARY"):
+            return Path(os.environ["FLASHMHF_LIBRARY"])
+        reason = toolchain.no_cuda_reason()
+        if reason is not None:
+            raise RuntimeError(reason)
+        return cmake_build(Path(self.build_temp).resolve() / "cmake", self.distribution.get_version())
 
     def get_outputs(self):
         if self.inplace:
@@ -94,4 +106,26 @@ def plan_extension() -> Extension:
     )
 
 
-setup(ext_modules=[plan_extension()], cmdclass={"build_ext": BuildExtensions})
+class ReleaseDistribution(Distribution):
+    """Runs build_ext although setuptools knows of no extension."""
+
+    def has_ext_modules(self):
+        return True
+
+
+def release_commands() -> dict[str, type]:
+    from setuptools.command.bdist_wheel import bdist_wheel  # setuptools 70.1 and later
+
+    class ReleaseWheel(bdist_wheel):
+        """The library has no Python symbol, so one wheel serves every CPython; it does depend on the platform."""
+
+        def get_tag(self):
+            return ("py3", "none", super().get_tag()[2])
+
+    return {"build_ext": BuildExtensions, "bdist_wheel": ReleaseWheel}
+
+
+if RELEASE:
+    setup(cmdclass=release_commands(), distclass=ReleaseDistribution)
+else:
+    setup(ext_modules=[plan_extension()], cmdclass={"build_ext": BuildExtensions})

@@ -71,7 +71,7 @@ def torch_version(root: Path) -> tuple[int, int]:
 
 
 def build_requirements() -> list[str]:
-    if no_cuda_reason() is not None:
+    if os.environ.get("FLASHMHF_LIBRARY") or no_cuda_reason() is not None:
         return []
     missing = [requirement for tool, requirement in (("cmake", "cmake>=3.24"), ("ninja", "ninja")) if shutil.which(tool) is None]
     return missing + ([TORCH_REQUIREMENT] if torch_root() is None else [])

@@ -1,0 +1,194 @@
+"""Runs the CPU tests with several versions of torch and transformers, each pair in an environment of its own.
+
+$ python tools/matrix.py                                        # every pair, all tests
+$ python tools/matrix.py --pairs 2.10/5.17 -- tests/test_nn.py  # one pair, some tests
+$ python tools/matrix.py --wheel dist/flashmhf-*.whl            # with the wheel of a release, CUDA library included
+$ python tools/matrix.py --check                                # whether docs/compatibility.md says what the record says
+
+A pair's result replaces its earlier one in benchmarks/results/compatibility.json; docs/compatibility.md has the table. Environments
+are deleted afterwards: a CUDA build of torch takes about 7 GB. Needs a network and the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "benchmarks" / "results" / "compatibility.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- compatibility: begin (tools/matrix.py) -->", "<!-- compatibility: end -->"
+# Oldest and newest of both, and what the serving engines pin: torch 2.14 (vLLM, SGLang).
+PAIRS = ("2.10/5.17", "2.13/5.23", "2.14/5.17", "2.15/5.23")
+IMPORT_TIMES = """
+import json, time
+start = time.process_time()
+import torch
+middle = time.process_time()
+import flashmhf
+print(json.dumps([torch.__version__, middle - start, time.process_time() - middle]))
+"""
+LOAD = """
+from flashmhf.backends import hopper
+import torch
+if hopper.LIBRARY.exists():
+    torch.ops.load_library(str(hopper.LIBRARY))
+print(hopper.LIBRARY.exists())
+"""
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def pure_wheel(folder: Path) -> Path:
+    """A wheel of this source tree without the CUDA library."""
+    environment = os.environ | {"FLASHMHF_SKIP_CUDA_BUILD": "1"}
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(command, env=environment, check=True)
+    return next(folder.glob("flashmhf-*.whl"))
+
+
+def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel: Path) -> Path:
+    """A fresh environment with exactly these versions; its interpreter."""
+    run(interpreter, "-m", "venv", folder)
+    python = folder / "bin" / "python"
+    constraints = folder / "constraints.txt"
+    versioned = ("torch>", "transformers<", "triton<")  # torch says which Triton it takes
+    kept = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(versioned)]
+    constraints.write_text("\n".join([*kept, f"torch=={torch}.*", f"transformers=={transformers}.*", ""]))
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "-c", constraints)
+    run(*pip, "torch")
+    run(*pip, f"{wheel}[test]")
+    return python
+
+
+def passed_tests(python: Path, tests: list[str]) -> dict:
+    """Runs pytest on a copy of the tests, so that the installed package is what they import."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in ("tests", "benchmarks", "tools", "docs", "csrc", "build_backend"):
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, Path(scratch) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ROOT.iterdir():
+            if path.is_file():
+                shutil.copy2(path, scratch)
+        junit = Path(scratch) / "junit.xml"
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", *tests]
+        start = time.monotonic()
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        seconds = time.monotonic() - start
+        if not junit.exists():
+            raise RuntimeError(f"pytest wrote no report:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        suite = ElementTree.parse(junit).getroot().find("testsuite")
+        count = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+        failed = [
+            f"{case.get('classname')}::{case.get('name')}"
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ]
+    return {
+        "passed": count["tests"] - count["failures"] - count["errors"] - count["skipped"],
+        "failed": failed,
+        "skipped": count["skipped"],
+        "seconds": round(seconds),
+    }
+
+
+def result(interpreter: str, pair: str, wheel: Path, tests: list[str], keep: Path | None) -> dict:
+    torch, transformers = pair.split("/")
+    with tempfile.TemporaryDirectory(prefix="flashmhf-matrix-", dir=keep) as scratch:
+        python = install(interpreter, Path(scratch) / "env", torch, transformers, wheel)
+        version, torch_seconds, own_seconds = json.loads(run(python, "-c", IMPORT_TIMES, cwd=scratch))
+        return {
+            "pair": pair,
+            "python": run(python, "-c", "import platform; print(platform.python_version())").strip(),
+            "torch": version,
+            "transformers": run(python, "-c", "from importlib.metadata import version as v; print(v('transformers'))").strip(),
+            "library": run(python, "-c", LOAD, cwd=scratch).strip() == "True",
+            "import_torch_s": round(torch_seconds, 2),
+            "import_flashmhf_s": round(own_seconds, 3),
+            "selection": " ".join(tests) or "all",
+            "date": datetime.date.today().isoformat(),
+            "machine": f"{platform.machine()}, CPU",
+            **passed_tests(python, tests),
+        }
+
+
+def table(rows: list[dict]) -> str:
+    """The block between the markers of docs/compatibility.md."""
+    if not rows:
+        return f"{BEGIN}\n{END}"
+    header = ("torch", "transformers", "Python", "tests", "passed", "failed", "skipped", "CUDA library", "`import flashmhf`", "date")
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    for row in rows:
+        cells = (
+            row["torch"],
+            row["transformers"],
+            row["python"],
+            "all" if row["selection"] == "all" else "a selection",
+            row["passed"],
+            len(row["failed"]),
+            row["skipped"],
+            "loads" if row["library"] else "not installed",
+            f"{1000 * row['import_flashmhf_s']:.0f} ms after torch's {row['import_torch_s']:.1f} s",
+            row["date"],
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    selections = dict.fromkeys(row["selection"] for row in rows if row["selection"] != "all")
+    notes = [f"Selection: `pytest {selection}`." for selection in selections]
+    failures = [f"torch {row['torch']}: {', '.join(f'`{name}`' for name in row['failed'])} failed." for row in rows if row["failed"]]
+    return "\n".join([BEGIN, "", *lines, "", *notes, *failures, END])
+
+
+def with_table(text: str, rows: list[dict]) -> str:
+    """``text`` with the block between the markers replaced."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the text lacks the markers {BEGIN!r} and {END!r}")
+    return before + table(rows) + after
+
+
+def write(rows: list[dict]) -> None:
+    RECORD.write_text(json.dumps({"command": "python tools/matrix.py", "rows": rows}, indent=1) + "\n")
+    PAGE.write_text(with_table(PAGE.read_text(), rows))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, metavar="TORCH/TRANSFORMERS", help=f"default: {' '.join(PAIRS)}")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the environments")
+    parser.add_argument("--wheel", type=Path, help="install this wheel (default: one of this source tree without the CUDA library)")
+    parser.add_argument("--scratch", type=Path, help="where environments are made (default: the system's temporary folder)")
+    parser.add_argument("--check", action="store_true", help="run nothing; exit status 1 where page and record disagree")
+    parser.add_argument("tests", nargs="*", help="arguments of pytest (default: all tests)")
+    options = parser.parse_args(arguments)
+    rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
+    if options.check:
+        return int(with_table(PAGE.read_text(), rows) != PAGE.read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = options.wheel.resolve() if options.wheel else pure_wheel(Path(scratch))
+        for pair in options.pairs:
+            row = result(options.python, pair, wheel, options.tests, options.scratch)
+            rows = sorted((*(old for old in rows if old["pair"] != pair), row), key=lambda row: row["pair"])
+            write(rows)
+            print(f"torch {row['torch']}, transformers {row['transformers']}: {row['passed']} passed, {len(row['failed'])} failed")
+    return int(any(row["failed"] for row in rows if row["pair"] in options.pairs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
