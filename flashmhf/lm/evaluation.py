@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from . import checkpoints, conversion, data, tokenizer
+from .errors import OptionError
 
 # lm-eval's names of the paper's tasks: HellaSwag, SIQA, PIQA, OBQA, WinoGrande, RACE.
 PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "race")
@@ -194,7 +195,7 @@ def task_scores(
     manager = TaskManager(include_path=include_path)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
-        raise ValueError(f"lm-eval has no tasks {unknown}; local ones are found through --include-path")
+        raise OptionError("lm-eval has no tasks {unknown}; local ones are found through {include_path}", unknown=unknown)
     wrapped = HFLM(pretrained=model, tokenizer=text, batch_size=batch, max_length=model.config.max_position_embeddings, add_bos_token=False)
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0)
     return {

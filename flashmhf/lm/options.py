@@ -243,9 +243,10 @@ class Options:
         """How a step is made up, for people."""
         size = self.micro_batch_for(processes)
         turns = self.batch // (size * processes)
-        devices = "1 device" if processes == 1 else f"{processes} devices"
+        devices = "1 device" if processes == 1 else f"each of {processes} devices"
+        accumulated = f", {turns} times" if turns > 1 else ""
         tokens = f"{self.batch:,} sequences of {self.length:,} tokens = {self.batch * self.length:,} tokens"
-        return f"a step: {tokens}; {size} sequences at once on {devices}, {turns} times"
+        return f"a step: {tokens}; {size} sequences at once on {devices}{accumulated}"
 
 
 def _absolute(name: str | None) -> str | None:

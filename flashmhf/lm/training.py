@@ -288,8 +288,10 @@ class _Run:
         config = model_config(self.chosen, self.options)
         config.vocab_size = max(self.options.vocab_size, len(text))
         config.bos_token_id = config.eos_token_id = text.eos_token_id
-        config.pad_token_id = None
-        return AutoModelForCausalLM.from_config(config)
+        config.pad_token_id = None  # an embedding with a padding token trains that row differently
+        model = AutoModelForCausalLM.from_config(config)
+        model.config.pad_token_id = model.generation_config.pad_token_id = text.pad_token_id
+        return model
 
 
 def _stored(output: Path):
