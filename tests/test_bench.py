@@ -371,36 +371,11 @@ def test_a_record_of_few_subjects_is_reported(h200, tmp_path):
     assert (tmp_path / "latency.png") in plots.draw(h200, tmp_path)
 
 
-def headline_script():
-    spec = importlib.util.spec_from_file_location("headline", ROOT / "benchmarks" / "headline.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_headline_is_written_and_checked(h200, tmp_path):
-    script, readme, results = headline_script(), tmp_path / "README.md", tmp_path / "results.json"
-    suite.write_json(h200, results)
-    readme.write_text(f"# title\n\n{paper.HEADLINE_BEGIN}\nold\n{paper.HEADLINE_END}\n\nrest\n")
-    arguments = ["--results", str(results), "--readme", str(readme)]
-    assert script.main([*arguments, "--check"]) == 1
-    assert script.main(arguments) == 0 and script.main([*arguments, "--check"]) == 0
-    text = readme.read_text()
-    assert text.startswith("# title\n") and text.endswith("\n\nrest\n") and "| 384 |" in text and "old" not in text
-    h200["rows"][0]["stack_ms"] *= 2
-    suite.write_json(h200, results)
-    assert script.main([*arguments, "--check"]) == 1
-    readme.write_text("no markers")
-    with pytest.raises(ValueError, match="lacks the markers"):
-        script.main(arguments)
-
-
-def test_readme_agrees_with_the_committed_results():
-    script = headline_script()
-    if not script.RESULTS.exists():
-        assert paper.HEADLINE_BEGIN not in (ROOT / "README.md").read_text(), "README has a headline table without results"
-        pytest.skip("no results are committed")
-    assert script.main(["--check"]) == 0
+def test_headline_names_sizes_ratios_and_conditions(h200):
+    text = paper.headline(h200)
+    assert "| 384 |" in text and "d_model 2048" in text and "1/6.0 of its memory" in text and "driver 580.1" in text
+    h200["rows"] = [row for row in h200["rows"] if row["group"] == "latency"]
+    assert "Forward and backward" not in paper.headline(h200)
 
 
 # On a GPU

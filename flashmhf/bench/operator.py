@@ -8,7 +8,6 @@ several sets of inputs, together larger than the L2 cache. Few tokens are replay
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -320,16 +319,20 @@ def cases(
 # Reporting
 
 
+def _spread(row: dict) -> str:
+    """Half the distance of the 20 and 80 percentiles, in % of the median."""
+    return f"{50 * (row['ms']['p80'] - row['ms']['p20']) / row['ms']['p50']:.1f}"
+
+
 def line(row: dict) -> str:
     head = (
         f"{row['backend']:<7} T={row['T']:<7} H={row['H']:<3} d_h={row['d_h']:<4} E={row['E']:<3} d_e={row['d_e']:<4} {row['subject']:<42}"
     )
     if row["status"] != "ok":
         return f"{head} {row['status']}: {row['reason']}"
-    spread = 50 * (row["ms"]["p80"] - row["ms"]["p20"]) / row["ms"]["p50"]
     product = f" {row['x_matmul']:.3f} of the product" if "x_matmul" in row else ""
     error = f" error {row['error']:.1e}" if "error" in row else ""
-    return f"{head} {row['ms']['p50']:>9.4f} ms ±{spread:>4.1f}% {row['tflops']:>6.1f} TFLOP/s{product}{error}"
+    return f"{head} {row['ms']['p50']:>9.4f} ms ±{_spread(row)}% {row['tflops']:>6.1f} TFLOP/s{product}{error}"
 
 
 def _figure(value: float | None, digits: int) -> str:
@@ -376,8 +379,7 @@ def report(record: dict) -> str:
         if row["status"] != "ok":
             lines.append([row["backend"], *shape, row["subject"], f"{row['status']}: {row['reason']}", *[""] * 5])
             continue
-        spread = 50 * (row["ms"]["p80"] - row["ms"]["p20"]) / row["ms"]["p50"]
-        figures = [_figure(row["ms"]["p50"], 3), _figure(spread, 1), _figure(row["tflops"], 0), _figure(row.get("x_matmul"), 3)]
+        figures = [_figure(row["ms"]["p50"], 3), _spread(row), _figure(row["tflops"], 0), _figure(row.get("x_matmul"), 3)]
         error = f"{row['error']:.1e}" if "error" in row else ""
         lines.append([row["backend"], *shape, row["subject"], *figures, _figure(row.get("memory_mib"), 0), error])
     header = ["back end", "T", "H", "d_h", "E", "d_e", "subject", "ms", "± %", "TFLOP/s", "÷ product", "MiB", "error"]
@@ -391,7 +393,3 @@ def report(record: dict) -> str:
         table(header, lines),
     ]
     return "\n\n".join([*parts, *([table(["ratio", "measured"], ratios)] if ratios else [])]) + "\n"
-
-
-def largest_recorded_error(record: dict) -> float:
-    return max((row["error"] for row in record["rows"] if "error" in row), default=math.nan)

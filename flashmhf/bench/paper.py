@@ -1,11 +1,9 @@
-"""The paper's tables beside ours, the ratios that they are judged by, and README's headline: all of it read from a record."""
+"""From a record: the paper's tables beside ours, the ratios between subjects, and README's table."""
 
 from __future__ import annotations
 
 from .shapes import BATCH, PAPER_MB, PAPER_MS, SHAPES
 from .subjects import SUBJECTS
-
-HEADLINE_BEGIN, HEADLINE_END = "<!-- headline: begin (benchmarks/headline.py) -->", "<!-- headline: end -->"
 
 
 class Rows:
@@ -153,7 +151,7 @@ def _extremes(pairs: list[float | None]) -> tuple[float | None, float | None]:
 
 
 def summary(record: dict) -> dict[str, float | None]:
-    """The ratios that the results are judged by."""
+    """Ratios between subjects over all lengths; None where a subject was not measured."""
     rows = Rows(record)
 
     def forward(subject: str, length: int) -> float | None:
@@ -226,7 +224,7 @@ def report(record: dict) -> str:
 
 
 def headline(record: dict) -> str:
-    """The block between README's markers: the paper's table in short, the conditions, the summary."""
+    """README's table: the paper's in short, what it compares, the training ratios, and the conditions."""
     rows, lines = Rows(record), []
     for length in rows.sizes("latency"):
         ours, eager, compiled = (rows.value("stack_ms", "latency", s, length) for s in (rows.ours, "swiglu", "swiglu_compiled"))
@@ -240,15 +238,13 @@ def headline(record: dict) -> str:
     note = (
         f"{backend}, bf16, batch {BATCH}: {model.layers} layers of FlashMHF (d_model {model.d_model}, H = {model.heads}, "
         f"E = {model.subnets}, d_e = {model.subnet_dim}, projections and gate included) against {model.swiglu_layers} layers of SwiGLU "
-        f"({model.swiglu_dim} wide), forward; peak memory of one layer beyond weights and input. {conditions(record)}."
+        f"({model.swiglu_dim} wide), forward; peak memory of one layer beyond weights and input."
     )
-    return "\n\n".join([HEADLINE_BEGIN, table(header, lines), note, summary_table(record), HEADLINE_END])
-
-
-def with_headline(text: str, record: dict) -> str:
-    """``text`` with the block between the markers replaced. Raises ValueError when they are not there."""
-    before, begin, rest = text.partition(HEADLINE_BEGIN)
-    _, end, after = rest.partition(HEADLINE_END)
-    if not begin or not end:
-        raise ValueError(f"the text lacks the markers {HEADLINE_BEGIN!r} and {HEADLINE_END!r}")
-    return before + headline(record) + after
+    ratios = summary(record)
+    time = ratios["FlashMHF ÷ SwiGLU, forward and backward"]
+    if time is not None:
+        checkpointed = ratios["FlashMHF ÷ checkpointed SwiGLU, forward and backward"]
+        memory = ratios["SwiGLU ÷ FlashMHF, training memory beyond weights and input"]
+        note += f" Forward and backward at L = {rows.sizes('training')[0]} take {_cell(time)} times as long as SwiGLU"
+        note += f" ({_cell(checkpointed)} times as long as checkpointed SwiGLU) and 1/{_cell(memory, 1)} of its memory."
+    return "\n\n".join([table(header, lines), f"{note} {conditions(record)}."])

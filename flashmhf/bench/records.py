@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import pathlib
 
-COLUMNS = ("date", "device", "torch", "commit", "record", "command", "subject", "direction", "shape", "metric", "value", "ratio")
+COLUMNS = ("date", "device", "torch", "commit", "record", "subject", "direction", "shape", "metric", "value", "ratio")
 
 
 def rows(record: dict, name: str) -> list[dict]:
@@ -16,7 +16,7 @@ def rows(record: dict, name: str) -> list[dict]:
     """
     where = record["environment"]
     fixed = {"record": name, "torch": where["packages"]["torch"]}
-    fixed |= {column: where.get(column) or "" for column in ("date", "device", "commit", "command")}
+    fixed |= {column: where.get(column) or "" for column in ("date", "device", "commit")}
     measured = [row for row in record["rows"] if row["status"] == "ok"]
     describe = _suite_row if any("group" in row for row in measured) else _operator_row
     return [fixed | describe(row, measured) for row in measured]
@@ -47,7 +47,7 @@ def _operator_row(row: dict, measured: list[dict]) -> dict:
 
 
 def append(record: dict, path: pathlib.Path, name: str | None = None) -> None:
-    """Adds the run that was written to ``path`` to runs.csv in the same folder, which is made where there is none."""
+    """Adds the run that was written to ``path`` (a file or a folder) to runs.csv beside it, which is made where there is none."""
     runs = path.parent / "runs.csv"
     new = not runs.exists()
     with runs.open("a", newline="") as file:

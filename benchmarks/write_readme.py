@@ -1,0 +1,104 @@
+"""Writes the tables of README.md and benchmarks/README.md from the records in benchmarks/results.
+
+    $ python benchmarks/write_readme.py            # after a record has changed
+    $ python benchmarks/write_readme.py --check    # changes nothing; exit status 1 when a file disagrees with the records
+
+A table stands between the markers ``<!-- NAME: begin (benchmarks/write_readme.py) -->`` and ``<!-- NAME: end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+
+from flashmhf.bench import operator, paper
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OPERATOR_COLUMNS = ("operator", "T", "d_h, E, d_e", "Hopper ms", "TFLOP/s", "÷ product", "Triton ms", "TFLOP/s", "÷ product")
+
+
+def read(root: pathlib.Path, name: str) -> dict:
+    return json.loads((root / "benchmarks" / "results" / name).read_text())
+
+
+def headline(root: pathlib.Path) -> str:
+    return paper.headline(read(root, "h200/results.json"))
+
+
+def summary(root: pathlib.Path) -> str:
+    return paper.summary_table(read(root, "h200/results.json"))
+
+
+def _figures(row: dict | None) -> tuple[str, ...]:
+    return (f"{row['ms']['p50']:.2f}", f"{row['tflops']:.0f}", f"{row['x_matmul']:.2f}") if row else ("", "", "")
+
+
+def _conditions(what: str, record: dict) -> str:
+    where = record["environment"]
+    commit = f", commit {where['commit']}" if where.get("commit") else ""
+    return f"{what}: {where['device']}, torch {where['packages']['torch']}, {where['date']}{commit}, `{where['command']}`."
+
+
+def operator_table(root: pathlib.Path) -> str:
+    """Hopper beside Triton at every shape of more than a few tokens, then where and how each was measured."""
+    records = {name: read(root, f"{name}_h200.json") for name in ("forward", "backward", "triton")}
+    sizes = ("T", "H", "d_h", "E", "d_e")
+    triton = {(row["subject"], *(row[name] for name in sizes)): row for row in records["triton"]["rows"] if row["status"] == "ok"}
+    lines = []
+    for direction in ("forward", "backward"):
+        for row in records[direction]["rows"]:
+            if row["subject"] != direction or row["status"] != "ok" or row["T"] <= operator.GRAPH_TOKENS:
+                continue
+            beside = triton.get((direction, *(row[name] for name in sizes)))
+            shape = f"{row['d_h']}, {row['E']}, {row['d_e']}"
+            lines.append([direction, f"{row['T']:,}", shape, *_figures(row), *_figures(beside)])
+    notes = [
+        "Medians at sustained clocks, bf16. TFLOP/s count useful operations, 6 T H d_h E d_e forward and 16 backward. "
+        "÷ product: the rate over that of an 8192³ bf16 matrix product of the same run.",
+        *(f"- {_conditions(name.capitalize(), record)}" for name, record in records.items()),
+    ]
+    return "\n\n".join([paper.table(list(OPERATOR_COLUMNS), lines), notes[0], "\n".join(notes[1:])])
+
+
+BLOCKS: dict[str, dict[str, Callable[[pathlib.Path], str]]] = {
+    "README.md": {"headline": headline},
+    "benchmarks/README.md": {"summary": summary, "operator": operator_table},
+}
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """``text`` with the block between the markers of ``name`` replaced. Raises ValueError when the markers are missing."""
+    begin, end = f"<!-- {name}: begin (benchmarks/write_readme.py) -->", f"<!-- {name}: end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the text lacks the markers {begin!r} and {end!r}")
+    return f"{before}{begin}\n\n{block}\n\n{end}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a file disagrees with the records")
+    parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="the repository (default: this script's)")
+    options = parser.parse_args(arguments)
+    stale = 0
+    for name, blocks in BLOCKS.items():
+        path = options.root / name
+        text = wanted = path.read_text()
+        for block, write in blocks.items():
+            wanted = with_block(wanted, block, write(options.root))
+        if text == wanted:
+            continue
+        stale += 1
+        if options.check:
+            print(f"{name} disagrees with benchmarks/results: run python benchmarks/write_readme.py", file=sys.stderr)
+        else:
+            path.write_text(wanted)
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
