@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and benchmarks/README.md from the records in benchmarks/results.
+"""Writes the tables of README.md, benchmarks/README.md and docs/ from the records in benchmarks/results.
 
     $ python benchmarks/write_readme.py            # after a record has changed
     $ python benchmarks/write_readme.py --check    # changes nothing; exit status 1 when a file disagrees with the records
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from flashmhf.bench import operator, paper
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OPERATOR_COLUMNS = ("operator", "T", "d_h, E, d_e", "Hopper ms", "TFLOP/s", "÷ product", "Triton ms", "TFLOP/s", "÷ product")
+OPERATOR_COLUMNS = ("operator", "T", "H, d_h, E, d_e", "Hopper ms", "TFLOP/s", "÷ product", "Triton ms", "TFLOP/s", "÷ product")
 
 
 def read(root: pathlib.Path, name: str) -> dict:
@@ -39,7 +39,7 @@ def _figures(row: dict | None) -> tuple[str, ...]:
 def _conditions(what: str, record: dict) -> str:
     where = record["environment"]
     commit = f", commit {where['commit']}" if where.get("commit") else ""
-    return f"{what}: {where['device']}, torch {where['packages']['torch']}, {where['date']}{commit}, `{where['command']}`."
+    return f"{what}: {where['device']}, torch {where['packages']['torch']}, {where['date']}{commit}."
 
 
 def operator_table(root: pathlib.Path) -> str:
@@ -53,7 +53,7 @@ def operator_table(root: pathlib.Path) -> str:
             if row["subject"] != direction or row["status"] != "ok" or row["T"] <= operator.GRAPH_TOKENS:
                 continue
             beside = triton.get((direction, *(row[name] for name in sizes)))
-            shape = f"{row['d_h']}, {row['E']}, {row['d_e']}"
+            shape = ", ".join(str(row[name]) for name in sizes[1:])
             lines.append([direction, f"{row['T']:,}", shape, *_figures(row), *_figures(beside)])
     notes = [
         "Medians at sustained clocks, bf16. TFLOP/s count useful operations, 6 T H d_h E d_e forward and 16 backward. "
@@ -63,9 +63,25 @@ def operator_table(root: pathlib.Path) -> str:
     return "\n\n".join([paper.table(list(OPERATOR_COLUMNS), lines), notes[0], "\n".join(notes[1:])])
 
 
+def training_table(root: pathlib.Path) -> str:
+    record = read(root, "lm_training_h200.json")
+    where, settings = record["environment"], record["settings"]
+    lines = []
+    for run in record["runs"]:
+        (first, before), (last, after) = run["losses"][0], run["losses"][-1]
+        memory, loss = f"{run['peak_memory_bytes'] / 2**30:.1f} GiB", f"{before:.2f}, {after:.2f}"
+        lines.append(
+            [run["model"], f"{run['tokens_per_second']['median']:,.0f}", f"{run['mfu']:.3f}", memory, f"{before:.2f}, {after:.2f}"]
+        )
+    header = ["preset", "tokens/s", "MFU", "peak memory", f"loss at step {first}, {last}"]
+    size = f"batch {settings['batch']} x {settings['length']}, bf16, `torch.compile`"
+    return f"{paper.table(header, lines)}\n\n{where['device']}, {where['date']}, {size}: `{where['command']}`."
+
+
 BLOCKS: dict[str, dict[str, Callable[[pathlib.Path], str]]] = {
     "README.md": {"headline": headline},
     "benchmarks/README.md": {"summary": summary, "operator": operator_table},
+    "docs/language-models.md": {"training": training_table},
 }
 
 
