@@ -70,9 +70,7 @@ def training_table(root: pathlib.Path) -> str:
     for run in record["runs"]:
         (first, before), (last, after) = run["losses"][0], run["losses"][-1]
         memory, loss = f"{run['peak_memory_bytes'] / 2**30:.1f} GiB", f"{before:.2f}, {after:.2f}"
-        lines.append(
-            [run["model"], f"{run['tokens_per_second']['median']:,.0f}", f"{run['mfu']:.3f}", memory, f"{before:.2f}, {after:.2f}"]
-        )
+        lines.append([run["model"], f"{run['tokens_per_second']['median']:,.0f}", f"{run['mfu']:.3f}", memory, loss])
     header = ["preset", "tokens/s", "MFU", "peak memory", f"loss at step {first}, {last}"]
     size = f"batch {settings['batch']} x {settings['length']}, bf16, `torch.compile`"
     return f"{paper.table(header, lines)}\n\n{where['device']}, {where['date']}, {size}: `{where['command']}`."
