@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise
 from .multihead import MultiHead, check_input
 
+WEIGHTS = ("k", "u", "v")
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
 
 
@@ -151,7 +152,7 @@ class FlashMHF(MultiHead):
         self.router_eps = epsilon("router_eps", router_eps)
         self.backend, self.deterministic = backend_and_deterministic(backend, deterministic)
         self.accumulate_main_grad = flag("accumulate_main_grad", accumulate_main_grad)
-        shape = (self.num_heads, self.num_subnets, self.subnet_dim, self.head_dim)
+        shape = self.weight_shape
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.router = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.num_subnets, device=device, dtype=dtype))
         q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
@@ -205,6 +206,49 @@ class FlashMHF(MultiHead):
         if self.q_norm is not None:
             nn.init.ones_(self.q_norm.weight)
 
+    def stack_weights(self, stacked: bool = True) -> FlashMHF:
+        """Stores k, u and v as parameters [H E, d_e, d_h] (True) or [H, E, d_e, d_h] (False) over the same memory; returns the module.
+
+        For tools that adapt parameters of two or three dimensions only, such as LoRA in PEFT (docs/lora.md). State dicts hold four
+        dimensions in either case. The parameters are new objects: call this before an optimizer takes them. Raises ValueError for a
+        module with accumulate_main_grad=True, whose buffers belong to the parameters of four dimensions.
+        """
+        if flag("stacked", stacked) and self.accumulate_main_grad:
+            raise ValueError("accumulate_main_grad is True; stack_weights supports False only")
+        shape = self.weight_shape
+        for name in WEIGHTS:
+            weight = getattr(self, name)
+            stored = weight.detach().view(-1, *shape[2:]) if stacked else weight.detach().view(shape)
+            setattr(self, name, nn.Parameter(stored, requires_grad=weight.requires_grad))
+        return self
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """(H, E, d_e, d_h) of k, u and v."""
+        return self.num_heads, self.num_subnets, self.subnet_dim, self.head_dim
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """k, u, v [H, E, d_e, d_h], however they are stored."""
+        shape = self.weight_shape
+        k, u, v = (weight if weight.dim() == 4 else weight.view(shape) for weight in (self.k, self.u, self.v))
+        return k, u, v
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._reshape(destination, prefix, self.weight_shape)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in WEIGHTS:
+            self._reshape(state_dict, prefix, getattr(self, name).shape, (name,))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _reshape(self, state: dict[str, Any], prefix: str, shape: Sequence[int], names: Sequence[str] = WEIGHTS) -> None:
+        """Gives k, u, v of ``state`` ``shape`` where they are stored with other dimensions but hold as many elements."""
+        for name in names:
+            value = state.get(prefix + name)
+            if value is not None and value.dim() in (3, 4) and value.dim() != len(shape) and value.numel() == math.prod(shape):
+                state[prefix + name] = value.reshape(shape)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
@@ -213,7 +257,7 @@ class FlashMHF(MultiHead):
         if self._are_few_tokens(x):
             rows = x.reshape(-1, self.d_model)
             projections = [(linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj)]
-            project = ops.few_token_projection(rows, self.k, projections, self.backend)
+            project = ops.few_token_projection(rows, self._weights()[0], projections, self.backend)
             if project is not None:
                 return self._forward_few_tokens(project, rows, x.shape)
         return self.out_proj(self._mix(self.split_heads(x)).flatten(-2))
@@ -267,7 +311,7 @@ class FlashMHF(MultiHead):
         if self.accumulate_main_grad and torch.is_grad_enabled():
             return self._mix_into_main_grad(q)
         return ops.gated_flash_mhf(
-            q, self.k, self.u, self.v, self.router, self.router_eps, deterministic=self.deterministic, backend=self.backend
+            q, *self._weights(), self.router, self.router_eps, deterministic=self.deterministic, backend=self.backend
         )
 
     def _mix_into_main_grad(self, q: Tensor) -> Tensor:
