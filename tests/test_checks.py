@@ -147,7 +147,7 @@ def test_accumulators_are_checked():
             ops.backward_accumulate_(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], *buffers.values())
 
 
-def test_the_functional_door_names_what_is_not_a_tensor():
+def test_flash_mhf_names_what_is_not_a_tensor():
     x = good()
     with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
         flashmhf.flash_mhf(x["q"], [1, 2], x["u"], x["v"])
