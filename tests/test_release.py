@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import flashmhf
+
 ROOT = Path(__file__).resolve().parent.parent
+TEMPLATES = ("bug", "performance", "feature", "config")
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # of manylinux_2_28
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the sources are not here")
@@ -132,3 +135,27 @@ def test_a_missing_library_is_refused(capsys):
     with pytest.raises(SystemExit):
         script("build_wheel").main(["--library", "no_such_file.so"])
     assert "no_such_file.so: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", [".github/workflows/ci.yml", "CITATION.cff", *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in TEMPLATES)]
+)
+def test_yaml_files_can_be_read(path):
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load((ROOT / path).read_text())
+
+
+def test_the_workflow_runs_what_there_is():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert set(jobs) == {"style", "cpu", "wheel", "gpu"}
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert set(jobs["cpu"]["strategy"]["matrix"]["python"]) < set(classifiers)
+    commands = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    files = set(re.findall(r"\S+\.(?:py|txt)\b", commands))
+    assert files and [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_version_is_the_same_everywhere():
+    assert f"\nversion: {flashmhf.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {flashmhf.__version__} " in (ROOT / "CHANGELOG.md").read_text()
