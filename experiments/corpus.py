@@ -1,6 +1,7 @@
 """English prose as token files for the comparisons of compare.py. No text is committed, only its recipe and hashes (corpus.json).
 
 corpus.py fetch SOURCES       downloads the packages of corpus.json into SOURCES (apt-get, pip) and checks their sha256
+                              Debian's mirrors keep the current versions; older ones are at snapshot.debian.org
 corpus.py build SOURCES TEXT  cleans and deduplicates them into TEXT/text-NN.jsonl.xz, trains TEXT/tokenizer.json
 corpus.py tokenise TEXT OUT   writes OUT/train.bin and OUT/val.bin (uint16), using every core
 corpus.py files PATH... OUT   the same token files from The Pile (.jsonl, .jsonl.gz, .jsonl.zst), PG19 (.txt) or any such files
