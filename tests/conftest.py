@@ -16,6 +16,7 @@ import torch  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import backends  # noqa: E402
+from flashmhf.bench import environment  # noqa: E402
 from flashmhf.testing import poisoned_memory  # noqa: E402
 
 
@@ -29,6 +30,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
     skipped = sorted({report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())})
     record = {
+        "command": environment.command(),
+        "commit": environment.commit(),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {"flashmhf": flashmhf.__version__, "torch": torch.__version__, "cuda": torch.version.cuda},

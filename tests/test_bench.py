@@ -299,6 +299,19 @@ def test_record_names_no_host_and_no_path(record, tmp_path):
     assert environment.brief(OSError("lost /a/b/c.so: no")) == "OSError: lost c.so: no"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["/x/y/benchmarks/run_h200.py", "--out", "/x/out", "--quick"], "python benchmarks/run_h200.py --out out --quick"),
+        (["benchmarks/run_h200.py", "--out", "a b"], "python benchmarks/run_h200.py --out 'a b'"),
+        (["/x/bin/flashmhf", "bench", "--paper"], "flashmhf bench --paper"),
+        (["/x/pytest/__main__.py", "-m", "gpu"], "pytest -m gpu"),
+    ],
+)
+def test_command_has_no_folder_of_this_machine(arguments, command):
+    assert environment.command(arguments) == command
+
+
 def test_csv_has_every_row(record, tmp_path):
     suite.write_csv(record, tmp_path / "results.csv")
     with (tmp_path / "results.csv").open() as file:

@@ -1,7 +1,8 @@
-"""The C++ and CUDA sources have the form that .clang-format describes."""
+"""The C++ and CUDA sources have the form that .clang-format describes, the Python sources the one in pyproject.toml."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -36,3 +37,11 @@ def test_sources_are_formatted(folder):
     assert files
     done = subprocess.run([clang_format(), "--dry-run", "-Werror", *files], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, f"run clang-format -i on:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("format", "--check")], ids=" ".join)
+def test_python_is_linted_and_formatted(arguments):
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    done = subprocess.run([sys.executable, "-m", "ruff", *arguments, "."], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

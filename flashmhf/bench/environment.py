@@ -65,8 +65,10 @@ def command(arguments: list[str] | None = None) -> str:
     """The command line of this process, with absolute paths cut to their last part and without the interpreter's folder."""
     script, *rest = sys.argv if arguments is None else arguments
     path = pathlib.Path(script)
-    if path.name in ("flashmhf", "__main__.py"):
-        words = ["flashmhf"]
+    if path.name == "__main__.py":
+        words = [path.parent.name]
+    elif path.name in ("flashmhf", "pytest"):
+        words = [path.name]
     else:
         words = ["python", f"{path.parent.name}/{path.name}" if path.is_absolute() else script]
     return shlex.join([*words, *(pathlib.Path(word).name if word.startswith("/") else word for word in rest)])
