@@ -48,6 +48,14 @@ def test_loss_and_every_gradient(ffn):
         assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0, name
 
 
+def test_padding_that_is_end_of_text_is_learnt():
+    ids = torch.tensor([[0, 5, 0, 7]])
+    for pad in (0, 1, None):
+        model = tiny("flashmhf", pad_token_id=pad, tie_word_embeddings=False)
+        model(ids, labels=ids).loss.backward()
+        assert bool(model.model.embed_tokens.weight.grad[0].any()), pad
+
+
 def test_swiglu_equals_llama():
     """The baseline is transformers' own Llama, with the same names in its state dict."""
     model = tiny("swiglu")

@@ -93,7 +93,8 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
 class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
-        self.padding_idx = config.pad_token_id
+        # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding token, too.
+        self.padding_idx = None if config.pad_token_id == config.eos_token_id else config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
