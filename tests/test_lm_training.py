@@ -66,7 +66,7 @@ def test_what_a_run_leaves(uninterrupted):
         assert list(result.output.rglob("events.out.tfevents.*"))
     # micro-batches of 4 in the order that the seed fixes, held-out tokens never among them
     tokens = data.load(result.output / "data")
-    train_tokens, held_out = training.split(tokens, Options(**json.loads((result.output / "run.json").read_text())))
+    train_tokens, held_out = training.split(tokens, Options(**json.loads((result.output / "run.json").read_text())), 0)
     assert len(held_out) / len(tokens) == pytest.approx(0.1, abs=0.02)
     blocks = data.Blocks(train_tokens, 32, 160, 0)
     trained = [x for x in seen if len(x) == 4][:40]

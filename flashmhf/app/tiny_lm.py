@@ -161,7 +161,7 @@ def _store(text: bytes, recipe: Recipe, directory: Path) -> None:
         report.documents += 1
         yield data.Piece(text[:wanted].decode(errors="replace"), last=True)
 
-    data.store(directory / training.DATA, "bytes", pieces, bytewise, wanted)
+    data.store(directory / training.DATA, data.Stream(pieces), bytewise, wanted)
 
 
 def _sizes(recipe: Recipe, name: str) -> dict[str, object]:

@@ -1,234 +1,37 @@
-"""Text to packed tokens on disk: readers that survive bad data, and a data set whose order is a function of the seed alone.
+"""Documents to packed tokens on disk, and a data set whose order is a function of the seed alone.
 
-Documents are read and tokenised as a stream, joined with an end-of-text token between them, and stored once as a flat token file; a
-training sample is one block of it. Sample i of a run is fixed by (file, seed, i), so resuming needs nothing but i.
+A run takes documents in a random order that its seed fixes, joins their tokens with an end-of-text token after each, and stores them once
+as a flat file; a training sample is one block of it. Sample i of a run is fixed by (file, seed, i), so resuming needs nothing but i.
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import json
 import os
-from collections import Counter
+import random
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
-PIECE = 1 << 20  # bytes of text handed to the tokenizer at once: bounds memory for files and lines of any size
+from .documents import DataError, Piece, Report, find_files, read_dataset, read_documents
+
 GROUP, GROUP_PIECES = 8 << 20, 1024  # characters and pieces tokenised together
-LONGEST_RECORD = 64 << 20  # bytes of a JSON line
-NAMED_SKIPS = 5
-TEXT, JSON_LINES, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 256, 4096  # from which characters a token are estimated, and how many of each
 MANIFEST = "manifest.json"
-SUFFIXES = (*TEXT, *JSON_LINES, *PARQUET)
-
-
-class DataError(ValueError):
-    """The data cannot be trained or evaluated on; the message says why."""
-
-
-class Piece(NamedTuple):
-    """Part of a document; ``last`` closes it."""
-
-    text: str
-    last: bool
-
-
-@dataclass
-class Report:
-    """What was read and what was left out, with the first few places of each kind."""
-
-    files: int = 0
-    documents: int = 0
-    skipped: Counter = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)
-
-    def skip(self, reason: str, place: str) -> None:
-        self.skipped[reason] += 1
-        named = self.places.setdefault(reason, [])
-        if len(named) < NAMED_SKIPS:
-            named.append(place)
-
-    def lines(self) -> list[str]:
-        """For people: one line on what was read, one for each kind of skip."""
-        found = [f"read {self.files:,} files, {self.documents:,} documents"]
-        for reason, count in sorted(self.skipped.items()):
-            more = ", …" if count > len(self.places[reason]) else ""
-            found.append(f"{count:,} × {reason}: {', '.join(self.places[reason])}{more}")
-        return found
-
-
-def find_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The files themselves, and those with a known suffix below directories, sorted. Raises DataError for what is not there."""
-    files = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in SUFFIXES)
-            if not below:
-                raise DataError(f"{path} has no files ending in {', '.join(SUFFIXES)} (.gz too)")
-            files += below
-        elif not path.exists():
-            raise DataError(f"{path} does not exist")
-        elif _suffix(path) not in SUFFIXES:
-            raise DataError(f"{path} ends in {path.suffix!r}; supported: {', '.join(SUFFIXES)}, and .gz of the text formats")
-        else:
-            files.append(path)
-    return files
-
-
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-
-
-def read_documents(files: Iterable[Path], report: Report, text_field: str = "text") -> Iterator[Piece]:
-    """Pieces of the files' documents. A text file is one document; a JSON line or Parquet row has one in ``text_field``.
-
-    Empty and binary files, lines that are not UTF-8 and records without text are left out and counted in ``report``; over-long
-    text lines are cut. Raises DataError for unreadable and damaged files and for Parquet files without the column.
-    """
-    for path in files:
-        report.files += 1
-        try:
-            yield from _read_file(path, report, text_field)
-        except (OSError, EOFError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _read_file(path: Path, report: Report, text_field: str) -> Iterator[Piece]:
-    if path.stat().st_size == 0:
-        report.skip("empty file", str(path))
-        return
-    if _suffix(path) in PARQUET:
-        yield from _read_parquet(path, report, text_field)
-        return
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-        head = stream.read(1 << 16)
-        if b"\0" in head:
-            report.skip("binary file", str(path))
-            return
-        stream.seek(0)
-        reader = _read_text if _suffix(path) in TEXT else _read_json_lines
-        yield from reader(stream, path, report, text_field)
-
-
-def _read_text(stream: BinaryIO, path: Path, report: Report, text_field: str) -> Iterator[Piece]:
-    parts, size, number, carried, found = [], 0, 0, b"", False
-    while line := stream.readline(PIECE):
-        line, cut = carried + line, not line.endswith(b"\n")
-        carried = b""
-        if cut and len(line) >= PIECE:
-            line, carried = _split_incomplete(line)
-            report.skip(f"line cut, over {PIECE:,} bytes", f"{path}:{number + 1}")
-        number += not cut
-        try:
-            text = line.decode()
-        except UnicodeDecodeError:
-            report.skip("line not UTF-8", f"{path}:{number}")
-            continue
-        found = found or bool(text.strip())
-        parts.append(text)
-        size += len(line)
-        if size >= PIECE:
-            yield Piece("".join(parts), last=False)
-            parts, size = [], 0
-    if carried:
-        report.skip("line not UTF-8", f"{path}:{number + 1}")
-    if not found:
-        report.skip("file without text", str(path))
-        return
-    report.documents += 1
-    yield Piece("".join(parts), last=True)
-
-
-def _split_incomplete(data: bytes) -> tuple[bytes, bytes]:
-    """Before and after the start of a UTF-8 sequence that the end of ``data`` cuts."""
-    for back in range(1, min(4, len(data)) + 1):
-        byte = data[-back]
-        if byte & 0xC0 != 0x80:  # a first byte: 0xxxxxxx, 110xxxxx, 1110xxxx, 11110xxx
-            length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return (data, b"") if length <= back else (data[:-back], data[-back:])
-    return data, b""
-
-
-def _read_json_lines(stream: BinaryIO, path: Path, report: Report, text_field: str) -> Iterator[Piece]:
-    number = 0
-    while line := stream.readline(LONGEST_RECORD):
-        number += 1
-        place = f"{path}:{number}"
-        if len(line) == LONGEST_RECORD and not line.endswith(b"\n"):
-            while (rest := stream.readline(LONGEST_RECORD)) and not rest.endswith(b"\n"):
-                pass
-            report.skip(f"record over {LONGEST_RECORD:,} bytes", place)
-            continue
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except UnicodeDecodeError:
-            report.skip("record not UTF-8", place)
-            continue
-        except (json.JSONDecodeError, RecursionError):
-            report.skip("record not JSON", place)
-            continue
-        yield from _record(record.get(text_field) if isinstance(record, dict) else None, place, report, text_field)
-
-
-def _read_parquet(path: Path, report: Report, text_field: str) -> Iterator[Piece]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        if text_field not in file.schema_arrow.names:
-            raise DataError(f"{path} has no column {text_field!r}; columns: {', '.join(file.schema_arrow.names)}")
-        number = 0
-        for batch in file.iter_batches(1024, columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield from _record(value, f"{path}:{number}", report, text_field)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
-
-
-def read_dataset(name: str, config: str | None, split: str, report: Report, text_field: str = "text") -> Iterator[Piece]:
-    """Documents of a data set of the ``datasets`` library, streamed."""
-    import datasets
-
-    try:
-        stream = datasets.load_dataset(name, config, split=split, streaming=True)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"data set {name!r} cannot be opened: {error}") from error
-    report.files += 1
-    for number, record in enumerate(stream):
-        yield from _record(record.get(text_field), f"{name}:{number}", report, text_field)
-
-
-def _record(value: object, place: str, report: Report, text_field: str) -> Iterator[Piece]:
-    if not isinstance(value, str):
-        report.skip(f"record without a string in {text_field!r}", place)
-    elif not value.strip():
-        report.skip("record with empty text", place)
-    else:
-        report.documents += 1
-        for start in range(0, len(value), PIECE):
-            yield Piece(value[start : start + PIECE], last=start + PIECE >= len(value))
-
-
-# Tokens on disk
 
 
 def encode(pieces: Iterable[Piece], tokenizer) -> Iterator[np.ndarray]:
-    """Token ids of groups of pieces, an end-of-text token after every document."""
+    """Token ids of one piece after the other, with an end-of-text token after every document."""
     for group in _groups(pieces):
         encoded = tokenizer([piece.text for piece in group], add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ends = ([tokenizer.eos_token_id] if piece.last else [] for piece in group)
-        yield np.concatenate([np.asarray(ids + end, np.uint32) for ids, end in zip(encoded["input_ids"], ends, strict=True)])
+        for piece, ids in zip(group, encoded["input_ids"], strict=True):
+            yield np.asarray(ids + [tokenizer.eos_token_id] if piece.last else ids, np.uint32)
 
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -244,46 +47,202 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def source_key(settings: object, files: Iterable[Path], tokenizer) -> str:
-    """Changes whenever the files (name, size, time), the tokenizer or the settings do."""
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([settings, stats, tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+class Files:
+    """The documents of files in a random order. One pass counts them; every use of some of them is one more pass.
+
+    Args:
+        paths: as for :func:`flashmhf.lm.documents.find_files`.
+        text_field: of records and tables.
+        seed: fixes the order.
+        bar: show progress on stderr.
+
+    Raises DataError as ``read_documents`` does, and when there is no document.
+    """
+
+    def __init__(self, paths: Iterable[str | Path], text_field: str = "text", seed: int = 0, bar: bool = False):
+        self.text_field, self.seed, self.bar, self.report = text_field, seed, bar, Report()
+        self.files = find_files(paths, self.report)
+        sizes, size, self._sample, draw = array("Q"), 0, [], random.Random(seed)
+        with tqdm(desc="reading", unit="character", unit_scale=True, disable=not bar) as progress:
+            for piece in read_documents(self.files, self.report, text_field):
+                if not size:
+                    self._draw(len(sizes), piece.text[:SAMPLED_CHARACTERS], draw)
+                size += len(piece.text)
+                progress.update(len(piece.text))
+                if piece.last:
+                    sizes.append(size)
+                    size = 0
+        if not sizes:
+            raise DataError("no text is left to train on: " + "; ".join(self.report.lines()))
+        self.sizes = np.frombuffer(sizes, np.uint64).astype(np.int64)
+        self.order = np.random.default_rng(seed).permutation(len(sizes))
+
+    def _draw(self, number: int, text: str, draw: random.Random) -> None:
+        """Keeps a uniform sample of the documents so far (reservoir sampling)."""
+        if number < SAMPLED_DOCUMENTS:
+            self._sample.append(text)
+        elif (slot := draw.randrange(number + 1)) < SAMPLED_DOCUMENTS:
+            self._sample[slot] = text
+
+    def texts(self, characters: int) -> Iterator[str]:
+        """Text of as many documents as have ``characters``, the first in the order."""
+        for _, piece in self._pieces(self.order[: self._enough(0, characters)]):
+            yield piece.text
+
+    def _enough(self, start: int, characters: float) -> int:
+        """The end of the shortest part of the order that begins at ``start`` and has so many characters."""
+        return min(len(self.order), start + 1 + int(np.searchsorted(np.cumsum(self.sizes[self.order[start:]]), characters)))
+
+    def _pieces(self, numbers: np.ndarray) -> Iterator[tuple[int, Piece]]:
+        """(document, piece) of the documents with these numbers, in the order of the files."""
+        chosen = np.zeros(len(self.order) + 1, bool)
+        chosen[numbers] = True
+        last, number = int(numbers.max()), 0
+        for piece in read_documents(self.files, Report(), self.text_field):
+            if chosen[number]:
+                yield number, piece
+            number += piece.last
+            if number > last:
+                return
+        raise DataError(f"the files have changed while they were read: {number:,} documents instead of {len(self.order):,}")
+
+    def write(self, path: Path, tokenizer, dtype: np.dtype, max_tokens: int | None, progress) -> tuple[int, str]:
+        """Tokens of the documents, in the order, to ``path``; returns their number and a line that says what they are part of.
+
+        The disk holds them twice for a while.
+        """
+        unordered = path.with_name(path.name + ".unordered")
+        starts, lengths = np.zeros((2, len(self.order)), np.int64)
+        per_token = sum(map(len, self._sample)) / sum(map(len, encode((Piece(text, True) for text in self._sample), tokenizer)))
+        used = count = 0
+        limit = np.inf if max_tokens is None else max_tokens
+        with unordered.open("wb") as out:
+            while count < limit and used < len(self.order):
+                end = self._enough(used, 1.05 * per_token * (limit - count))
+                for number, ids in self._encoded(self.order[used:end], tokenizer, lengths, limit):
+                    if not lengths[number]:
+                        starts[number] = count
+                    lengths[number] += len(ids)
+                    count += len(ids)
+                    out.write(ids.astype(dtype).tobytes())
+                    progress(len(ids))
+                used = end
+        read = np.memmap(unordered, dtype, mode="r", shape=(count,))
+        written, documents = 0, 0
+        with path.open("wb") as out:
+            for number in self.order[:used]:
+                part = read[starts[number] : starts[number] + lengths[number]]
+                out.write(part[: int(min(len(part), limit - written))].tobytes())
+                written, documents = int(min(limit, written + len(part))), documents + 1
+                if written >= limit:
+                    break
+            _sync(out)
+        unordered.unlink()
+        exact = used == len(self.order) and lengths.max() < limit
+        everything = count if exact else max(written, round(self.sizes.sum() / per_token))
+        return written, self._part(written, everything, exact, documents)
+
+    def _encoded(self, numbers: np.ndarray, tokenizer, lengths: np.ndarray, limit: float) -> Iterator[tuple[int, np.ndarray]]:
+        """(document, token ids of a piece); what a document has beyond ``limit`` tokens is left out."""
+        pending = deque()
+
+        def pieces() -> Iterator[Piece]:
+            for number, piece in self._pieces(numbers):
+                if lengths[number] < limit:
+                    pending.append(number)
+                    yield piece
+
+        for ids in encode(pieces(), tokenizer):
+            yield pending.popleft(), ids
+
+    def _part(self, written: int, everything: int, exact: bool, documents: int) -> str:
+        if exact and written == everything:
+            return f"using all {written:,} tokens, their documents in an order drawn with seed {self.seed}"
+        share = f"{documents:,} of {len(self.order):,} documents, drawn with seed {self.seed}"
+        return f"using {written:,} of {'' if exact else 'about '}{everything:,} tokens: {share}"
 
 
-def store(directory: Path, key: str, pieces: Callable[[Report], Iterable[Piece]], tokenizer, max_tokens: int | None, progress=None) -> dict:
-    """Tokens of ``pieces`` in directory/tokens.bin, at most ``max_tokens``; returns the manifest, which is reused if the key is the same.
+class Stream:
+    """The documents that ``read`` yields, in its order and read no further than needed. ``read`` counts them in its argument.
 
-    Safe to interrupt: the files get their names when they are complete. Raises DataError when nothing is left to read.
+    Raises DataError when there is no document.
+    """
+
+    def __init__(self, read: Callable[[Report], Iterable[Piece]]):
+        self.read, self.report = read, Report()
+
+    def _pieces(self) -> Iterator[Piece]:
+        self.report = Report()
+        yield from self.read(self.report)
+        if not self.report.documents:
+            raise DataError("no text is left to train on: " + "; ".join(self.report.lines()))
+
+    def texts(self, characters: int) -> Iterator[str]:
+        """Text of documents with at least ``characters`` in all, where there are so many."""
+        for piece in self._pieces():
+            yield piece.text
+            characters -= len(piece.text)
+            if characters <= 0:
+                return
+
+    def write(self, path: Path, tokenizer, dtype: np.dtype, max_tokens: int | None, progress) -> tuple[int, str]:
+        """As :meth:`Files.write`."""
+        count, limit = 0, np.inf if max_tokens is None else max_tokens
+        with path.open("wb") as out:
+            for ids in encode(self._pieces(), tokenizer):
+                ids = ids[: int(min(len(ids), limit - count))]
+                out.write(ids.astype(dtype).tobytes())
+                count += len(ids)
+                progress(len(ids))
+                if count >= limit:
+                    break
+            _sync(out)
+        return count, f"using all {count:,} tokens" if count < limit else f"using {count:,} tokens; what follows was not read"
+
+
+def dataset(name: str, split: str = "train", text_field: str = "text", seed: int = 0) -> Stream:
+    """A data set of the ``datasets`` library, "name" or "name:config", its files and the records nearby in an order that the seed fixes."""
+    path, _, config = name.partition(":")
+    return Stream(lambda report: read_dataset(path, config or None, split, report, text_field, seed))
+
+
+def _sync(out) -> None:
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def store(directory: Path, source: Files | Stream, tokenizer, max_tokens: int | None, bar: bool = False) -> dict:
+    """Tokens of ``source`` in directory/tokens.bin, at most ``max_tokens``; returns the manifest. Complete tokens are left as they are.
+
+    Safe to interrupt: the files get their names when they are complete.
     """
     manifest_path = directory / MANIFEST
     if manifest_path.exists():
-        manifest = json.loads(manifest_path.read_text())
-        if manifest["key"] != key:
-            raise DataError(f"{directory} holds the tokens of other data, another tokenizer or settings; choose another output directory")
-        return manifest
+        return json.loads(manifest_path.read_text())
     directory.mkdir(parents=True, exist_ok=True)
-    report, count = Report(), 0
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
     partial = directory / "tokens.partial"
-    with partial.open("wb") as out:
-        for ids in encode(pieces(report), tokenizer):
-            ids = ids if max_tokens is None else ids[: max_tokens - count]
-            out.write(ids.astype(dtype).tobytes())
-            count += len(ids)
-            if progress is not None:
-                progress(len(ids))
-            if max_tokens is not None and count >= max_tokens:
-                break
-        out.flush()
-        os.fsync(out.fileno())
-    if not report.documents and not count:
-        raise DataError("no text is left to train on: " + "; ".join(report.lines()))
+    with tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress:
+        count, line = source.write(partial, tokenizer, dtype, max_tokens, progress.update)
     partial.replace(directory / "tokens.bin")
-    manifest = {"key": key, "tokens": count, "dtype": np.dtype(dtype).name, "report": report.lines(), "skipped": dict(report.skipped)}
+    report = source.report
+    manifest = {"tokens": count, "dtype": dtype.name, "report": [*report.lines(), line], "skipped": dict(report.skipped)}
     manifest_path.with_suffix(".partial").write_text(json.dumps(manifest, indent=1) + "\n")
     manifest_path.with_suffix(".partial").replace(manifest_path)
     return manifest
+
+
+def held_out_start(tokens: np.ndarray, held_out: int, length: int, end_of_text: int) -> int:
+    """Where the held-out tokens begin, about ``held_out`` before the end: with a document, so that none is on both sides.
+
+    The first document that begins in the last ``held_out`` tokens, or the last one before them, where that leaves between half and
+    one and a half times as many, and a block of ``length`` on both sides; else inside a document, ``held_out`` before the end.
+    """
+    wanted = len(tokens) - held_out
+    low, high = max(wanted - held_out // 2, length, 1), min(wanted + held_out // 2, len(tokens) - length)
+    starts = np.flatnonzero(tokens[low - 1 : high] == end_of_text) + low
+    after = starts[starts >= wanted]
+    return int(after[0] if len(after) else starts[-1] if len(starts) else wanted)
 
 
 def load(directory: Path) -> np.ndarray:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .data import DataError
+from .documents import DataError
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"  # ids 0 and 1, as in the GPT-NeoX tokenizer that the paper uses
 SMALLEST = 258  # all bytes and both special tokens
 TRAINING_CHARACTERS = 100_000_000  # more changes a vocabulary of 50k hardly
+# The trainer takes a run without spaces, or of spaces, for one word, and its time is quadratic in the length of a word.
+LONGEST_WORD = 256
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD},}}|\s{{{LONGEST_WORD},}}")
 
 
-def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters; the same texts give the same tokenizer.
 
-    Raises DataError for a vocabulary smaller than the bytes.
+    ``bar`` shows progress on stderr where that is a terminal. Raises DataError for a vocabulary smaller than the bytes.
     """
     if vocab_size < SMALLEST:
         raise DataError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST}")
@@ -29,9 +33,9 @@ def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, PADDING],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=bar,
     )
-    tokenizer.train_from_iterator(_limited(texts), trainer)
+    tokenizer.train_from_iterator(map(_parts, _limited(texts)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -40,6 +44,15 @@ def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def _parts(text: str) -> list[str]:
+    """``text`` cut where words are too long."""
+    cuts = [0]
+    for word in _LONG_WORD.finditer(text):
+        cuts += range(word.start(), word.end(), LONGEST_WORD)
+        cuts.append(word.end())
+    return [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True) if start < end]
 
 
 def _limited(texts: Iterable[str]) -> Iterable[str]:

@@ -236,7 +236,7 @@ class _Run:
                 trained = _load_trained(options)
             if trained and first_process():
                 _keep_trained(trained[0], output / INIT)
-        train_tokens, eval_tokens = split(tokens, options)
+        train_tokens, eval_tokens = split(tokens, options, text.eos_token_id)
         stop = StopCallback(signals)
         self.trainer = self._trainer(text, trained and trained[0], train_tokens, eval_tokens, checkpoint, stop)
         if self.bar:
@@ -255,6 +255,7 @@ class _Run:
         set_seed(options.seed)
         if model is None:
             model = self._model(text)
+        text.model_max_length = model.config.max_position_embeddings
         # The evaluation that a signal left out belongs to the checkpoint's step.
         arguments.eval_on_start = eval_tokens is not None and checkpoints.progress(checkpoint).get(
             "evaluation_due", arguments.eval_on_start
@@ -317,22 +318,15 @@ def prepare(options: Options, bar: bool = True, text=None):
     output = Path(options.output)
     if options.tokens is not None:
         return _take_tokens(Path(options.tokens), output, text)
-    files = data.find_files(options.data)
-
-    def pieces(report: data.Report) -> Iterable[data.Piece]:
-        if options.dataset is None:
-            return data.read_documents(files, report, options.text_field)
-        name, _, config = options.dataset.partition(":")
-        return data.read_dataset(name, config or None, options.split, report, options.text_field)
-
-    text = _tokenizer(options, output / TOKENIZER, pieces, text)
+    if options.dataset is None:
+        source = data.Files(options.data, options.text_field, options.seed, bar)
+    else:
+        source = data.dataset(options.dataset, options.split, options.text_field, options.seed)
+    text = _tokenizer(options, output / TOKENIZER, source, text, bar)
     wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
-    settings = [options.dataset, options.split, options.text_field, wanted]
-    done = (output / DATA / data.MANIFEST).exists()
-    with tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar or done) as progress:
-        manifest = data.store(output / DATA, data.source_key(settings, files, text), pieces, text, wanted, progress.update)
-    if bar and not done:
-        tqdm.write("\n".join([*manifest["report"], f"{manifest['tokens']:,} tokens"]))
+    manifest = data.store(output / DATA, source, text, wanted, bar)
+    if bar:
+        tqdm.write("\n".join(manifest["report"]))
     return text, data.load(output / DATA)
 
 
@@ -362,15 +356,12 @@ def _link(source: Path, target: Path) -> None:
     partial.replace(target)
 
 
-def _tokenizer(options: Options, directory: Path, pieces, text):
+def _tokenizer(options: Options, directory: Path, source, text, bar: bool):
     if not directory.exists():
         if text is None and options.tokenizer is not None:
             text = tokenizer.load(options.tokenizer)
         elif text is None:
-            report = data.Report()
-            text = tokenizer.train((piece.text for piece in pieces(report)), options.vocab_size)
-            if not report.documents:
-                raise data.DataError("no text is left to train on: " + "; ".join(report.lines()))
+            text = tokenizer.train(source.texts(tokenizer.TRAINING_CHARACTERS), options.vocab_size, bar)
         _save_tokenizer(text, directory)
     return tokenizer.load(str(directory))
 
@@ -382,16 +373,18 @@ def _save_tokenizer(text, directory: Path) -> None:
         partial.rename(directory)
 
 
-def split(tokens, options: Options):
-    """(training tokens, held-out tokens or None): the held-out ones are the end, whole blocks of them."""
+def split(tokens, options: Options, end_of_text: int):
+    """(training tokens, held-out tokens or None): the held-out ones are the end, from the beginning of a document on where one is near."""
     blocks = len(tokens) // options.length
     held_out = math.ceil(blocks * options.eval_fraction)
-    if held_out and held_out >= blocks:
+    if not held_out:
+        return tokens, None
+    if held_out >= blocks:
         raise data.DataError(
             f"the data has {len(tokens):,} tokens, too few to hold {options.eval_fraction:.0%} of the blocks of {options.length:,} out"
         )
-    boundary = (blocks - held_out) * options.length
-    return (tokens[:boundary] if held_out else tokens), (tokens[boundary:] if held_out else None)
+    start = data.held_out_start(tokens, held_out * options.length, options.length, end_of_text)
+    return tokens[:start], tokens[start:]
 
 
 __all__ = ["Options", "Result", "Stopped", "TrainingError", "prepare", "resume", "split", "start", "training_arguments"]
