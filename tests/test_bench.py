@@ -312,6 +312,14 @@ def test_command_has_no_folder_of_this_machine(arguments, command):
     assert environment.command(arguments) == command
 
 
+def test_commit_without_a_repository_comes_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment.flashmhf, "__file__", str(tmp_path / "flashmhf" / "__init__.py"))
+    monkeypatch.delenv("FLASHMHF_COMMIT", raising=False)
+    assert environment.commit() is None
+    monkeypatch.setenv("FLASHMHF_COMMIT", "abc1234")
+    assert environment.commit() == "abc1234"
+
+
 def test_csv_has_every_row(record, tmp_path):
     suite.write_csv(record, tmp_path / "results.csv")
     with (tmp_path / "results.csv").open() as file:

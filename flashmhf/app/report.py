@@ -16,7 +16,7 @@ COLORS = {"SwiGLU": "tab:orange", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:b
 
 @dataclass
 class Results:
-    """What a run has found so far; empty parts are left out of table and picture."""
+    """The results of a run so far. Table and picture leave out empty parts."""
 
     headline: str
     setting: Setting
@@ -39,7 +39,7 @@ def _number(value: float | None) -> str:
 
 
 def _aligned(rows: Iterable[tuple[str, ...]]) -> str:
-    """First column to the left, the others to the right; an empty row is a blank line."""
+    """Aligns the first column to the left and the others to the right. An empty row becomes a blank line."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows if row) for i in range(max(map(len, rows)))]
     lines = ((cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows)
@@ -47,7 +47,7 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def check_table(accuracies: list[Accuracy]) -> str:
-    """Every tensor's error, beside that of PyTorch code in the same precision and the limit."""
+    """One row a tensor: its error, the error of PyTorch code in the same precision, the limit."""
     rows = [("back end", "dtype", "tensor", "error", "PyTorch's", "limit", "")]
     for a in accuracies:
         figures = (f"{value:.2e}" for value in (a.error, a.plain, a.limit))
@@ -56,7 +56,7 @@ def check_table(accuracies: list[Accuracy]) -> str:
 
 
 def table(results: Results) -> str:
-    """The one table of a run: a column a module, blocks for errors, time and memory, and language modelling."""
+    """The table of a run: one column a module; blocks for errors, time and memory, and the language model."""
     rows: list[tuple[str, ...]] = [("", *COLUMNS)]
     for backend, dtype in dict.fromkeys((a.backend, a.dtype) for a in results.accuracies):
         chosen = [a for a in results.accuracies if (a.backend, a.dtype) == (backend, dtype)]

@@ -13,7 +13,7 @@ from .. import backends, ops, testing
 from ..bench import timing
 from ..nn import MHFFN, FlashMHF, SwiGLU
 
-WIDTH_MULTIPLE = 8  # elements: 16-byte rows in 16-bit, which cuBLAS wants of SwiGLU's width
+WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast kernels for SwiGLU
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Setting:
     batch: int
     lengths: tuple[int, ...]
     repeats: int
-    seconds: float  # after so long no further length is begun
+    seconds: float  # after this time no further length starts
 
 
 def default_setting(device: torch.device) -> Setting:
-    """The paper's efficiency table on a GPU; its 128M model's layer on a CPU, as far as two cores go in half a minute."""
+    """GPU: the paper's efficiency table. CPU: a layer of its 128M model, for half a minute on two cores."""
     if device.type == "cuda":
         return Setting(device, torch.bfloat16, 2048, 16, 22, 384, 8, (192, 384, 768, 1536, 2880, 4032), 10, 60.0)
     return Setting(device, torch.float32, 768, 6, 8, 256, 1, (256, 512, 1024, 2048, 4096), 3, 30.0)
@@ -86,7 +86,7 @@ def _check_one(backend: str, dtype: torch.dtype, device: torch.device, tokens: i
 def equal_parameter_modules(
     d_model: int, num_heads: int, num_subnets: int, subnet_dim: int, **factory
 ) -> dict[str, Callable[[], nn.Module]]:
-    """Constructors of SwiGLU, naive MH-FFN and FlashMHF, the first two as wide as FlashMHF's parameters allow."""
+    """Constructors of SwiGLU, naive MH-FFN and FlashMHF, the first two with the width of equal parameter counts."""
     mixing, router = 3 * d_model * num_subnets * subnet_dim, d_model * num_subnets
     projections = 2 * d_model * d_model
 
@@ -102,7 +102,7 @@ def equal_parameter_modules(
 
 @dataclass(frozen=True)
 class Measurement:
-    """Milliseconds (medians) and the peak of memory allocated during a training step, in MiB; nan where it did not fit."""
+    """Medians in ms and the peak memory of a training step in MiB; nan if it ran out of memory."""
 
     module: str
     parameters: int

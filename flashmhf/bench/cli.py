@@ -1,4 +1,4 @@
-"""``flashmhf bench --paper``: the options and what they run. Only argparse is imported until it runs."""
+"""``flashmhf bench --paper``: its options and the run. Importing this module imports argparse only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure(
     official: pathlib.Path | None = None,
     budget: float | None = None,
 ) -> dict:
-    """Runs the parts, writes the record into ``out`` after every cell and the figures at the end; the record."""
+    """Runs the parts and returns the record. Writes the record into ``out`` after every cell, and the figures at the end."""
     import torch
 
     from . import plots, shapes, subjects, suite
@@ -76,7 +76,7 @@ def measure(
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 1 when a subject of ours was wrong or failed."""
+    """Returns the exit status: 1 if a FlashMHF subject was wrong or failed."""
     from . import paper
 
     parts = tuple(options.parts or ("latency", "training"))

@@ -1,9 +1,10 @@
-"""What a result was measured on: device, driver, versions, power limit, clocks. No host names, no paths."""
+"""Where a result was measured: device, driver, versions, power limit, clocks, command and commit. No host names, no paths."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import pathlib
 import platform
 import re
@@ -36,13 +37,13 @@ def _version(package: str) -> str | None:
 
 
 def sensors(device: torch.device) -> dict[str, object]:
-    """Clocks, power and temperature now, from nvidia-smi; {"missing": reason} where it cannot be asked."""
+    """Clocks, power and temperature now, from nvidia-smi; {"missing": reason} if nvidia-smi gives none."""
     if device.type != "cuda":
         return {"missing": "no CUDA device"}
     if shutil.which("nvidia-smi") is None:
         return {"missing": "nvidia-smi is not installed"}
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    for selection in ([f"--id=GPU-{uuid}"], []):  # some drivers know no such id
+    for selection in ([f"--id=GPU-{uuid}"], []):  # some drivers do not accept this form of the id
         query = ["nvidia-smi", *selection, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(query, capture_output=True, text=True, timeout=20)
@@ -75,10 +76,10 @@ def command(arguments: list[str] | None = None) -> str:
 
 
 def commit() -> str | None:
-    """The repository's commit that this package is a checkout of, with "+" for changes to it; None elsewhere."""
+    """The commit that this package is a checkout of, with "+" for uncommitted changes; without a repository $FLASHMHF_COMMIT, or None."""
     root = pathlib.Path(flashmhf.__file__).parents[1]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("FLASHMHF_COMMIT")
     try:
         done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

@@ -1,8 +1,9 @@
 """The operator alone: time, rate, memory and error by direction and shape, with a matrix product in the same rounds.
 
 A case is one shape and one direction. Its subjects (the operator, its deterministic mode, the router fused and apart, SwiGLU of the same
-width) take turns as in :mod:`.suite`, after each was checked against float64 on the tensors that are timed. A pass calls a subject on
-several sets of inputs, together larger than the L2 cache. Few tokens are replayed from a CUDA graph: the host would be slower.
+width) are timed in rounds as in :mod:`.suite`. Before that, each is checked against float64 on the tensors that are timed. A pass calls
+a subject on several sets of inputs, together larger than the L2 cache. Few tokens are replayed from a CUDA graph, because the host
+launches more slowly than the GPU runs.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ QUICK = {direction: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_f
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured together. ``compared``: with the subjects that are beside the point of most shapes, too."""
+    """A shape, a direction, a back end and a dtype. compared: SwiGLU, the separate router and the materialising code are measured, too."""
 
     direction: str
     backend: str
@@ -261,7 +262,7 @@ def _prepare(subject: Subject, sets: list[testing.Problem], case: Case, context:
 
 @torch.no_grad()
 def run_case(case: Case, context: suite.Context) -> list[dict]:
-    """One row for every subject of the case, and one for the matrix product that took turns with them (on a CUDA device)."""
+    """One row for every subject of the case; on a CUDA device one more for the matrix product of the same rounds."""
     device, size = context.settings.device, case.size
     fixed = asdict(size) | {"direction": case.direction, "backend": case.backend, "dtype": str(case.dtype).removeprefix("torch.")}
     reason = _why_not(case.backend, Settings(device, case.dtype), size)
@@ -306,7 +307,7 @@ def _finished(rows: dict[str, dict], context: suite.Context) -> list[dict]:
 def cases(
     directions: Iterable[str], names: Iterable[str], dtypes: Iterable[torch.dtype], sizes: Iterable[Size] = (), quick: bool = False
 ) -> list[Case]:
-    """``sizes``: empty for those of the direction. Comparisons are made at the flagship's shape and at shapes that were asked for."""
+    """``sizes``: empty for the default shapes of each direction. FLAGSHIP and the given ``sizes`` are measured with all comparisons."""
     found = []
     for direction in directions:
         for backend in names:

@@ -97,7 +97,7 @@ def training_table(record: dict, group: str = "training") -> str:
 
 
 def decode_table(record: dict) -> str:
-    """µs a layer for few tokens in a CUDA graph, the ratio of the stacks, and the bandwidth that the weights are read with."""
+    """For few tokens in a CUDA graph: µs a layer, the ratio of the stacks, and the bandwidth of reading the weights."""
     rows, lines = Rows(record), []
     copy = record["before"].get("copy_gb_per_s")
     for tokens in rows.sizes("decode"):
@@ -205,14 +205,14 @@ def conditions(record: dict) -> str:
 
 
 def report(record: dict) -> str:
-    """Everything, as Markdown."""
+    """All tables of the record, as Markdown."""
     model = SHAPES["paper"]
     groups = {row["group"] for row in record["rows"]}
     parts = [conditions(record)]
     if "latency" in groups:
         stacks = f"{model.layers} FlashMHF layers against {model.swiglu_layers} of SwiGLU"
         parts += [f"Forward, batch {BATCH}, ms: {stacks}", latency_table(record), "Peak memory of one layer, MiB", memory_table(record)]
-        parts += ["Everyone, forward", everyone_table(record)]
+        parts += ["All subjects, forward", everyone_table(record)]
     for group in ("training", "models"):
         if group in groups:
             parts += [f"Forward and backward ({group})", training_table(record, group)]

@@ -91,7 +91,7 @@ def _roofline(rows: Rows, record: dict, path: pathlib.Path) -> None:
 
 
 def draw(record: dict, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the figures that the record has data for; their paths."""
+    """Writes each figure for which the record has data. Returns their paths."""
     rows, written = Rows(record), []
     for what, paper, ylabel, name in (
         ("stack_ms", PAPER_MS, "forward of the stack, ms", "latency.png"),

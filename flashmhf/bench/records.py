@@ -1,4 +1,4 @@
-"""Runs as rows of one CSV file: what is kept of a run once a newer record replaces its own."""
+"""Runs as rows of one CSV file. The rows of a run stay there when a newer record replaces the run's own."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Shape:
         return self.subnets * self.subnet_dim
 
     def kernel_flops(self, tokens: int) -> int:
-        """Three products of T x d_h x d_ff a head; the gate's are not counted."""
+        """Operations of three T x d_h x d_ff products in each head, without the router's."""
         return 6 * tokens * self.d_model * self.d_ff
 
     def flashmhf_flops(self, tokens: int) -> int:

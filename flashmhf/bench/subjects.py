@@ -1,4 +1,4 @@
-"""What is measured: each subject makes its layer, calls it, and says what the exact result is.
+"""Subjects of measurement: each makes a layer, calls it and gives its exact result.
 
 ``exact(weights, x)`` is the float64 function of the layer's named weights, so that every subject is checked on the very weights it
 is timed with. A subject that cannot run here says why.
@@ -31,7 +31,7 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a subject may need to know beside the shape."""
+    """What a subject's layer depends on, besides the shape. official: checkout of the official code."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing to measure.
+    """One subject of measurement.
 
     make: a layer for a shape; its weights are overwritten by :func:`randomise`.
     exact: the layer's function in the weights' dtype. flops: of one forward over T tokens. layers: of the model that it is in.
@@ -141,7 +141,7 @@ def _exact_swiglu(shape: Shape, w: Weights, x: Tensor) -> Tensor:
 
 
 def _compiled_caller() -> Call:
-    """Static shapes; earlier graphs are dropped, so nothing is compiled for a range of lengths. One graph serves every weight set."""
+    """Compiles for static shapes, and drops earlier graphs so that no graph serves a range of lengths. One graph serves all weight sets."""
     torch._dynamo.reset()
     compiled = torch.compile(_swiglu, dynamic=False, fullgraph=True)
     return lambda module, x: compiled(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
@@ -156,7 +156,7 @@ def _why_no_package(distribution: str, module: str, shape: Shape, settings: Sett
         return f"{distribution} is not installed"
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever another package raises while it loads is a reason, not a failure of ours
+    except Exception as error:  # another package may raise anything while it loads; the row shows it as the reason
         return f"{distribution} does not load: {brief(error)}"
     return None if settings.device.type == "cuda" else f"{distribution} needs a CUDA device"
 
@@ -191,7 +191,7 @@ def _official_kernel(official: pathlib.Path):
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # Triton looks its kernels' source up there
+        sys.modules[name] = module  # Triton finds the source of kernels through sys.modules
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -262,7 +262,7 @@ _SWIGLU = {"exact": _exact_swiglu, "layers": _swiglu_layers, "flops": Shape.swig
 
 
 def _backward_flops(projections: bool, shape: Shape, tokens: int) -> int:
-    """Eight products in place of three: two are formed again rather than stored."""
+    """Eight products; the forward has three. Two of the eight are recomputed instead of stored."""
     return (8 * shape.kernel_flops(tokens)) // 3 + (8 * tokens * shape.d_model**2 if projections else 0)
 
 

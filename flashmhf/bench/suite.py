@@ -1,4 +1,4 @@
-"""Cells of measurement, run in order of importance until the time budget is used up, and the record that they leave.
+"""Measures cells, the important ones first, until the time budget is used up, and writes the record.
 
 A cell is one shape, one number of tokens, one direction; its subjects are prepared one by one (check, memory) and then timed
 together, interleaved. A subject whose check is red, that is missing, fails or finds no time left is a row with a status and a reason,
@@ -38,7 +38,7 @@ ALSO_LENGTHS = (384, 4032)
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured together. length: tokens a sequence, of which there are ``batch``. graph: replay a CUDA graph."""
+    """Subjects that are timed together on ``batch`` sequences of ``length`` tokens. graph: each pass replays a CUDA graph."""
 
     group: str
     shape: Shape
@@ -55,15 +55,15 @@ class Cell:
 
 @dataclass
 class Context:
-    """Device and effort of a run. ``deadline`` is on the monotonic clock."""
+    """Device and duration of a run's measurements. ``deadline``: in seconds of time.monotonic."""
 
     settings: Settings
     rounds: int = 5
     window_seconds: float = 0.04
-    training_window_seconds: float = 0.2  # a pass through several layers, forward and backward, takes longer than the other window
-    settle_seconds: float = 0.1  # before each window
+    training_window_seconds: float = 0.2  # longer, because a pass through several layers, forward and backward, takes longer
+    settle_seconds: float = 0.1  # before each window; does not count
     warm_up_seconds: float = 1.0  # before the yardstick
-    cell_warm_up_seconds: float = 0.3  # before each cell's first round: preparing its subjects left the GPU idle
+    cell_warm_up_seconds: float = 0.3  # before each cell's first round; the GPU is idle while subjects are prepared
     deadline: float = float("inf")
     log: Callable[[str], None] = print
     seed: int = 0
@@ -79,13 +79,13 @@ class Context:
 
 
 class RedCheckError(Exception):
-    """The subject computes something else, so its time means nothing."""
+    """The subject's result is wrong, so its time is not recorded."""
 
 
 def check(subject: Subject, shape: Shape, module: nn.Module, call: Call, x: Tensor, direction: str, generator: torch.Generator) -> float:
-    """The largest relative L2 error over what the direction computes, on a few rows of the very tensors that are timed.
+    """The largest relative L2 error over the direction's results, on CHECKED_ROWS rows of the tensors that are timed.
 
-    Training: the upstream gradient is zero outside those rows, so the weight gradients, too, depend on nothing else.
+    Training: the upstream gradient is zero outside those rows, so the weight gradients depend on those rows alone.
     Raises RedCheckError above the limit.
     """
     count = x.shape[:-1].numel()
@@ -118,7 +118,7 @@ def check(subject: Subject, shape: Shape, module: nn.Module, call: Call, x: Tens
 
 @dataclass
 class Prepared:
-    """A subject with a green check: one pass over its weight sets, and what is known of it already."""
+    """A subject that passed its check. run: one pass, of ``calls`` calls. row: the subject's figures so far."""
 
     run: timing.Pass
     calls: int
@@ -137,7 +137,7 @@ def _one_call(call: Call, direction: str) -> Callable[[nn.Module, Tensor, Tensor
 
 
 def prepare(subject: Subject, cell: Cell, context: Context) -> Prepared:
-    """Makes the subject's layers and inputs, checks the first layer, measures its memory, and returns the pass to time."""
+    """Makes the subject's layers and inputs, checks the first layer and measures its memory. Returns the pass to time."""
     settings, shape, training = context.settings, cell.shape, cell.direction == "training"
     generator = torch.Generator(settings.device).manual_seed(context.seed)
 
@@ -199,7 +199,7 @@ def clear(device: torch.device) -> None:
 
 
 def attempt(row: dict, prepare: Callable[[], Prepared]) -> Prepared | None:
-    """What ``prepare`` returns; None, with status and reason in ``row``, when it raises: the other subjects are still measured."""
+    """Calls ``prepare``. If it raises, writes status and reason into ``row`` and returns None, so the other subjects are still measured."""
     try:
         return prepare()
     except RedCheckError as error:
@@ -214,7 +214,7 @@ def attempt(row: dict, prepare: Callable[[], Prepared]) -> Prepared | None:
 def measure_together(
     runs: dict[str, timing.Pass], rows: dict[str, dict], context: Context, window_seconds: float
 ) -> dict[str, list[float]]:
-    """Seconds of every pass of every run, on a warm GPU; empty, with status and reason in the ``rows``, when one of them raises."""
+    """Seconds of every pass of every run, on a warm GPU. If a run raises, writes status and reason into ``rows`` and returns {}."""
     try:
         if runs:
             timing.warm_up(next(iter(runs.values())), context.timer, context.cell_warm_up_seconds)
@@ -293,7 +293,7 @@ def yardstick(context: Context) -> dict[str, float]:
 
 
 def latency_cells(ours: str, lengths: Iterable[int] = LENGTHS, shape: Shape = SHAPES["paper"], batch: int = BATCH) -> list[Cell]:
-    """The paper's table: FlashMHF, SwiGLU eager and compiled, naive MH-FFN; everyone else at two lengths."""
+    """The paper's table: FlashMHF, SwiGLU eager and compiled, naive MH-FFN; the other subjects at two lengths only."""
     main = (ours, "swiglu", "swiglu_compiled", "mhffn_naive")
     return [Cell("latency", shape, n, main + (_others(ours) if n in ALSO_LENGTHS else ()), batch) for n in lengths]
 
@@ -303,7 +303,7 @@ def _others(ours: str) -> tuple[str, ...]:
 
 
 def training_cells(ours: str, length: int = 4032, shape: Shape = SHAPES["paper"], batch: int = BATCH) -> list[Cell]:
-    """The official kernels are left out: their backward tries sixteen kernels for every length before it runs."""
+    """Without the official kernels: their backward tunes sixteen kernels for every length before it runs."""
     others = tuple(name for name in _others(ours) if name != "official")
     subjects = (ours, "swiglu", "swiglu_checkpointed", "swiglu_compiled", *others)
     return [Cell("training", shape, length, subjects, batch, direction="training")]
