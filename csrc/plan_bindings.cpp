@@ -116,6 +116,19 @@ py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim
     d["heads"] = sizes;
     d["workspaces"] = workspaces;
     d["ordered"] = plan.kernels == flashmhf::Kernels::ordered;
+    d["fused"] = plan.kernels != flashmhf::Kernels::pair;
+    d["workspace"] = plan.workspace();
+    d["time_us"] = plan.time * flashmhf::BackwardCostModel{}.tile_us * head_dim;
+    return d;
+}
+
+py::dict forward_costs(int head_dim) {
+    const flashmhf::ForwardCostModel cost;
+    py::dict d;
+    d["tile_us"] = cost.tile_us * head_dim;
+    d["combine"] = cost.combine_tiles(head_dim);
+    d["next_item"] = cost.gap_tiles(head_dim);
+    d["stream"] = static_cast<double>(cost.stream_numerator) / cost.stream_denominator;
     return d;
 }
 
@@ -161,6 +174,9 @@ PYBIND11_MODULE(_plan, m) {
         "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
         "work (cluster, sharer, item, begin, end, part) of every CTA that has an inner range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
+    m.def("forward_costs", &forward_costs, py::arg("head_dim"),
+          "What the forward's planner counts with: the time of an inner tile of a CTA in microseconds; in such tiles, adding parts in a\n"
+          "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");
     m.def(
         "forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },
         "Shared memory and registers of the forward kernel for each head dimension.");

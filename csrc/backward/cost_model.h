@@ -7,6 +7,8 @@
 namespace flashmhf {
 
 struct BackwardCostModel {
+    // A tile of all eight products on an H200, in microseconds for each of d_h. Only predictions in seconds need it.
+    double tile_us = 1.7 / 128;
     // A CTA besides its tiles: loading K, U, V, the epilogue, and the later sum of its part.
     int64_t cta_tiles = 4;
     // A launch besides its CTAs, tiles * d_h: 40 us, in which the kernels before and after it drain and fill the device. That its CTAs do

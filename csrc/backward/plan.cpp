@@ -154,6 +154,7 @@ BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const B
         const Shape group = with_heads(shape, plan.groups.size(i));
         plan.launches.push_back(plan_head_group(group, device, cost));
         plan.workspaces.push_back(backward_workspace(group, plan.launches.back(), task, kernels));
+        plan.time += launch_time(group, plan.launches.back(), task, kernels, cost) + cost.launch_tiles(shape.head_dim);
     }
     return plan;
 }

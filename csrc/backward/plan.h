@@ -82,6 +82,7 @@ struct BackwardPlan {
     HeadGroups groups;
     std::vector<HeadGroupPlan> launches;        // of each group
     std::vector<BackwardWorkspace> workspaces;  // of each group
+    double time;                                // predicted, of all launches, in tiles of all eight products
     int64_t workspace() const;                  // floats: of the group that needs most
 };
 

@@ -21,7 +21,7 @@ import flashmhf
 
 from .. import backends, extras
 from ..bench import cli as bench_cli
-from . import lm_cli, report, study, tiny_lm
+from . import lm_cli, plan, report, study, tiny_lm
 from .arguments import positive_integer
 
 PICTURE = Path("flashmhf_report.png")
@@ -71,9 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", default=argparse.SUPPRESS, type=positive_integer, help=steps_help)
     parser.set_defaults(run=_everything, command=None, takes=GENERAL)
 
-    commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench,train,eval,generate}")
+    commands = parser.add_subparsers(title="sub-commands", metavar="{info,plan,check,bench,train,eval,generate}")
     info = commands.add_parser("info", help="what this machine has: each back end, and why not")
     info.set_defaults(run=_info, command="info", takes=())
+    plan.register(commands).set_defaults(command="plan", takes=())
     check = commands.add_parser("check", parents=[device], help="errors of forward and gradients against float64")
     check.add_argument("--backend", choices=tuple(backends.BACKENDS), help="default: every usable one")
     check.set_defaults(run=_check, command="check", takes=("device",))

@@ -1,0 +1,86 @@
+"""``flashmhf plan``: what it prints agrees with the planner, and its expected times with what was measured."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flashmhf.app import cli, plan
+
+FLAGSHIP = ["16", "22", "384", "128"]
+
+
+@pytest.fixture
+def planner():
+    return pytest.importorskip("flashmhf._plan")
+
+
+def printed(arguments: list[str], capsys) -> dict[str, str]:
+    """The rows of the output, by name; "" is the title."""
+    assert cli.main(["plan", *arguments]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    return {"": title} | {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in lines if not line.startswith("   ")}
+
+
+def test_a_long_forward(planner, capsys):
+    rows = printed([*FLAGSHIP, "32256"], capsys)
+    p = planner.plan_forward(1, 32256, 16, 128, 22, 384)
+    assert "H = 16, E = 22, d_e = 384, d_h = 128, T = 32,256" in rows[""]
+    assert rows["clusters"] == f"{p['clusters']} of {p['cluster_size']} CTAs"
+    assert rows["waves"].startswith(f"{p['waves']} waves of whole items, then {p['rest']} items in {p['splits']} spans")
+    assert rows["sums"] == "in the order of the clusters, by a second kernel"
+    assert rows["workspace"] == f"{4 * p['workspace'] / 2**20:.1f} MiB" != "0.0 MiB"
+    assert rows["bound"].startswith("tensor cores: ")
+
+
+def test_few_tokens(planner, capsys):
+    rows = printed([*FLAGSHIP, "16"], capsys)
+    assert rows["waves"].startswith("1: every cluster has one item, whose inter tiles its 6 CTAs divide")
+    assert rows["workspace"] == "0.0 MiB" and rows["bound"].startswith("memory: ")
+
+
+@pytest.mark.parametrize(("extra", "sums"), [([], "in no fixed order"), (["--deterministic"], "in the order of the items")])
+def test_the_backward(planner, capsys, extra, sums):
+    rows = printed([*FLAGSHIP, "32256", "--backward", *extra], capsys)
+    assert rows["kernels"] == "one fused kernel: 8 products" and sums in rows["sums"]
+    assert rows["launches"].startswith(f"{len(planner.plan_head_groups(1, 32256, 16, 128, 22, 384, deterministic=bool(extra))['heads'])}, ")
+
+
+def test_the_wide_backward_has_more_products(planner, capsys):
+    assert "13 products" in printed(["8", "22", "704", "256", "4096", "--backward"], capsys)["kernels"]
+
+
+@pytest.mark.parametrize(("tokens", "forward_ms", "backward_ms"), [(32256, 4.33, 15.47), (129024, 17.52, 61.43)])
+def test_expected_times_are_near_the_measured_ones(planner, tokens, forward_ms, backward_ms):
+    """Measured on an H200 (README, "The operator alone"); the backward there includes what the model leaves out."""
+    p, costs = planner.plan_forward(1, tokens, 16, 128, 22, 384), planner.forward_costs(128)
+    assert plan.forward_us(p, costs, 16) / 1000 == pytest.approx(forward_ms, rel=0.05)
+    assert planner.plan_head_groups(1, tokens, 16, 128, 22, 384)["time_us"] / 1000 == pytest.approx(backward_ms, rel=0.12)
+
+
+@pytest.mark.parametrize("length", [1, 64, 512, 3072, 12288, 32256])
+@pytest.mark.parametrize(("heads", "head_dim", "subnets", "subnet_dim"), [(16, 128, 22, 384), (6, 96, 8, 256), (8, 256, 22, 704)])
+def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subnet_dim):
+    p = planner.plan_forward(1, length, heads, head_dim, subnets, subnet_dim)
+    products, _ = plan.least_us(6 * length * heads * head_dim * subnets * subnet_dim, 0)
+    assert plan.forward_us(p, planner.forward_costs(head_dim), heads) > products
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["16", "22", "384", "80", "1"], "d_h is 80"), (["16", "22", "40", "64", "1"], "d_e is 40")]
+)
+def test_a_shape_without_kernels_is_one_line(arguments, message, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
+
+
+def test_a_missing_planner_is_one_line(monkeypatch, capsys):
+    import flashmhf
+
+    monkeypatch.setitem(sys.modules, "flashmhf._plan", None)
+    monkeypatch.delattr(flashmhf, "_plan", raising=False)
+    assert cli.main(["plan", *FLAGSHIP, "1"]) == 2
+    error = capsys.readouterr().err
+    assert "flashmhf._plan is not installed" in error and "install from source" in error and len(error.splitlines()) == 1
