@@ -123,6 +123,47 @@ def test_replacement_checks_the_number_of_heads():
             flashmhf.replace_ffn(torch.nn.Sequential(flashmhf.SwiGLU(64, 192)), num_heads=heads)
 
 
+def test_a_refused_replacement_leaves_the_model_as_it_was():
+    model = torch.nn.Sequential(flashmhf.SwiGLU(64, 192), flashmhf.SwiGLU(50, 192))
+    with pytest.raises(ValueError, match="d_model is 50; it must be a multiple of num_heads = 4"):
+        flashmhf.replace_ffn(model, num_heads=4)
+    assert all(type(module) is flashmhf.SwiGLU for module in model)
+
+
+@pytest.mark.parametrize(
+    ("change", "exception", "message"),
+    [
+        (lambda s: s | {"gate_weight": s["gate_weight"][0]}, ValueError, r"gate_weight has shape \[48\]; expected \[d_ff, H d_h\]"),
+        (lambda s: {n: x for n, x in s.items() if n != "router"}, KeyError, r"missing from the official state dict: \['router'\]"),
+    ],
+)
+def test_what_does_not_convert_from_the_official_layout(change, exception, message):
+    official = flashmhf.convert.to_official(flashmhf.FlashMHF(*FLASH).state_dict())
+    with pytest.raises(exception, match=message):
+        flashmhf.convert.from_official(change(official), 3, 2)
+
+
+@pytest.mark.parametrize(("heads", "subnets", "exception"), [(0, 2, ValueError), (3, 0, ValueError), (3.0, 2, TypeError)])
+def test_conversion_checks_its_sizes(heads, subnets, exception):
+    official = flashmhf.convert.to_official(flashmhf.FlashMHF(*FLASH).state_dict())
+    with pytest.raises(exception, match="num_heads|num_subnets"):
+        flashmhf.convert.from_official(official, heads, subnets)
+    assert flashmhf.convert.from_official(official, np.int64(3), np.int64(2))["k"].shape == (3, 2, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "exception", "message"),
+    [
+        (lambda s: s | {"extra": s["k"]}, ValueError, r"unknown names in the state dict: \['extra'\]"),
+        (lambda s: {n: x for n, x in s.items() if n != "u"}, KeyError, r"missing from the state dict: \['u'\]"),
+        (lambda s: s | {"v": s["v"][0]}, ValueError, r"v has shape \[2, 16, 16\]; expected \[H, E, d_e, d_h\]"),
+    ],
+)
+def test_what_does_not_convert_to_the_official_layout(change, exception, message):
+    with pytest.raises(exception, match=message):
+        flashmhf.convert.to_official(change(flashmhf.FlashMHF(*FLASH).state_dict()))
+
+
 # info
 
 

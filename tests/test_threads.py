@@ -304,9 +304,9 @@ def test_eight_threads_under_tritons_interpreter(monkeypatch):
 
 
 FORK = """
-import os, sys, torch
+import os, sys, traceback, torch
 import flashmhf
-from flashmhf.backends import driver, hopper
+from flashmhf.backends import hopper
 backend = sys.argv[1]
 module = flashmhf.FlashMHF(256, 2, 3, 64)
 module(torch.randn(5, 256))
@@ -326,8 +326,10 @@ if child == 0:
     try:
         use_cuda()
         status = 0
-    finally:
-        os._exit(status)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child's step failed"
 use_cuda()
 """

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from .arguments import positive
+
 _STACKED = {"gate_weight": "k", "up_weight": "u", "down_weight": "v"}
 _RENAMED = {
     "w_self.weight": "in_proj.weight",
@@ -45,20 +47,33 @@ def check_official_config(config: Mapping[str, object]) -> None:
         raise NotImplementedError(f"hidden_act={config['hidden_act']!r} is not supported; supported: 'silu' and its other name 'swish'")
 
 
+def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], what: str) -> None:
+    """``known``: every name that ``state`` may hold, with its name on the other side."""
+    unknown = sorted(set(state) - set(known))
+    if unknown:
+        raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(known)}")
+    missing = sorted(name for name, other in known.items() if name not in state and not {name, other} & _OPTIONAL)
+    if missing:
+        raise KeyError(f"missing from {what}: {missing}")
+
+
+def _check_dimensions(state: Mapping[str, Tensor], name: str, shape: str, dimensions: int) -> None:
+    if state[name].dim() != dimensions:
+        raise ValueError(f"{name} has shape {list(state[name].shape)}; expected {shape}")
+
+
 def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int) -> dict[str, Tensor]:
     """Official state dict of one module -> state dict of ``FlashMHF`` with these H and E.
 
     ``q_norm.weight`` is kept when present; load it into a module with q_norm=True, or drop it when the checkpoint's configuration
-    has it off. Raises KeyError for a missing tensor, ValueError for unknown names and for sizes that H and E do not divide.
+    has it off. Raises KeyError for a missing tensor, ValueError for unknown names, other shapes, and sizes that H and E do not divide,
+    TypeError and ValueError for an H or E that is no positive integer.
     """
-    unknown = sorted(set(state) - set(_STACKED) - set(_RENAMED))
-    if unknown:
-        raise ValueError(f"unknown names in the official state dict: {unknown}; supported: {sorted({**_STACKED, **_RENAMED})}")
-    missing = sorted((set(_STACKED) | set(_RENAMED)) - _OPTIONAL - set(state))
-    if missing:
-        raise KeyError(f"missing from the official state dict: {missing}")
+    num_heads, num_subnets = positive("num_heads", num_heads), positive("num_subnets", num_subnets)
+    _check_names(state, {**_STACKED, **_RENAMED}, "the official state dict")
     result = {ours: state[theirs] for theirs, ours in _RENAMED.items() if theirs in state}
     for theirs, ours in _STACKED.items():
+        _check_dimensions(state, theirs, "[d_ff, H d_h]", 2)
         rows, columns = state[theirs].shape
         if rows % num_subnets or columns % num_heads:
             raise ValueError(
@@ -70,9 +85,14 @@ def from_official(state: Mapping[str, Tensor], num_heads: int, num_subnets: int)
 
 
 def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State dict of ``FlashMHF`` -> official state dict of one module."""
+    """State dict of ``FlashMHF`` -> official state dict of one module.
+
+    Raises KeyError for a missing tensor, ValueError for unknown names and other shapes.
+    """
+    _check_names(state, {ours: theirs for theirs, ours in (_STACKED | _RENAMED).items()}, "the state dict")
     result = {theirs: state[ours] for theirs, ours in _RENAMED.items() if ours in state}
     for theirs, ours in _STACKED.items():
+        _check_dimensions(state, ours, "[H, E, d_e, d_h]", 4)
         heads, subnets, subnet_dim, head_dim = state[ours].shape
         result[theirs] = state[ours].permute(1, 2, 0, 3).reshape(subnets * subnet_dim, heads * head_dim)
     return result

@@ -66,10 +66,13 @@ def replace_ffn(
             "FlashMHF.from_swiglu(model) makes a FlashMHF of it"
         )
     initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
+    sizes = (num_heads, num_subnets, subnet_dim, initializer_range)
+    for name in names:  # whatever is refused is refused before the model changes
+        _counterpart(model.get_submodule(name), *sizes, {**kwargs, "device": "meta"})
     record = {}
     for name in names:
         parent, _, attribute = name.rpartition(".")
-        network = _counterpart(model.get_submodule(name), num_heads, num_subnets, subnet_dim, initializer_range, kwargs)
+        network = _counterpart(model.get_submodule(name), *sizes, kwargs)
         setattr(model.get_submodule(parent), attribute, network)
         record[name] = _settings(network)
     if hasattr(model, "save_pretrained"):
