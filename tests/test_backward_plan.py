@@ -131,7 +131,7 @@ def test_deterministic_sums_are_ordered_where_that_is_fast():
     assert ordered(32256, deterministic=True) and ordered(129_024, deterministic=True, head_dim=96)
     assert not ordered(64, deterministic=True) and not ordered(3072, deterministic=True)  # CTAs would mostly wait
     assert not ordered(32256) and not ordered(32256, deterministic=True, tokens=False)
-    # what tests/test_concurrency.py and benchmarks/bench_hopper_backward.py count on
+    # what tests/test_concurrency.py counts on
     assert ordered(2500, deterministic=True, heads=40, subnets=2, subnet_dim=192)
     assert not ordered(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
     assert not any(ordered(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
