@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import pathlib
@@ -9,6 +10,8 @@ import re
 import shutil
 
 import pytest
+
+from flashmhf.app import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
@@ -111,7 +114,7 @@ def test_commands_name_scripts_options_and_subcommands_that_exist(path):
         source = (ROOT / name).read_text()
         for option in re.findall(r"(?<!\S)(--[a-z][\w-]*)", rest):
             assert f'"{option}"' in source, f"{path.name}: {name} has no {option}"
-    commands = {"info", "check", "bench", "train", "eval", "generate"}
+    commands = next(action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
     fenced = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
     for command in re.findall(r"(?:`|-m )flashmhf ([a-z]+)\b", text) + re.findall(r"^flashmhf ([a-z]+)\b", fenced, re.MULTILINE):
         assert command in commands, f"{path.name}: flashmhf {command}"
