@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -15,6 +16,10 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import transformers
+from safetensors.torch import load_file, save_file
+
+import flashmhf
 from flashmhf.app import cli
 from flashmhf.lm import FFN_TYPES, conversion, data, evaluation, generation, training
 from flashmhf.lm.presets import preset
@@ -125,6 +130,69 @@ def test_generation(trained):
         generation.generate(model, tokenizer, "x", temperature=-1)
     with pytest.raises(ValueError, match="the model has 128 positions"):
         generation.generate(model, tokenizer, "cat dog " * 200)
+
+
+def test_generation_of_what_no_model_takes(trained, monkeypatch):
+    model, tokenizer = trained
+    with pytest.raises(ValueError, match="the prompt is not UTF-8"):
+        generation.generate(model, tokenizer, "\udcff")
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), math.nan))
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="the model's logits are not finite: its weights are damaged, or its dtype"):
+            generation.generate(model, tokenizer, "the cat", temperature=temperature)
+
+
+def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
+    model, tokenizer = trained
+    text = generation.generate(model, tokenizer, "the cat", seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer))
+    assert capsys.readouterr().out == text + "\n"
+    command = ["generate", "--model", str(runs["flashmhf"]), "--device", "cpu", "the cat", "--seed", "3", "--max-new-tokens", "12"]
+    for stream in ("--stream", "--no-stream"):
+        assert cli.main([*command, stream]) == 0
+        assert capsys.readouterr().out == f"the cat{text}\n"
+
+
+def test_streaming_prints_as_tokens_come(runs, monkeypatch):
+    """Whoever reads the output sees the prompt and words before the model is done; a terminal does by default."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    seen = []
+    step = generation._RefuseNotFinite.__call__
+    monkeypatch.setattr(generation._RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args))
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "the cat", "--temperature", "0"]) == 0
+    assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
+
+
+def test_models_of_other_families_and_incomplete_ones(runs, text, tmp_path):
+    """Weights that a model lacks would be drawn at random; a replaced network is no missing one; a model may know no maximum."""
+    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
+    flashmhf.replace_ffn(model, num_heads=2)
+    model.save_pretrained(tmp_path)
+    tokenizer_name = str(runs["flashmhf"])
+    loaded, tokenizer = evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+    ids = torch.arange(9)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: w for name, w in weights.items() if "layers.1.mlp" not in name}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 6 weights of its model: model.layers.1.mlp.in_proj.weight, .*…$"):
+        evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+    save_file(weights | {"model.norm.weight": torch.ones(65)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="the weights in .* do not load"):
+        evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+    with pytest.raises(ValueError, match="dtype is 'int8'; supported: auto, float32"):
+        evaluation.load(str(tmp_path), device="cpu", dtype="int8")
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ValueError, match="give window: the model's configuration has no maximum"):
+        evaluation.held_out_loss(bloom, tokenizer, [text])
+    (tmp_path / "short.txt").write_text("the cat sat")
+    assert evaluation.held_out_loss(bloom, tokenizer, [tmp_path / "short.txt"], window=16).tokens > 0
+    assert isinstance(generation.generate(bloom, tokenizer, "the cat", max_new_tokens=3), str)
 
 
 TASK = """

@@ -298,7 +298,7 @@ def test_two_processes_train_as_one(text, tmp_path):
     assert process.stdout.count("20 steps, loss") == 1
     rows = metrics.read_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == [row["step"] for row in single]
-    held_out = len(training.split(data.load(tmp_path / "run" / "data"), Options(output="", length=32, eval_fraction=0.1))[1]) // 32
+    held_out = len(training.split(data.load(tmp_path / "run" / "data"), Options(output="", length=32, eval_fraction=0.1), 0)[1]) // 32
     assert held_out % 8 not in (0, 4) and rows[0] == single[0] and rows[0]["step"] == 0
     for key in ("loss", "eval_loss"):
         assert [row[key] for row in rows if key in row] == pytest.approx([row[key] for row in single if key in row], rel=1e-4)

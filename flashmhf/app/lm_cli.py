@@ -120,7 +120,7 @@ def _add_train(subparsers) -> None:
     model("--init-from", metavar="DIR", help="start from a trained model instead: run, checkpoint, saved or official model, or a name")
     model("--model-set", dest="model", type=_assignment, action="append", metavar="NAME=VALUE", help="a FlashMHFConfig setting")
     text = parser.add_argument_group("data").add_argument
-    text("--data", nargs="+", metavar="PATH", help="text, .jsonl and .parquet files, or directories of them")
+    text("--data", nargs="+", metavar="PATH", help="text, JSON-lines, CSV, Parquet and Arrow files, or directories of them")
     text("--dataset", metavar="NAME[:CONFIG]", help="a data set of the datasets library, streamed")
     text("--tokens", metavar="RUN", help="the tokens and the tokenizer of another run")
     text("--split", help="its split (train)")
@@ -200,7 +200,7 @@ def _add_eval(subparsers) -> None:
     parser.set_defaults(run=_command(_evaluate), command="eval", takes=("device",))
     _add_model(parser)
     add = parser.add_argument
-    add("--data", nargs="+", metavar="PATH", help="held-out text, .jsonl and .parquet files, or directories of them")
+    add("--data", nargs="+", metavar="PATH", help="held-out text, JSON-lines, CSV, Parquet and Arrow files, or directories of them")
     add("--text-field", default="text")
     add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
     add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
@@ -217,12 +217,12 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     if not (args.data or args.tasks):
         raise ValueError("give --data, --tasks or both")
-    model, text = _load(args)
+    model, tokenizer = _load(args)
     figures: dict[str, object] = {"model": args.model}
     if args.data:
         found = evaluation.held_out_loss(
             model,
-            text,
+            tokenizer,
             args.data,
             window=args.window,
             stride=args.stride,
@@ -243,7 +243,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.tasks:
         tasks = [name for task in args.tasks for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))]
         scores = evaluation.task_scores(
-            model, text, tasks, include_path=args.include_path, limit=args.limit, batch=args.batch, shots=args.shots
+            model, tokenizer, tasks, include_path=args.include_path, limit=args.limit, batch=args.batch, shots=args.shots
         )
         for task, values in scores.items():
             print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
@@ -266,17 +266,19 @@ def _add_generate(subparsers) -> None:
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
+    add("--stream", action=argparse.BooleanOptionalAction, help="print words as they come (where the output is a terminal)")
 
 
 def _generate(args: argparse.Namespace) -> int:
     from ..lm import generation
 
-    model, text = _load(args)
+    model, tokenizer = _load(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    print(prompt, end="", flush=True)
-    print(
-        generation.generate(
-            model, text, prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
-        )
-    )
+    stream = sys.stdout.isatty() if args.stream is None else args.stream
+    settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
+    if stream:
+        print(prompt, end="", flush=True)
+        generation.generate(model, tokenizer, prompt, streamer=generation.printer(tokenizer), **settings)
+    else:
+        print(prompt + generation.generate(model, tokenizer, prompt, **settings))
     return 0

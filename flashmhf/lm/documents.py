@@ -296,7 +296,7 @@ def _record(value: object, place: str, report: Report, text_field: str) -> Itera
         report.skip(f"record without a string in {text_field!r}", place)
     elif not value.strip():
         report.skip("record with empty text", place)
-    elif not _is_unicode(value):
+    elif not is_unicode(value):
         report.skip("record not UTF-8", place)
     else:
         report.documents += 1
@@ -304,7 +304,7 @@ def _record(value: object, place: str, report: Report, text_field: str) -> Itera
             yield Piece(value[start : start + PIECE], last=start + PIECE >= len(value))
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether ``text`` has no unpaired surrogates, which JSON can write ("\\ud800") and which no tokenizer takes."""
     if text.isascii():
         return True

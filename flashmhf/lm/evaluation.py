@@ -12,11 +12,15 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from . import checkpoints, conversion, data, tokenizer
+from . import checkpoints, conversion
+from .documents import DataError, Piece, Report, find_files, read_documents
 from .errors import OptionError
+from .replaced import has_replaced, load_replaced
+from .tokenizer import load as load_tokenizer
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # lm-eval's names of the paper's tasks: HellaSwag, SIQA, PIQA, OBQA, WinoGrande, RACE.
 PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "race")
 
@@ -36,22 +40,43 @@ def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", 
     elif not path.exists() and (path.is_absolute() or name.startswith(".")):
         raise FileNotFoundError(f"{path} does not exist")
     chosen = _device(device)
-    wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    if dtype not in ("auto", *_DTYPES):
+        raise ValueError(f"dtype is {dtype!r}; supported: auto, {', '.join(_DTYPES)}")
+    wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else _DTYPES[dtype]
+    model = load_model(location, wanted)
+    tokenizer = load_tokenizer(tokenizer_name or location)
+    largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise ValueError(
+            f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; the vocabulary of {name!r} has {rows:,}"
+        )
+    return model.to(chosen).eval(), tokenizer
+
+
+def load_model(location: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A saved, official or changed model (:func:`flashmhf.replace_ffn`) with all of its weights, on the CPU.
+
+    Raises ValueError for weights that do not load, do not fit the configuration, or are not all there.
+    """
     try:
         if _is_official(Path(location)):
-            model = conversion.load_official(location, wanted)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(location, dtype=wanted)
-    except SafetensorError as error:
+            return conversion.load_official(location, dtype)
+        config = AutoConfig.from_pretrained(location)
+        load_any = load_replaced if has_replaced(config) else AutoModelForCausalLM.from_pretrained
+        model, report = load_any(location, config=config, dtype=dtype, output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: other shapes than the configuration's
         raise ValueError(f"the weights in {location} do not load: {error}") from error
-    text = tokenizer.load(tokenizer_name or location)
-    largest = max(text.get_vocab().values())
-    if largest >= model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; "
-            f"the vocabulary of {name!r} has {model.config.vocab_size:,}"
-        )
-    return model.to(chosen).eval(), text
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise ValueError(f"{location} lacks {len(names):,} weights of its model: {', '.join(names[:3])}{', …' if names[3:] else ''}")
+    return model
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence of the model, None where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _device(name: str) -> torch.device:
@@ -81,7 +106,7 @@ class HeldOut:
     nats: float = 0.0
     tokens: int = 0
     bytes: int = 0
-    report: data.Report = field(default_factory=data.Report)
+    report: Report = field(default_factory=Report)
 
     @property
     def loss(self) -> float:
@@ -90,7 +115,7 @@ class HeldOut:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < 709 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
@@ -100,7 +125,7 @@ class HeldOut:
 
 def held_out_loss(
     model: PreTrainedModel,
-    text,
+    tokenizer,
     paths: Iterable[str | Path],
     *,
     window: int | None = None,
@@ -114,34 +139,37 @@ def held_out_loss(
     Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window): a token sees at least window - stride
     tokens before it, unless the document begins later. Raises ValueError for sizes, DataError where there is no text.
     """
-    limit = model.config.max_position_embeddings
+    limit = positions(model)
     window = limit if window is None else window
+    if window is None:
+        raise OptionError("give {window}: the model's configuration has no maximum")
     stride = max(1, window // 2) if stride is None else stride
-    if not 2 <= window <= limit:
-        raise ValueError(f"window is {window}; it must be at least 2 and at most the model's {limit} positions")
+    if window < 2 or (limit is not None and window > limit):
+        most = "" if limit is None else f" and at most the model's {limit} positions"
+        raise OptionError("{window} is {value}; it must be at least 2{most}", value=window, most=most)
     if not 1 <= stride < window:
-        raise ValueError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
+        raise OptionError("{stride} is {value}; it must be at least 1 and below the {window} of {size}", value=stride, size=window)
     if batch < 1:
-        raise ValueError(f"batch is {batch}; it must be at least 1")
+        raise OptionError("{batch} is {value}; it must be at least 1", value=batch)
     result = HeldOut()
-    pieces = data.read_documents(data.find_files(paths), result.report, text_field)
+    pieces = read_documents(find_files(paths, result.report), result.report, text_field)
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
-        for ids, size in _documents(pieces, text):
+        for ids, size in _documents(pieces, tokenizer):
             result.bytes += size
-            for nats, count in window_losses(model, np.concatenate(([text.eos_token_id], ids)), window, stride, batch):
+            for nats, count in window_losses(model, np.concatenate(([tokenizer.eos_token_id], ids)), window, stride, batch):
                 result.nats += nats
                 result.tokens += count
                 progress.update(count)
     if not result.tokens:
-        raise data.DataError("no text is left to evaluate on: " + "; ".join(result.report.lines()))
+        raise DataError("no text is left to evaluate on: " + "; ".join(result.report.lines()))
     return result
 
 
-def _documents(pieces: Iterable[data.Piece], text) -> Iterator[tuple[np.ndarray, int]]:
+def _documents(pieces: Iterable[Piece], tokenizer) -> Iterator[tuple[np.ndarray, int]]:
     """Token ids and UTF-8 size of one document after the other."""
     parts, size = [], 0
     for piece in pieces:
-        parts.append(np.asarray(text(piece.text, add_special_tokens=False, verbose=False)["input_ids"], np.int64))
+        parts.append(np.asarray(tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"], np.int64))
         size += len(piece.text.encode())
         if piece.last:
             yield np.concatenate(parts), size
@@ -175,7 +203,7 @@ def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
 
 def task_scores(
     model: PreTrainedModel,
-    text,
+    tokenizer,
     tasks: Iterable[str] = PAPER_TASKS,
     *,
     include_path: str | None = None,
@@ -196,7 +224,7 @@ def task_scores(
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
         raise OptionError("lm-eval has no tasks {unknown}; local ones are found through {include_path}", unknown=unknown)
-    wrapped = HFLM(pretrained=model, tokenizer=text, batch_size=batch, max_length=model.config.max_position_embeddings, add_bos_token=False)
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions(model), add_bos_token=False)
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0)
     return {
         task: {

@@ -3,39 +3,68 @@
 from __future__ import annotations
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, set_seed
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
+
+from .documents import is_unicode
+from .errors import OptionError
+from .evaluation import positions
+
+
+def printer(tokenizer) -> TextStreamer:
+    """A ``streamer`` of :func:`generate` that prints the continuation word by word, and a line's end after it."""
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+class _RefuseNotFinite(LogitsProcessor):
+    """Without it the likeliest token of NaN is a token like any other, and drawing one ends in an assertion on the device."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not scores.isfinite().all():
+            raise OptionError("the model's logits are not finite: its weights are damaged, or its {dtype} has too small a range")
+        return scores
 
 
 def generate(
     model: PreTrainedModel,
-    text,
+    tokenizer,
     prompt: str,
     *,
     max_new_tokens: int = 100,
     temperature: float = 0.8,
     top_p: float = 0.95,
     seed: int | None = None,
-    streamer=None,
+    streamer: TextStreamer | None = None,
 ) -> str:
     """The continuation of ``prompt`` (without it), with the key-value cache; temperature 0 takes the likeliest token.
 
-    An empty prompt starts after an end-of-text token. Raises ValueError for settings out of range and a prompt without room.
+    An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for
+    settings out of range, a prompt without room or that is not Unicode, and a model whose probabilities are not finite.
     """
-    if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
-        raise ValueError(
-            f"temperature is {temperature}, top_p {top_p}, max_new_tokens {max_new_tokens}; "
-            "they must be at least 0, above 0 and at most 1, and at least 1"
-        )
-    ids = text(prompt, add_special_tokens=False)["input_ids"] or [text.eos_token_id]
-    room = model.config.max_position_embeddings - len(ids)
+    if not temperature >= 0:
+        raise OptionError("{temperature} is {value}; it must be at least 0", value=temperature)
+    if not 0 < top_p <= 1:
+        raise OptionError("{top_p} is {value}; it must be above 0 and at most 1", value=top_p)
+    if max_new_tokens < 1:
+        raise OptionError("{max_new_tokens} is {value}; it must be at least 1", value=max_new_tokens)
+    if not is_unicode(prompt):
+        raise OptionError("the prompt is not UTF-8")
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    limit = positions(model)
+    room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
-        raise ValueError(f"the prompt has {len(ids)} tokens; the model has {model.config.max_position_embeddings} positions")
+        raise OptionError("the prompt has {tokens} tokens; the model has {limit} positions", tokens=len(ids), limit=limit)
     if seed is not None:
         set_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, room), eos_token_id=text.eos_token_id, pad_token_id=text.eos_token_id, **sampling
+        max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, **sampling
     )
     inputs = torch.tensor([ids], device=model.device)
-    out = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, streamer=streamer)
-    return text.decode(out[0, len(ids) :], skip_special_tokens=True)
+    out = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        generation_config=settings,
+        streamer=streamer,
+        logits_processor=LogitsProcessorList([_RefuseNotFinite()]),
+    )
+    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)

@@ -285,7 +285,7 @@ class _Run:
 
     def _model(self, text) -> PreTrainedModel:
         if self.options.init_from:
-            return AutoModelForCausalLM.from_pretrained(self.output / INIT, dtype=torch.float32)
+            return evaluation.load_model(str(self.output / INIT), torch.float32)
         config = model_config(self.chosen, self.options)
         config.vocab_size = max(self.options.vocab_size, len(text))
         config.bos_token_id = config.eos_token_id = text.eos_token_id
