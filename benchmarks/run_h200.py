@@ -14,6 +14,8 @@ import argparse
 import pathlib
 import sys
 
+import torch
+
 from flashmhf.bench import cli, paper, records
 
 
@@ -27,6 +29,8 @@ def main() -> int:
     parser.add_argument("--subjects", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--quick", action="store_true", help="latency at L = 384 and 4032, and training")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this PyTorch sees no CUDA GPU")
     if options.quick:
         options.parts, options.lengths = ("latency", "training"), options.lengths or [384, 4032]
     record = cli.measure(
