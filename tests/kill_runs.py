@@ -13,7 +13,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -42,7 +41,8 @@ def forked(output: Path, text: Path) -> int:
         return process
     status = 2
     try:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         train(output, text)
         status = 0
     except training.Stopped as stopped:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,36 @@ def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, text, 
     same_run(output, expected)
 
 
+@pytest.mark.slow
+def test_a_signal_to_the_process_group_leaves_data_loaders_alive(text, expected, tmp_path):
+    """Batch systems signal every process of a job."""
+
+    class SignalWorkers(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                workers = [str(process.pid) for process in multiprocessing.active_children()]
+                subprocess.run(["kill", "-TERM", *workers, str(os.getpid())], check=True)  # torch's workers heed who sends it
+                assert len(workers) == 2
+                time.sleep(0.5)
+
+    output = tmp_path / "run"
+    arguments = {"dataloader_num_workers": 2}
+    with pytest.raises(training.Stopped, match="after step 7"):
+        training.start(options(output, text, arguments=arguments, **HELD_OUT), bar=False, callbacks=[SignalWorkers()])
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+def test_an_ignored_signal_stays_ignored(text, tmp_path):
+    """As SIGINT in a background job of a shell."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        result = training.start(options(tmp_path / "run", text, steps=3), bar=False, callbacks=[SignalAt(signal.SIGINT, "step", 1)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.steps == 3
+
+
 def test_a_signal_in_the_first_evaluation_of_a_resumed_run(text, expected, tmp_path):
     output = tmp_path / "run"
     with pytest.raises(training.Stopped):
@@ -247,6 +279,13 @@ def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
         ):
             training.resume(run, bar=False)
     assert not list(run.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"output": "x", "later": 1}'])
+def test_options_that_cannot_be_read(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match="run.json holds no options that this version knows"):
+        training.resume(tmp_path, bar=False)
 
 
 def test_only_what_a_run_wrote_is_touched(run, expected):

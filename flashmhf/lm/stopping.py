@@ -42,7 +42,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            # A shell makes its background jobs ignore SIGINT; that stays.
+            taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
     def __exit__(self, *_) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,6 +88,12 @@ class RunTrainer(Trainer):
             self.stop.stop(self.control, evaluation_due=True)
             return {f"{metric_key_prefix}_loss": math.nan}
 
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        base = getattr(loader, "base_dataloader", loader)  # accelerate's loaders wrap the one that starts the workers
+        base.worker_init_fn = partial(_keep_worker, base.worker_init_fn)
+        return loader
+
     def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
         """Every world_size-th batch, as many on every process: the last one is repeated where there are no more."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -98,6 +107,7 @@ class RunTrainer(Trainer):
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
+            worker_init_fn=partial(_keep_worker, None),
         )
 
     def evaluation_loop(
@@ -128,6 +138,13 @@ class RunTrainer(Trainer):
             for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
                 os.replace(path, output / path.name)
             partial.rmdir()
+
+
+def _keep_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    """For a data loader's worker: a SIGTERM to the process group leaves it alive until the step is finished."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 class _Restore(TrainerCallback):

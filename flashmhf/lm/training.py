@@ -103,11 +103,8 @@ def resume(output: str | Path, *, steps: int | None = None, bar: bool = True, ca
     FileNotFoundError where there is no run, OptionError for ``steps`` that are done already, TrainingError when no checkpoint loads.
     """
     output = Path(output)
-    if not (output / RUN).exists():
-        raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
-    settings = json.loads((output / RUN).read_text())
-    changes = settings.pop(CHANGES, [])
-    chosen, options = Options(**settings | {"output": str(output)}).resolve()
+    options, changes = _read_run(output)
+    chosen, options = options.resolve()
     before, options.steps = options.steps, options.steps if steps is None else steps
     arguments = training_arguments(options)
     with StopSignals() as signals:
@@ -125,6 +122,19 @@ def resume(output: str | Path, *, steps: int | None = None, bar: bool = True, ca
                 changes.append(_change_of_steps(arguments, done, before, options.steps))
                 _write_json(output / RUN, asdict(options) | {CHANGES: changes})
         return _Run(chosen, options, arguments, bar and first_process(), callbacks).train(signals, checkpoint, None)
+
+
+def _read_run(output: Path) -> tuple[Options, list[dict]]:
+    """The options in run.json, and what resumptions have changed of them."""
+    path = output / RUN
+    if not path.exists():
+        raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
+    try:
+        settings = json.loads(path.read_text())
+        changes = settings.pop(CHANGES, [])
+        return Options(**settings | {"output": str(output)}), changes
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no options that this version knows: {error}") from error
 
 
 def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> dict:
