@@ -305,6 +305,7 @@ def test_eight_threads_under_tritons_interpreter(monkeypatch):
 
 FORK = """
 import os, sys, traceback, torch
+torch.set_num_threads(1)  # a thread pool of OpenMP does not survive a fork
 import flashmhf
 from flashmhf.backends import hopper
 backend = sys.argv[1]

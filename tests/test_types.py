@@ -72,7 +72,7 @@ def test_public_names_have_complete_types(pyright, tmp_path):
     chosen = [symbol for symbol in symbols if symbol["isExported"] and public.match(symbol["name"])]
     assert any(symbol["name"] == "flashmhf.nn.flashmhf.FlashMHF.__init__" for symbol in chosen)
     # The type of a value that a constructor call gives is the same for every checker; torch's own gaps are not ours.
-    allowed = ("could be inferred differently", "base class", "metaclass", "docstring")
+    allowed = ("could be inferred differently", "base class", "metaclass", "docstring", 'Return type is "FlashMHF"')
     gaps = {
         f"{symbol['name']}: {entry['message']}"
         for symbol in chosen
