@@ -180,9 +180,18 @@ def test_jobs(toolchain, monkeypatch):
     assert toolchain.jobs(1) == 7
 
 
+def setuptools_is_new_enough() -> bool:
+    try:
+        return int(importlib.metadata.version("setuptools").partition(".")[0]) >= 77
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def test_setup_parses_without_torch(tmp_path):
     if not (ROOT / "setup.py").exists():
         pytest.skip("the sources are not here")
+    if not setuptools_is_new_enough():
+        pytest.skip("no setuptools 77 or later here, which pyproject.toml asks for")
     (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not import torch')\n")
     done = subprocess.run(
         [sys.executable, "setup.py", "--quiet", "--version"],
@@ -192,7 +201,5 @@ def test_setup_parses_without_torch(tmp_path):
         text=True,
         timeout=120,
     )
-    if "No module named 'setuptools'" in done.stderr:
-        pytest.skip("no setuptools here")
     assert done.returncode == 0, done.stderr
     assert flashmhf.__version__ in done.stdout
