@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ class UsageError(Exception):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 when a check failed, 2 for what the user must put right, 130 when interrupted."""
+    """Returns the exit status: 0, 1 when a check failed, 2 for what the user must put right, 130 after SIGINT, 143 after SIGTERM."""
     options = _parser().parse_args(arguments)
     try:
         _refuse_unused(options)
@@ -49,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"flashmhf: {advice}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("\nflashmhf: interrupted", file=sys.stderr)
-        return 130
+        return 128 + getattr(stopped, "signum", signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:
