@@ -113,6 +113,12 @@ def test_a_megabyte_of_spaces_is_no_document(tmp_path):
     assert texts == ["text"] and report.skipped == {"file without text": 1}
 
 
+def test_a_file_is_read_once(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    assert read(tmp_path, tmp_path / "a.txt", tmp_path / "." / "a.txt")[0] == ["one"]
+
+
 def test_text_field(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "yes", "text": "no"}\n')
     assert read(tmp_path / "a.jsonl", text_field="content")[0] == ["yes"]
@@ -256,7 +262,7 @@ def test_tokenizer_is_lossless_and_reproducible(bpe, tmp_path):
     bpe.model_max_length = 64
     bpe.save_pretrained(tmp_path)
     assert tokenizer.load(str(tmp_path)).model_max_length == 64
-    with pytest.raises(DataError, match="vocab_size is 100; a byte-level tokenizer needs at least 258"):
+    with pytest.raises(ValueError, match="vocab_size is 100; a byte-level tokenizer needs at least 258"):
         tokenizer.train(["x"], 100)
     with pytest.raises(DataError, match="no tokenizer could be loaded"):
         tokenizer.load(str(tmp_path / "missing"))

@@ -21,7 +21,7 @@ from lm_runs import Batches, StopAt, options, same_run, write_text
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
-from flashmhf.lm import FFN_TYPES, checkpoints, data, metrics, training
+from flashmhf.lm import FFN_TYPES, checkpoints, data, metrics, tokenizer, training
 from flashmhf.lm.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,6 +64,8 @@ def test_what_a_run_leaves(uninterrupted):
     assert all(torch.equal(tensor, final[name]) for name, tensor in weights.items())
     if importlib.util.find_spec("tensorboard"):
         assert list(result.output.rglob("events.out.tfevents.*"))
+    bpe = tokenizer.load(str(result.output))
+    assert (bpe.eos_token_id, bpe.pad_token_id, bpe.model_max_length) == (0, 1, 128)
     # micro-batches of 4 in the order that the seed fixes, held-out tokens never among them
     tokens = data.load(result.output / "data")
     train_tokens, held_out = training.split(tokens, Options(**json.loads((result.output / "run.json").read_text())), 0)

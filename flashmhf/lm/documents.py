@@ -80,7 +80,7 @@ def find_files(paths: Iterable[str | Path], report: Report | None = None) -> lis
             raise DataError(f"{path} ends in {path.suffix!r}; supported: {supported}")
         else:
             files.append(path)
-    return files
+    return list({path.resolve(): path for path in files}.values())  # a file given twice would be on both sides of a split
 
 
 def _suffix(path: Path) -> str:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from .documents import DataError
+from .errors import OptionError
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"  # ids 0 and 1, as in the GPT-NeoX tokenizer that the paper uses
 SMALLEST = 258  # all bytes and both special tokens
@@ -22,10 +23,11 @@ _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD},}}|\s{{{LONGEST_WORD},}}")
 def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters; the same texts give the same tokenizer.
 
-    ``bar`` shows progress on stderr where that is a terminal. Raises DataError for a vocabulary smaller than the bytes.
+    ``bar`` shows progress on stderr where that is a terminal. Raises OptionError for a vocabulary that is smaller than
+    the bytes.
     """
     if vocab_size < SMALLEST:
-        raise DataError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST}")
+        raise OptionError("{vocab_size} is {value}; a byte-level tokenizer needs at least {smallest}", value=vocab_size, smallest=SMALLEST)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
