@@ -26,7 +26,7 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("build_info() -> str");
     m.def("forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic) -> Tensor");
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
-    m.def("project(Tensor x, Tensor w, Tensor? bias, bool settled=False) -> Tensor");
+    m.def("project(Tensor x, Tensor w, Tensor? bias, bool weights_ready=False) -> Tensor");
     m.def(
         "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
         "needs_weights)"

@@ -119,7 +119,7 @@ inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor &other) {
     return t;
 }
 
-// The token axes of q and, where given, R. An R that does not share q's is copied to a contiguous tensor, which has every axis.
+// The token axes of q and, where given, R. An R with other axes than q's is copied to a contiguous tensor, which has every axis.
 inline TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r) {
     std::optional<TokenAxes> axes = collapse(q, r ? *r : q);
     if (!axes && r) {

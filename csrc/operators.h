@@ -15,9 +15,9 @@ Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &
 // The same with r = sigmoid(q W) / (sum_e sigmoid(q W) + eps), computed in the kernel; w [H, d_h, E].
 Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps, bool deterministic);
 
-// x W^T + bias of few tokens: x [T, K], w [N, K], bias [N] or nothing; [T, N]. settled: no kernel that may still run when
-// this one starts writes w or bias, which are then read at once; csrc/README.md says when that holds.
-Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool settled);
+// x W^T + bias of few tokens: x [T, K], w [N, K], bias [N] or nothing; [T, N]. weights_ready: no kernel that may still run when
+// this one starts writes w or bias, which are then read at once; csrc/project/README.md says when that holds.
+Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready);
 
 // (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
 // without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in backward/plan.h).

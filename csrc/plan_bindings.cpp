@@ -30,13 +30,13 @@ template <int d_h> py::dict policy() {
 }
 
 py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim,
-                      const std::array<int, flashmhf::max_sharers> &clusters) {
+                      const std::array<int, flashmhf::max_slices> &clusters) {
     const flashmhf::ForwardPlan plan = flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim}, {clusters});
     const flashmhf::ForwardSchedule &s = plan.schedule;
     py::dict d;
     d["cluster_size"] = plan.cluster_size;
     d["row_ctas"] = plan.row_ctas;
-    d["sharers"] = s.sharers;
+    d["slices"] = s.slices;
     d["consumers"] = plan.consumers;
     d["row_tiles"] = plan.row_tiles;
     d["blocks"] = plan.blocks;
@@ -52,7 +52,7 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     d["shared_memory"] = plan.shared_memory;
     py::list work;
     for (const auto &w : flashmhf::enumerate_work(s))
-        work.append(py::make_tuple(w.cluster, w.sharer, w.work.item, w.work.begin, w.work.end, w.work.part));
+        work.append(py::make_tuple(w.cluster, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
     d["work"] = work;
     py::list owners;  // of the items after the whole waves: first and last cluster
     for (int i = 0; i < s.rest; ++i) owners.append(py::make_tuple(s.first_owner(i), s.last_owner(i)));
@@ -139,7 +139,20 @@ template <int d_h, int outputs> py::dict inter_policy(const char *outputs_name) 
     d["outputs"] = outputs_name;
     d["shared_memory"] = P::shared_memory;
     d["threads"] = P::threads;
+    d["launch_registers"] = P::launch_registers;
     d["registers"] = P::loader_registers + P::s_groups * P::s_registers + P::accumulator_groups * P::w_registers;
+    return d;
+}
+
+template <int d_h> py::dict token_policy() {
+    using P = flashmhf::TokenPolicy<d_h>;
+    py::dict d;
+    d["head_dim"] = d_h;
+    d["outputs"] = "tokens";
+    d["shared_memory"] = P::shared_memory;
+    d["threads"] = P::threads;
+    d["launch_registers"] = P::launch_registers;
+    d["registers"] = P::loader_registers + P::consumers * P::consumer_registers;
     return d;
 }
 
@@ -165,14 +178,15 @@ PYBIND11_MODULE(_plan, m) {
             return py::make_tuple(inter_policy<64, all_grads>("all"), inter_policy<96, all_grads>("all"),
                                   inter_policy<128, all_grads>("all"), inter_policy<64, weight_grads>("weights"),
                                   inter_policy<96, weight_grads>("weights"), inter_policy<128, weight_grads>("weights"),
-                                  inter_policy<256, key_grads>("keys"), inter_policy<256, value_grad>("values"));
+                                  inter_policy<256, key_grads>("keys"), inter_policy<256, value_grad>("values"), token_policy<64>(),
+                                  token_policy<96>(), token_policy<128>(), token_policy<256>());
         },
-        "Shared memory, threads and registers (summed over the warpgroups) of the inter-stationary backward kernels.");
+        "Shared memory, threads and registers (a thread at launch; summed over the warpgroups later) of the backward's main kernels.");
     m.def(
         "plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
-        py::arg("subnet_dim"), py::arg("clusters") = std::array<int, flashmhf::max_sharers>{132, 66, 39, 30, 22, 17, 15, 15},
+        py::arg("subnet_dim"), py::arg("clusters") = std::array<int, flashmhf::max_slices>{132, 66, 39, 30, 22, 17, 15, 15},
         "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
-        "work (cluster, sharer, item, begin, end, part) of every CTA that has an inner range of its own.\n\n"
+        "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
     m.def("forward_costs", &forward_costs, py::arg("head_dim"),
           "What the forward's planner counts with: the time of an inner tile of a CTA in microseconds; in such tiles, adding parts in a\n"

@@ -90,7 +90,7 @@ def test_gpu_memory_has_no_intermediate(gpu_backend):
 
 @pytest.mark.gpu
 def test_training_memory_of_the_paper_module():
-    """Forward and backward at 8 x 4032 tokens beyond weights and input: counted in csrc/README.md, and 4.2 times less than SwiGLU's."""
+    """Forward and backward at 8 x 4032 tokens beyond weights and input: as csrc/backward/README.md counts, 4.2 times less than SwiGLU's."""
     if flashmhf.info().reasons["hopper"]:
         pytest.skip(flashmhf.info().reasons["hopper"])
     ours, swiglu = measure(TRAINING)

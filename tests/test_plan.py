@@ -1,8 +1,11 @@
-"""The launch planner: every token, head and inner tile exactly once, balanced, within the device's limits. Runs without a GPU."""
+"""The launch planner: every token, head and inter tile exactly once, balanced, within the device's limits. Runs without a GPU."""
 
 from __future__ import annotations
 
 import collections
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +48,7 @@ def test_every_tile_once_and_balanced(shape, device):
     assert p["subnet_tiles"] * 64 >= subnet_dim > (p["subnet_tiles"] - 1) * 64
     assert p["inter_tiles"] == subnets * p["subnet_tiles"]
     assert p["row_tiles"] * 64 >= length > (p["row_tiles"] - 1) * 64
-    assert p["cluster_size"] == p["row_ctas"] * p["sharers"]
+    assert p["cluster_size"] == p["row_ctas"] * p["slices"]
     rows = p["consumers"] * p["row_ctas"]
     assert p["blocks"] * rows >= batch * p["row_tiles"] > (p["blocks"] - 1) * rows
     assert p["clusters"] <= device[p["cluster_size"] - 1]
@@ -54,11 +57,11 @@ def test_every_tile_once_and_balanced(shape, device):
     ranges = collections.defaultdict(list)
     load = collections.Counter()
     whole = set()
-    for cluster, sharer, item, begin, end, part in p["work"]:
-        assert 0 <= begin < end <= p["inter_tiles"] and 0 <= sharer < p["sharers"]
+    for cluster, rank, item, begin, end, part in p["work"]:
+        assert 0 <= begin < end <= p["inter_tiles"] and 0 <= rank < p["slices"]
         ranges[item].append((begin, end, cluster, part))
-        load[cluster, sharer] += end - begin
-        if end - begin == p["inter_tiles"] or p["sharers"] > 1:
+        load[cluster, rank] += end - begin
+        if end - begin == p["inter_tiles"] or p["slices"] > 1:
             whole.add(item)
     assert set(ranges) == set(range(items))
     parts = set()
@@ -68,8 +71,8 @@ def test_every_tile_once_and_balanced(shape, device):
         assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
         clusters = [piece[2] for piece in pieces]
         assert clusters == sorted(clusters)  # the order in which the parts are added
-        if p["sharers"] > 1:
-            assert clusters == [item] * p["sharers"]
+        if p["slices"] > 1:
+            assert clusters == [item] * p["slices"]
         if item not in whole:
             first, last = p["owners"][item - p["waves"] * p["clusters"]]
             assert clusters == list(range(first, last + 1))
@@ -105,7 +108,7 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
     if not p["flags"]:
         assert set(p["adds"]) <= {-1}
         return
-    assert p["waves"] == 1 and p["splits"] > p["rest"] and p["sharers"] == 1
+    assert p["waves"] == 1 and p["splits"] > p["rest"] and p["slices"] == 1
     assert p["flags"] == p["splits"] * 2 * p["row_ctas"]
     adders = collections.defaultdict(list)
     for cluster, index in enumerate(p["adds"]):
@@ -162,10 +165,10 @@ def test_pairs_only_where_they_waste_few_rows():
     assert plan.plan_forward(1, 1536, 16, 128, 22, 384)["row_ctas"] == 2
 
 
-@pytest.mark.parametrize(("length", "sharers"), [(1, 6), (64, 6), (128, 6), (512, 2), (1024, 1)])
-def test_few_tokens_need_no_second_kernel(length, sharers):
+@pytest.mark.parametrize(("length", "slices"), [(1, 6), (64, 6), (128, 6), (512, 2), (1024, 1)])
+def test_few_tokens_need_no_second_kernel(length, slices):
     p = plan.plan_forward(1, length, 16, 128, 22, 384)
-    assert p["sharers"] == sharers and p["partials"] == 0
+    assert p["slices"] == slices and p["partials"] == 0
     assert p["consumers"] == (1 if length <= 64 else 2)
 
 
@@ -176,3 +179,17 @@ def test_budgets():
         assert policy["producer_registers"] + policy["consumers"] * policy["consumer_registers"] == warpgroups * policy["launch_registers"]
         assert 128 * warpgroups * policy["launch_registers"] <= 65536
         assert policy["tile_registers"] < policy["consumer_registers"]
+
+
+def test_the_measured_constants_are_those_of_the_cost_models():
+    """benchmarks/measure_cost_model.py prints each constant beside the one in the code: the names agree."""
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "measure_cost_model.py"
+    if not path.exists():
+        pytest.skip("the sources are not here")
+    spec = importlib.util.spec_from_file_location("measure_cost_model", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    assert {"combine", "behind_waves", "next_item", "stream_numerator"} <= set(script.in_code("forward"))
+    assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(script.in_code("backward"))
+    assert script.main(["no such folder"]) == 2

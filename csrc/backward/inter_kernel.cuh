@@ -1,10 +1,10 @@
 // Inter-stationary backward: a CTA owns 64 inter rows of one sub-network (K, U, V stay in shared memory) and walks over tokens in tiles
-// of 64. Specialised warpgroups, drawn in ../README.md:
+// of 64. Specialised warpgroups, drawn in README.md:
 //
 //   loader  warp 0 streams Q and dO tiles (TMA, rings of their own), warp 1 adds finished dQ tiles into global memory (bulk reduce-add),
-//           warp 2 brings the weights R of a tile to shared memory, warp 3 adds dR into global memory
+//           warp 2 brings the gate R of a tile to shared memory, warp 3 adds dR into global memory
 //   S       [M|N] = Q [K;U]^T and dA = dO V^T, elementwise part, 16-bit tiles P and [dM|dN] to shared memory. In the fused kernel two
-//           warpgroups, which take the tiles in turn and then dQ = [dM|dN] [K;U], [dM|dN] from registers, fp32 to a staging buffer
+//           warpgroups, which take alternate tiles and then dQ = [dM|dN] [K;U], [dM|dN] from registers, fp32 to a staging buffer
 //   W       dK += dM^T Q, dU += dN^T Q, dV += P^T dO in registers
 //
 // A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups.
@@ -22,12 +22,12 @@
 #include "backward/policy.h"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
+#include "common/barriers.h"
 #include "common/fragments.cuh"
 #include "common/real.cuh"
 #include "common/ring.h"
 #include "common/tma.cuh"
 #include "common/token_tile.cuh"
-#include "forward/barriers.h"
 
 namespace flashmhf {
 
@@ -43,22 +43,38 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     using Rows = tile<tile_rows, d_h>;
     using V = tile<tile_inter, d_h>;
     using Grads = tile<tile_rows, 2 * tile_inter>;  // dM beside dN, 64 tokens each
-    using Weighted = tile<tile_rows, tile_inter>;   // P
+    using Gated = tile<tile_rows, tile_inter>;      // P
 
     KU ku;
     V v[P::needs_v];
     Rows q[P::q_stages], grad_out[P::g_stages];
     Grads grads[P::keys ? 2 : 0];
-    Weighted weighted[P::values ? 2 : 0];
+    Gated gated[P::values ? 2 : 0];
     float staged[P::query ? tile_rows * d_h : 0];  // dQ in fragment order
     float r[P::q_stages][tile_rows];
     float4 dr[P::query ? 2 : 0][tile_rows];  // a row's sums over the columns of four threads
+    // Semaphore       arrives                                              waits
+    // weights_full    the loader's expect_bytes; its copies of K, U, V     S
+    // q_full, g_full  the loader's expect_bytes, its copies; q_full also   S, W
+    //                 the R warp, when the tile's gate lies there
+    // q_empty, g_empty  the warps of the tile's last reader (W, or S where W does not read it), of every CTA that it is sent to: the
+    // loader,
+    //                 q_empty also the R warp
+    // grads_full      the warps of S; one "full" for each reading role     the dR warp and W, or one or two W
+    // grads_empty     the warps of W; the dR warp                          S
+    // staged_full     the warps of the S group that staged dQ              the dQ warp
+    // staged_empty    the dQ warp, when it has read the slice              the other S group: one "empty" for each
     kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages], grads_full[2][2],
-        grads_empty[2],                                                    // one "full" per reading role: dR and W, or one or two W
-        staged_full[P::staged_pieces], staged_empty[2][P::staged_pieces];  // an "empty" for each S group, which both stage
+        grads_empty[2], staged_full[P::staged_slices], staged_empty[2][P::staged_slices];
+
+    static constexpr int q_full_arrivals = loader_arrival + thread_arrival, g_full_arrivals = loader_arrival;
+    static constexpr int q_readers = P::keys ? P::accumulator_groups : 1, g_readers = 1;  // warpgroups that read a tile last
+    static constexpr int grads_full_arrivals = warpgroup_arrivals;
+    static constexpr int grads_empty_arrivals = warpgroup_arrivals * P::accumulator_groups + (P::query ? thread_arrival : 0);
+    static constexpr int staged_full_arrivals = warpgroup_arrivals, staged_empty_arrivals = thread_arrival;
 };
 
-// Where a CTA works: its share of the tokens of an item, and the item's place.
+// Where a CTA works: its range of the tokens of an item, and the item's place.
 struct InterWork : TokenRange {
     int head, subnet, row;  // subnet of the head; first inter row within the sub-network
     int rank;               // in the pair
@@ -97,8 +113,12 @@ struct OrderedAdds {
 
 // Named barriers; 0 is __syncthreads.
 enum InterBarrier : int {
-    w_barrier = 1,         // of the W groups: one each, then one for both
-    products_barrier = 4,  // of the S groups: one each, for which the other has issued its products
+    // Every W group has consumed its last tile, so the rings become staging: all W groups arrive and wait. Numbers: one for each group, for
+    // its
+    // own staging, then the one for all.
+    w_staging_barrier = 1,
+    // The other S group has issued its products of the next tile: that group arrives, this one arrives and waits. One for each group.
+    products_issued_barrier = 4,
 };
 
 // acc += a^T b, the columns of b spread over the accumulators; behind the caller's mma_fence.
@@ -111,10 +131,10 @@ __device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b
     }
 }
 
-// W role: accumulates weight gradients over all tiles. Where two warpgroups share the role, `share` 0 takes dK and 1 takes dU.
+// W role: accumulates weight gradients over all tiles. Where the role has two warpgroups, w_group 0 takes dK and 1 takes dU.
 template <typename Shared>
 __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const BackwardParams &p, const InterWork &work, int reader,
-                                                        int share) {
+                                                        int w_group) {
     using namespace kittens;
     using P = typename Shared::P;
     using T = typename Shared::Rows::T;
@@ -138,9 +158,9 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         if constexpr (values) wait(shared.g_full[g.slot], g.phase);
         wait(shared.grads_full[buffer.slot][reader], buffer.phase);
         warpgroup::mma_fence();
-        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(share), shared.q[q.slot]);
+        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(w_group), shared.q[q.slot]);
         if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<tile_inter>(1), shared.q[q.slot]);
-        if constexpr (values) add_product(dv, shared.weighted[buffer.slot], shared.grad_out[g.slot]);
+        if constexpr (values) add_product(dv, shared.gated[buffer.slot], shared.grad_out[g.slot]);
         if constexpr (keys) {
             warpgroup::mma_async_wait<values * halves>();
             if (leader) work.release(shared.q_empty[q.slot]);
@@ -157,10 +177,10 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
     warpgroup::mma_async_wait<0>();
     // Every tile has been consumed: the rings become staging, once all W groups are here.
     if constexpr (P::accumulator_groups > 1)
-        kittens::arrive_and_wait(kittens::barrier<4 * P::accumulator_groups>(w_barrier + P::accumulator_groups));
+        kittens::arrive_and_wait(kittens::barrier<warpgroup_warps * P::accumulator_groups>(w_staging_barrier + P::accumulator_groups));
     constexpr int size = tile_inter * d_h, staged = tile_inter * P::w_columns;
     static_assert(P::accumulator_groups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
-    float *staging = reinterpret_cast<float *>(&shared.q[0]) + share * staged;
+    float *staging = reinterpret_cast<float *>(&shared.q[0]) + w_group * staged;
     auto finish = [&](Acc(&acc)[halves], void *out, int which) {
 #pragma unroll
         for (int c = 0; c < halves; ++c) {
@@ -173,11 +193,11 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
             } else {
                 const int64_t first_row = static_cast<int64_t>(work.head * p.subnets + work.subnet) * p.subnet_dim + work.row;
                 char *at = static_cast<char *>(out) + (first_row * d_h + c * P::w_columns) * (p.accumulate ? sizeof(float) : sizeof(T));
-                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_barrier + share);
+                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_staging_barrier + w_group);
             }
         }
     };
-    if constexpr (keys) finish(dk, share ? p.du : p.dk, share);
+    if constexpr (keys) finish(dk, w_group ? p.du : p.dk, w_group);
     if constexpr (ups) finish(du, p.du, 1);
     if constexpr (values) finish(dv, p.dv, 2);
 }
@@ -191,21 +211,21 @@ template <typename T, typename Shared> struct GradTiles {
     Shared &shared;
     // This lane's row of a tile of 128-byte rows, for stmatrix and ldmatrix; columns 16j.. lie at place ^ 32j.
     __device__ __forceinline__ static uint32_t lane_place() {
-        return Shared::Weighted::idx(0u, int2{kittens::warpgroup::warpid() * 16 + kittens::laneid() % 16, kittens::laneid() / 16 * 8});
+        return Shared::Gated::idx(0u, int2{kittens::warpgroup::warpid() * 16 + kittens::laneid() % 16, kittens::laneid() / 16 * 8});
     }
-    __device__ __forceinline__ uint32_t weighted(int slot, uint32_t place, int j) const {
-        return tma::shared_address(shared.weighted[P::values ? slot : 0].data) + (place ^ (32 * j));
+    __device__ __forceinline__ uint32_t gated(int slot, uint32_t place, int j) const {
+        return tma::shared_address(shared.gated[P::values ? slot : 0].data) + (place ^ (32 * j));
     }
     __device__ __forceinline__ uint32_t dm(int slot, uint32_t place, int j) const {
         return tma::shared_address(shared.grads[P::keys ? slot : 0].data) + (place ^ (32 * j));
     }
     __device__ __forceinline__ uint32_t dn(int slot, uint32_t place, int j) const {
-        return dm(slot, place, j) + sizeof(typename Shared::Weighted);
+        return dm(slot, place, j) + sizeof(typename Shared::Gated);
     }
 
     __device__ __forceinline__ void store(GradBlock<T> &block, int slot, uint32_t place, int j) const {
         using move = kittens::move<T2>;
-        if constexpr (P::values) move::stsm4(weighted(slot, place, j), block.p[0], block.p[1], block.p[2], block.p[3]);
+        if constexpr (P::values) move::stsm4(gated(slot, place, j), block.p[0], block.p[1], block.p[2], block.p[3]);
         if constexpr (P::keys) {
             move::stsm4(dm(slot, place, j), block.dm[0], block.dm[1], block.dm[2], block.dm[3]);
             move::stsm4(dn(slot, place, j), block.dn[0], block.dn[1], block.dn[2], block.dn[3]);
@@ -283,7 +303,7 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
     if (work.begin < work.end) tiles.hand_over(buffer.slot ^ 1);
 }
 
-// S role of the fused kernel: two warpgroups, which take the tiles in turn. dQ of a tile follows the other group's products of the next one
+// S role of the fused kernel: two warpgroups, which take alternate tiles. dQ of a tile follows the other group's products of the next one
 // into the tensor cores; under it, and under W's, that group does its elementwise part. Otherwise the two fall into step.
 template <typename T, typename Shared>
 __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int group) {
@@ -291,7 +311,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
     using P = typename Shared::P;
     static_assert(P::s_groups == 2 && P::q_stages == P::g_stages);
     constexpr int d_h = Shared::Rows::cols, blocks = tile_inter / 16;
-    constexpr int pieces = P::staged_pieces, columns = d_h / pieces;
+    constexpr int slices = P::staged_slices, columns = d_h / slices;
     const GradTiles<T, Shared> tiles{shared};
     const bool leader = kittens::laneid() == 0;
     Ring<P::q_stages> ring;
@@ -312,7 +332,8 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
         wait(shared.g_full[ring.slot], ring.phase);
         warpgroup::mm_ABt(da, shared.grad_out[ring.slot], shared.v[0]);
-        if (group == 1 || left < work.end - work.begin) arrive(barrier<4 * P::s_groups>(products_barrier + (group ^ 1)));
+        if (group == 1 || left < work.end - work.begin)
+            arrive(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + (group ^ 1)));
         const float2 r = {shared.r[ring.slot][row], shared.r[ring.slot][row + 8]};
         if constexpr (P::early_slopes) start_slopes<1>(mn, slope);
         wait(shared.grads_empty[slot], phase ^ 1);
@@ -350,14 +371,14 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
             move::ldsm4(dn[0], dn[1], dn[2], dn[3], tiles.dn(slot, place, j));
         }
         tiles.hand_over(slot);
-        if (left > 1) arrive_and_wait(barrier<4 * P::s_groups>(products_barrier + group));
-        rt_fl<16, columns> dq[pieces];
+        if (left > 1) arrive_and_wait(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + group));
+        rt_fl<16, columns> dq[slices];
 #pragma unroll
-        for (int c = 0; c < pieces; ++c) warpgroup::mm_AB(dq[c], grads, shared.ku.template subtile<columns>(c));
+        for (int c = 0; c < slices; ++c) warpgroup::mm_AB(dq[c], grads, shared.ku.template subtile<columns>(c));
         const uint32_t staged = tma::shared_address(shared.staged) + 16 * warpgroup::laneid();
 #pragma unroll
-        for (int c = 0; c < pieces; ++c) {
-            if (c + 1 < pieces) warpgroup::mma_async_wait<1>();
+        for (int c = 0; c < slices; ++c) {
+            if (c + 1 < slices) warpgroup::mma_async_wait<1>();
             else warpgroup::mma_async_wait<0>();
             pin(dq[c]);
             wait(shared.staged_empty[slot][c], phase ^ (slot == 0));  // of the tile before, which the other group has staged
@@ -392,22 +413,22 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
         for (const CUtensorMap *map : {&maps.k, &maps.u, &maps.q, &maps.v, &maps.grad_out}) tma::prefetch(map);
     if (threadIdx.x == 0) {
         const int ctas = 1 + work.pair;
-        init_semaphore(shared.weights_full, 1);
+        init_semaphore(shared.weights_full, loader_arrival);
         for (int s = 0; s < P::q_stages; ++s) {
-            init_semaphore(shared.q_full[s], 2);                                                  // loader, R warp
-            init_semaphore(shared.q_empty[s], ctas * (P::keys ? 4 * P::accumulator_groups : 4));  // warps of the last readers: W, or S
+            init_semaphore(shared.q_full[s], Shared::q_full_arrivals);
+            init_semaphore(shared.q_empty[s], ctas * (warpgroup_arrivals * Shared::q_readers));
         }
         for (int s = 0; s < P::g_stages; ++s) {
-            init_semaphore(shared.g_full[s], 1);
-            init_semaphore(shared.g_empty[s], ctas * 4);  // warps of W, or of S
+            init_semaphore(shared.g_full[s], Shared::g_full_arrivals);
+            init_semaphore(shared.g_empty[s], ctas * (warpgroup_arrivals * Shared::g_readers));
         }
         for (int b = 0; b < 2; ++b) {
-            for (int reader = 0; reader < readers; ++reader) init_semaphore(shared.grads_full[b][reader], 4);
-            init_semaphore(shared.grads_empty[b], 4 * P::accumulator_groups + P::query);  // warps of W, the dR warp
+            for (int reader = 0; reader < readers; ++reader) init_semaphore(shared.grads_full[b][reader], Shared::grads_full_arrivals);
+            init_semaphore(shared.grads_empty[b], Shared::grads_empty_arrivals);
         }
-        for (int piece = 0; piece < P::staged_pieces; ++piece) {
-            init_semaphore(shared.staged_full[piece], 4);
-            for (int group = 0; group < 2; ++group) init_semaphore(shared.staged_empty[group][piece], 1);
+        for (int slice = 0; slice < P::staged_slices; ++slice) {
+            init_semaphore(shared.staged_full[slice], Shared::staged_full_arrivals);
+            for (int group = 0; group < 2; ++group) init_semaphore(shared.staged_empty[group][slice], Shared::staged_empty_arrivals);
         }
         tma::fence_semaphore_init();
         tma::fence_shared_writes();
@@ -468,20 +489,20 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
             for (int it = work.begin; it < work.end; ++it, ++tile) {
                 order.wait_for_predecessor(tile);
 #pragma unroll
-                for (int piece = 0; piece < P::staged_pieces; ++piece) {
-                    wait(shared.staged_full[piece], phase);
+                for (int slice = 0; slice < P::staged_slices; ++slice) {
+                    wait(shared.staged_full[slice], phase);
                     if (order.added) tma::fence_global();
-                    constexpr int size = P::query ? tile_rows * d_h / P::staged_pieces : 0;
-                    tma::reduce_add_async(sums + piece * size, shared.staged + piece * size, size * sizeof(float));
+                    constexpr int size = P::query ? tile_rows * d_h / P::staged_slices : 0;
+                    tma::reduce_add_async(sums + slice * size, shared.staged + slice * size, size * sizeof(float));
                     kittens::tma::store_commit_group();
                 }
                 // to who stages the next tile
-                if constexpr (P::staged_pieces == 2) {
+                if constexpr (P::staged_slices == 2) {
                     kittens::tma::store_async_read_wait<1>();
                     arrive(shared.staged_empty[phase ^ 1][0]);
                 }
                 kittens::tma::store_async_read_wait<0>();
-                arrive(shared.staged_empty[phase ^ 1][P::staged_pieces - 1]);
+                arrive(shared.staged_empty[phase ^ 1][P::staged_slices - 1]);
                 if (order.added) kittens::tma::store_async_wait<0>();
                 order.signal_successor(tile);
                 sums += tile_rows * d_h;
@@ -502,7 +523,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const char *row = at + size * 32 * half * p.r_token;
-                        // load_real() written out: as a call it makes ptxas schedule the whole kernel anew.
+                        // load_real() written out: a call of it makes ptxas schedule the whole kernel differently.
                         if (tokens.token() + lane + 32 * half < p.length)
                             r[half] = p.r_is_float ? __ldg(reinterpret_cast<const float *>(row))
                                                    : base_types::convertor<float, T>::convert(__ldg(reinterpret_cast<const T *>(row)));
@@ -554,8 +575,8 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
         finish();
     } else {
         warpgroup::increase_registers<P::w_registers>();
-        const int share = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
-        accumulate_weight_grads(shared, p, work, P::query + share, share);
+        const int w_group = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
+        accumulate_weight_grads(shared, p, work, P::query + w_group, w_group);
         // Behind the token-stationary kernel this one starts early, since it needs nothing of it; but it must not end before it.
         kittens::pdl::wait();
         finish();

@@ -13,7 +13,7 @@ namespace {
 // Where the weight gradients go: fresh tensors in q's type, or fp32 buffers to add to.
 using WeightGrads = std::array<Tensor, 3>;
 
-// The token axes of q, R and grad_out together. What does not share q's axes is copied to a contiguous tensor, which has every axis.
+// The token axes of q, R and grad_out together. A tensor with other axes than q's is copied to a contiguous one, which has every axis.
 TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad_out, int64_t &g_batch, int64_t &g_token) {
     if (!grad_out.is_contiguous()) {
         std::optional<TokenAxes> axes = collapse(q, grad_out);

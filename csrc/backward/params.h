@@ -20,7 +20,7 @@ struct BackwardParams {
     int dq_heads, dr_heads;            // of a token in dq and dr: all of them, where this launch takes some
 
     // Inter-stationary kernels. The first `whole` items (head, sub-network, tile of 64 inter rows; that order) take one CTA each, the
-    // others `parts` CTAs that share the tokens.
+    // others `parts` CTAs that divide the tokens.
     int whole, parts;
     float *query_sums;  // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
     float *dr_sums;     // [H, E, batch * row_tiles * 64] fp32, zeroed; null without R
@@ -31,7 +31,7 @@ struct BackwardParams {
     void *dk, *du, *dv;     // [H, E, d_e, d_h] in the element type, or fp32 buffers to add to
     bool accumulate;
 
-    // Token-stationary kernel. `parts` CTAs share the sub-networks of a token block.
+    // Token-stationary kernel. `token_parts` CTAs divide the sub-networks of a token block.
     int token_parts;
     float *query_parts;  // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
     void *dq;            // [T, dq_heads, d_h]; null: not needed

@@ -1,5 +1,5 @@
 // Tile sizes and the shared-memory and register budgets of the backward kernels. Pure C++: the host code reads it too. The budget tables
-// are in ../README.md; the static_asserts keep both honest.
+// are in README.md; the static_asserts keep both honest.
 #pragma once
 
 #include "common/geometry.h"
@@ -45,7 +45,7 @@ template <int d_h, int outputs> struct InterPolicy {
     static_assert(loader_registers + s_groups * s_registers + accumulator_groups * w_registers <= warpgroups * launch_registers);
     // 16-column blocks of [dM|dN] that S reads back from shared memory for dQ: its registers do not hold all of them beside M, N and dA.
     static constexpr int reloaded_blocks = d_h == 128 ? 1 : 0;
-    static constexpr int staged_pieces = d_h == 128 ? 2 : 1;  // of a dQ tile: one is on its way to memory while the next is computed
+    static constexpr int staged_slices = d_h == 128 ? 2 : 1;  // of a dQ tile: one is on its way to memory while the next is computed
     static constexpr int w_columns =
         accumulator_groups == 2 ? d_h / 2 : d_h;  // of one product: an m64n256 needs more registers than at launch
     // Fused: where registers allow it, the special functions start under the product dA; elsewhere they always do.
@@ -67,7 +67,9 @@ template <int d_h> struct TokenPolicy {
     static constexpr int inter = d_h == 256 ? 32 : 64;  // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
     static constexpr int stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int threads = 128 * (1 + consumers);
+    static constexpr int launch_registers = launch_registers_of(threads);
     static constexpr int loader_registers = 24, consumer_registers = 240;
+    static_assert(loader_registers + consumers * consumer_registers <= (1 + consumers) * launch_registers);
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;
     static constexpr int shared_memory = 2 * consumers * row_tile_bytes + stages * 3 * inter * d_h * element_bytes + 256;
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");

@@ -351,9 +351,9 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
     // the warps' sums, in order; one warp at a time holds the part in shared memory
     auto *part = reinterpret_cast<float *>(&shared);  // [d_h][dw_columns]
     static_assert(sizeof(float) * d_h * dw_columns <= sizeof(Shared));
-    for (int turn = 0; turn < 4; ++turn) {
+    for (int adder = 0; adder < 4; ++adder) {
         __syncthreads();
-        if (warp != turn) continue;
+        if (warp != adder) continue;
 #pragma unroll
         for (int m = 0; m < d_h / 16; ++m)
 #pragma unroll
@@ -361,7 +361,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float &sum = part[(16 * m + g + i / 2 * 8) * dw_columns + 8 * n + 2 * t + i % 2];
-                    sum = turn == 0 ? dw[m][n][i] : sum + dw[m][n][i];
+                    sum = adder == 0 ? dw[m][n][i] : sum + dw[m][n][i];
                 }
     }
     __syncthreads();

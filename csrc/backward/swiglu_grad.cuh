@@ -33,12 +33,12 @@ __device__ __forceinline__ void swiglu_grad(GradBlock<T> &out, const Base &a, co
     using to = kittens::base_types::convertor<typename GradBlock<T>::T2, float2>;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const float weight = k % 2 ? r.y : r.x;
+        const float gate = k % 2 ? r.y : r.x;
         float &sum = k % 2 ? dr.y : dr.x;
         float2 p, dm, dn;
         auto element = [&](float a, float c, float n, float d, float &p, float &dm, float &dn) {
-            const float an = a * n, dr = d * weight;
-            p = an * weight;
+            const float an = a * n, dr = d * gate;
+            p = an * gate;
             dn = dr * a;
             dm = dr * n * c;
             sum = fmaf(d, an, sum);

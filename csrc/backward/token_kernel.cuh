@@ -23,6 +23,7 @@ template <int d_h, typename T> struct alignas(1024) TokenShared {
         Rows q, grad_out;  // in the end the staging of dQ
     } rows[P::consumers];
     Stage stages[P::stages];
+    // rows_full, stage_full: the loader's expect_bytes and its copies; consumers wait. stage_empty: the consumers' warps; the loader waits.
     kittens::semaphore rows_full, stage_full[P::stages], stage_empty[P::stages];
 };
 
@@ -41,8 +42,12 @@ struct RowPair {
     __device__ __forceinline__ bool valid(int half) const { return token + 8 * half < tokens; }
 };
 
-constexpr int token_turn_barrier =
-    1 + TokenPolicy<128>::consumers;  // named barriers: one for the output of each consumer, then one for its turns
+// Named barriers; 0 is __syncthreads.
+enum TokenBarrier : int {
+    output_barrier = 1,  // of each consumer, for its staging of dQ
+    products_issued_by_other = output_barrier +
+        TokenPolicy<128>::consumers,  // the other consumer arrives, this one arrives and waits; one for each
+};
 
 template <int d_h, typename T>
 __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
@@ -67,10 +72,10 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
     if (threadIdx.x == 32)
         for (const CUtensorMap *map : {&maps.q, &maps.grad_out, &maps.k, &maps.u, &maps.v}) tma::prefetch(map);
     if (threadIdx.x == 0) {
-        init_semaphore(shared.rows_full, 1);
+        init_semaphore(shared.rows_full, loader_arrival);
         for (int s = 0; s < P::stages; ++s) {
-            init_semaphore(shared.stage_full[s], 1);
-            init_semaphore(shared.stage_empty[s], 4 * P::consumers);
+            init_semaphore(shared.stage_full[s], loader_arrival);
+            init_semaphore(shared.stage_empty[s], warpgroup_arrivals * P::consumers);
         }
         tma::fence_semaphore_init();
         tma::fence_shared_writes();
@@ -116,14 +121,14 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
     } else {
         warpgroup::increase_registers<P::consumer_registers>();
         const int w = role - 1, tile = blockIdx.x * P::consumers + w;
-        auto weight = [&](const RowPair &rows, int half, int subnet) {
+        auto gate = [&](const RowPair &rows, int half, int subnet) {
             if (!p.r || !rows.valid(half)) return 1.f;
             const int64_t at = rows.sequence * p.r_batch + (rows.token + 8 * half) * p.r_token + head * p.r_head + subnet;
             return load_real<T>(p.r, at, p.r_is_float);
         };
-        auto weights = [&](int subnet) {
+        auto gates = [&](int subnet) {
             const RowPair rows(p, tile);
-            return float2{weight(rows, 0, subnet), weight(rows, 1, subnet)};
+            return float2{gate(rows, 0, subnet), gate(rows, 1, subnet)};
         };
         auto store_dr = [&](float2 dr, int subnet) {
             dr = quad_sum(dr);
@@ -143,22 +148,23 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         rt<T, 16, 2 * P::inter> grads;
         warp::zero(dq);
         int subnet = first_subnet, left = per_subnet;
-        float2 r = weights(subnet), next_r = r, dr = {0.f, 0.f};
-        if (subnet + 1 < last_subnet) next_r = weights(subnet + 1);
+        float2 r = gates(subnet), next_r = r, dr = {0.f, 0.f};
+        if (subnet + 1 < last_subnet) next_r = gates(subnet + 1);
         Ring<P::stages> ring;
         wait(shared.rows_full, 0);
         wait(shared.stage_full[0], 0);
-        // The warpgroups issue their products in turn: while one's are in the tensor cores, the other does its elementwise part.
-        auto my_turn = [&]() { kittens::arrive_and_wait(barrier<4 * P::consumers>(token_turn_barrier + w)); };
-        auto next_turn = [&]() { kittens::arrive(barrier<4 * P::consumers>(token_turn_barrier + (w ^ 1))); };
+        // The warpgroups issue their products in alternation: while those of one are in the tensor cores, the other does its elementwise
+        // part.
+        auto wait_to_issue = [&]() { kittens::arrive_and_wait(barrier<warpgroup_warps * P::consumers>(products_issued_by_other + w)); };
+        auto let_other_issue = [&]() { kittens::arrive(barrier<warpgroup_warps * P::consumers>(products_issued_by_other + (w ^ 1))); };
         auto scores = [&](auto &stage) {
             warpgroup::mm_ABt(mn, shared.rows[w].q, stage.ku);
             warpgroup::mm_ABt(da, shared.rows[w].grad_out, stage.v);
         };
-        if (w == 1) next_turn();
-        my_turn();
+        if (w == 1) let_other_issue();
+        wait_to_issue();
         scores(stages[0]);
-        next_turn();
+        let_other_issue();
         warpgroup::mma_async_wait<1>();
 #pragma unroll 1
         for (int it = 0;;) {
@@ -190,21 +196,21 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
                 left = per_subnet;
                 ++subnet;
                 r = next_r;
-                if (subnet + 1 < last_subnet) next_r = weights(subnet + 1);
+                if (subnet + 1 < last_subnet) next_r = gates(subnet + 1);
             }
-            my_turn();
+            wait_to_issue();
             warpgroup::mma_AB(dq, grads, stages[slot].ku);
             if (last) {
-                next_turn();
+                let_other_issue();
                 break;
             }
             scores(stages[ring.slot]);
-            next_turn();
+            let_other_issue();
             warpgroup::mma_async_wait<2>();
             if (leader) arrive(shared.stage_empty[slot]);
             warpgroup::mma_async_wait<1>();
         }
-        if (w == 0) my_turn();  // the other's last arrival
+        if (w == 0) wait_to_issue();  // the other's last arrival
         warpgroup::mma_async_wait<0>();
         pin(dq);
         if (p.query_parts) {
@@ -217,7 +223,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
             const int64_t row = p.dense_index(tokens.sequence, tokens.token()) * p.dq_heads + head;
             const int64_t rows = tile < tiles ? p.length - tokens.token() : 0;
             store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense_token * p.dq_heads * d_h,
-                          static_cast<int>(min(rows, static_cast<int64_t>(tile_rows))), false, 1 + w);
+                          static_cast<int>(min(rows, static_cast<int64_t>(tile_rows))), false, output_barrier + w);
         }
     }
 }

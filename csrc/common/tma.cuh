@@ -67,11 +67,6 @@ __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *
                  "r"(c.x), "r"(c.y)
                  : "memory");
 }
-__device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int3 c) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z)
-                 : "memory");
-}
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int4 c) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w)
@@ -83,30 +78,18 @@ __device__ __forceinline__ void store_add_async(const CUtensorMap *map, const vo
                  "r"(shared_address(src)), "r"(c.x), "r"(c.y)
                  : "memory");
 }
-__device__ __forceinline__ void store_add_async(const CUtensorMap *map, const void *src, int3 c) {
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z)
-                 : "memory");
-}
 // dst[0 .. bytes / 4) += src, fp32, in the L2.
 __device__ __forceinline__ void reduce_add_async(float *dst, const void *src, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)),
                  "r"(bytes)
                  : "memory");
 }
-// bytes from src, both multiples of 16, to the L2: no more than a hint, right even before griddepcontrol.wait.
-__device__ __forceinline__ void prefetch_linear(const void *src, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
+// A tile to the L2: no more than a hint, right even before griddepcontrol.wait.
 __device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int2 c) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c.x), "r"(c.y) : "memory");
 }
 __device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int3 c) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
-}
-// dst[0 .. bytes) = src, without the proxy fence of kittens::tma::store_async.
-__device__ __forceinline__ void store_linear_async(void *dst, const void *src, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
 }
 
 // Arrival on the semaphore of CTA cta of the cluster. Not .release.cluster, which costs a MEMBAR.GPU in the loop: for handing back

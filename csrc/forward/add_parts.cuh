@@ -1,5 +1,5 @@
-// Adding up the parts of split items in the forward kernel, under the whole items that follow them: by one warp of the producer, which else
-// has nothing to do. No consumer fences or waits for it.
+// Adds the parts of split items in the forward kernel, under the whole items that follow them, by a warp of the producer that is otherwise
+// idle. No consumer fences or waits for it.
 #pragma once
 
 #include "forward/epilogue.cuh"
@@ -11,29 +11,28 @@ __device__ __forceinline__ uint64_t *part_flag(const ForwardParams &p, int clust
     return p.flags + (cluster * 2 + part) * p.row_ctas + rank;
 }
 
-// Tells of the parts of this CTA, then adds up the item that ends in its cluster, for the rows of this CTA and in the order of the
-// clusters. Sums of 8 columns of a row tile are in registers at a time, of which the producer has few; their parts come through a ring.
-// There a dozen kilobytes can be on their way without registers, at a steady rate: a burst of loads would clog the path that all warps
-// share.
+// Signals the parts of this CTA, then adds the item that ends in its cluster: the rows of this CTA, in the order of the clusters. Sums of 8
+// columns of a row tile are in registers at a time, of which the producer has few. The parts come through a ring: 12 KB can be on their way
+// without registers, at a steady rate. A burst of loads would clog the path that all warps use.
 template <int d_h, typename T> __device__ __forceinline__ void add_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     const ForwardSchedule &s = p.schedule;
     auto &sem = shared.semaphores;
     const int cluster = kittens::clusterIdx().x, lane = kittens::laneid();
-    auto rank = [&]() { return p.row_ctas > 1 ? kittens::cluster_ctarank() : 0; };  // read anew: no register is left to keep it
+    auto rank = [&]() { return p.row_ctas > 1 ? kittens::cluster_ctarank() : 0; };  // computed at each use: no register is left to keep it
 
     if (lane == 0) {
         // The consumers' arrivals release their stores to this thread, and its own release hands them on to the device.
         WorkCursor cursor(s, cluster);
         Work work;
-        int told = 0;
+        int signalled = 0;
         while (cursor.next(work, cluster, 0) && work.item >= s.waves * s.clusters)
             if (work.end - work.begin < s.inter_tiles) {
                 wait_sleeping(sem.part_stored[work.part], 0);
                 store_release(part_flag(p, cluster, work.part, rank()), p.token);
-                ++told;
+                ++signalled;
             }
-        if (p.router_bytes) wait_sleeping(sem.w_empty, told & 1);  // the whole item's W has been read from where the pieces will be
+        if (p.router_bytes) wait_sleeping(sem.w_empty, signalled & 1);  // the whole item's W has been read from where the pieces will be
     }
     __syncwarp();
     const int index = s.ends_item(cluster);
@@ -47,7 +46,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
         uint64_t *flag = part_flag(p, first + lane, part, rank());
         while (load_acquire(flag) != p.token) __nanosleep(256);
-        *flag = 0;  // nobody else waits for it; a graph comes with the same token again
+        *flag = 0;  // no other warp waits for it, and a graph launch has the same token again
         tma::fence_global();
         src = p.partials + part_offset<d_h>(p, first + lane, part, rank(), 0);
     }

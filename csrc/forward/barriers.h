@@ -1,21 +1,40 @@
-// Semaphores and named barriers of the forward kernel, with who arrives on them.
+// Semaphores (mbarriers) and named barriers of the forward kernel: the event that each one is named by, who arrives and who waits.
+//
+//   semaphore         arrives                                                    waits
+//   slot_full         the weight loader's expect_bytes; its copies               consumers, before a slot's products
+//   slot_empty        a thread of each consumer warpgroup, of every CTA that     the weight loader, before it refills the slot
+//                     a tile is sent to; also once at the start
+//   q_full            the row loader's expect_bytes, its copies of Q and R;      consumers, before an item
+//                     its warp, when the item's gate is in shared memory
+//   w_full            the row loader's expect_bytes; its copy of W               consumers, before they compute the gate
+//   w_empty           a lane of each consumer warp, when it has the gate         the row loader, before it fetches the next W; the adding
+//                                                                                warp, before pieces overwrite W
+//   slice_sums_full   the bytes that the CTAs of the cluster send                consumers, before they add the slices' sums
+//   part_stored       a lane of each consumer warp, behind its stores. Each      the adding warp, before it signals the part to the device
+//                     completes once a launch: consumers cannot get ahead
+//   piece_full        the adding warp's expect_bytes; its copy                   the adding warp
 #pragma once
 
+#include "common/barriers.h"
 #include "common/ring.h"
 #include "forward/policy.h"
 #include "kittens.cuh"
 
 namespace flashmhf {
 
-constexpr int full_arrivals = 1;    // the loader's expect_bytes; the copies complete the rest (slots, pieces, shares, w)
-constexpr int q_full_arrivals = 2;  // the Q loader's expect_bytes; its warp after the weights of the sub-networks
-// slot_empty: one thread of each consumer warpgroup, of every CTA of the cluster; at the start, too
-// w_empty: one thread of each consumer warp, when it has the weights of an item
-// part_stored: one thread of each consumer warp. Each completes once a launch at most: consumers cannot get ahead of who waits for it
+struct ForwardArrivals {
+    static constexpr int slot_full = loader_arrival, w_full = loader_arrival, slice_sums_full = loader_arrival, piece_full = loader_arrival;
+    static constexpr int q_full = loader_arrival + thread_arrival;
+    __device__ __forceinline__ static int slot_empty(int consumers, int row_ctas) { return consumers * row_ctas; }
+    __device__ __forceinline__ static int w_empty(int consumers) { return warpgroup_arrivals * consumers; }
+    __device__ __forceinline__ static int part_stored(int consumers) { return warpgroup_arrivals * consumers; }
+};
 
-// Named barriers; 0 is __syncthreads. Of a consumer warpgroup with the warp that loads its Q, for
-// handing over the buffers (a waiting warp polls a semaphore, but sleeps at a named barrier); with the warpgroup before it, for its turn.
-__device__ __forceinline__ kittens::barrier<5> q_empty_barrier(int warpgroup) { return kittens::barrier<5>(1 + warpgroup); }
-__device__ __forceinline__ kittens::barrier<8> turn_barrier(int warpgroup) { return kittens::barrier<8>(3 + warpgroup); }
+// Named barriers; 0 is __syncthreads.
+// Q of a consumer warpgroup has been read, and its output may lie in the same buffer: the warpgroup arrives, the warp that loads its Q
+// arrives and waits. (A warp that waits for a semaphore polls; one that waits at a named barrier sleeps.)
+__device__ __forceinline__ auto q_read_barrier(int warpgroup) { return kittens::barrier<warpgroup_warps + 1>(1 + warpgroup); }
+// The warpgroup before this one has issued its products: that one arrives, this one arrives and waits.
+__device__ __forceinline__ auto issue_order_barrier(int warpgroup) { return kittens::barrier<2 * warpgroup_warps>(3 + warpgroup); }
 
 }  // namespace flashmhf

@@ -7,7 +7,7 @@
 
 namespace flashmhf {
 
-template <int d_h, typename T> __global__ __launch_bounds__(128) void combine(const __grid_constant__ ForwardParams p) {
+template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_forward_combine(const __grid_constant__ ForwardParams p) {
     const auto &s = p.schedule;
     const int tiles = gridDim.x / s.rest;  // row tiles of an item
     const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / p.consumers, wg = blockIdx.x % tiles % p.consumers,

@@ -1,14 +1,4 @@
-// The forward kernel: out[t, h] = sum_e r[t, h, e] sum_j silu(q.k_ej) (q.u_ej) v_ej, accumulated in fp32.
-//
-//   producer warpgroup     warp 0: K, U, V tiles into the ring     1, 2: Q, R or W of the next item  3: sums of the parts of split items
-//   consumer warpgroup     64 token rows; tile i of the item's inner range:
-//                            issue  [M|N] = Q [K;U]^T  of tile i     (both in flight from here on)
-//                            issue  O += A V           of tile i - 1
-//                            wait for [M|N];  A = r silu(M) N        (while O += A V still runs)
-//                            wait for O;      round A                (operand of the next round)
-//
-// The consumer warpgroups share every tile and fill each other's gaps. CTAs of a cluster take neighbouring rows and multicast the tiles, or
-// share an item's inner range and add their sums.
+// The consumer warpgroups of the forward kernel: 64 token rows each, products and elementwise part of one tile after the other.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +23,7 @@ template <int d_h, typename T> struct ForwardConsumer {
     Shared &shared;
     const ForwardParams &p;
     const int wg, warp = warpgroup::warpid(), lane = kittens::laneid();
-    // The CTA that this thread tells of a slot that its warpgroup has read; none: -1.
+    // The CTA whose slot_empty this thread arrives on when its warpgroup has read a slot; -1: none.
     const int reader_of = lane != 0 || warp >= p.row_ctas ? -1 : p.row_ctas > 1 ? warp : kittens::cluster_ctarank();
     Ring<P::slots> ring;
     uint32_t q_phase = 0;
@@ -43,20 +33,20 @@ template <int d_h, typename T> struct ForwardConsumer {
     __device__ __forceinline__ void release(int slot) {
         if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
     }
-    // At the start the ring is the consumers'. All tiles at once would come before the first Q: the slots behind the first are handed over
-    // when it is there. With few tokens the memory is the bound, and must not wait.
+    // At the start the consumers own the ring. Release only slot 0 until the first Q arrives; otherwise weight copies queue ahead of Q.
+    // With slices (few tokens) the memory is the bound: release all slots at once.
     __device__ __forceinline__ void release_ring(int from, int to) {
 #pragma unroll 1
         for (int slot = from; slot < to; ++slot) release(slot);
     }
     __device__ __forceinline__ const Item &first_item() {
-        const int early = p.schedule.sharers > 1 ? P::slots : 1;
+        const int early = p.schedule.slices > 1 ? P::slots : 1;
         release_ring(0, early);
         const Item &item = next_item();
         release_ring(early, P::slots);
         return item;
     }
-    // Waits for the next item, its Q and what comes with it, and makes it the current one.
+    // Waits for the next item with its Q and gate, and makes it the current item.
     __device__ __forceinline__ const Item &next_item() {
         kittens::wait(shared.semaphores.q_full[wg], q_phase);
         q_phase ^= 1;
@@ -70,30 +60,30 @@ template <int d_h, typename T> struct ForwardConsumer {
         gate.begin(this_item(), gate_buffer(), shared.router(p), query);
         if (P::gate_early && p.router_bytes && lane == 0) kittens::arrive(shared.semaphores.w_empty);
     }
-    // Q has been read; the buffer is empty, or holds an output for the producer to store.
-    __device__ __forceinline__ void release_q() { kittens::arrive(q_empty_barrier(wg)); }
-    // Once an item the warpgroups issue their products one after the other: side by side they would reach their elementwise parts, and
-    // leave the tensor cores idle, together. From there they run freely: taking turns in every tile passes each delay on to the others.
-    // Items no longer than the ring are left out: a warpgroup could arrive for the next turn before the other has taken this one.
-    __device__ __forceinline__ bool takes_turns(const Item &item) { return item.end - item.begin > P::slots; }
-    __device__ __forceinline__ void await_turn(const Item &item) {
-        if (wg > 0 && takes_turns(item)) kittens::arrive_and_wait(turn_barrier(wg));
+    // Q has been read. Its buffer is empty, or holds an output for the producer to store.
+    __device__ __forceinline__ void release_q() { kittens::arrive(q_read_barrier(wg)); }
+    // Once an item the warpgroups issue their products one after the other. Side by side they would reach their elementwise parts together
+    // and leave the tensor cores idle. From there they run freely: an order in every tile passes each delay on to the others. Items no
+    // longer than the ring are left out: a warpgroup could arrive for the next item's order before the other one has passed this item's.
+    __device__ __forceinline__ bool issues_in_order(const Item &item) { return item.end - item.begin > P::slots; }
+    __device__ __forceinline__ void wait_to_issue(const Item &item) {
+        if (wg > 0 && issues_in_order(item)) kittens::arrive_and_wait(issue_order_barrier(wg));
     }
-    __device__ __forceinline__ void pass_turn(const Item &item) {
-        if (wg + 1 < p.consumers && takes_turns(item)) kittens::arrive(turn_barrier(wg + 1));
+    __device__ __forceinline__ void let_next_issue(const Item &item) {
+        if (wg + 1 < p.consumers && issues_in_order(item)) kittens::arrive(issue_order_barrier(wg + 1));
     }
-    // Leaves the sums of an item where they belong, and the buffer of Q to the producer.
+    // Stores the sums of an item (output buffer, workspace, or the other slices' CTAs) and hands the buffer of Q to the producer.
     __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
-        // Read while the record is this item's: with the buffer of Q the producer gets it, too.
+        // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
         const int part = item.part;
         const bool stores = holds_token(p, item.sequence, item.token + fragment_row(warpgroup::laneid()));
         if (part < 0) stage_output(shared.q[wg], o);
         release_q();
-        if (P::may_share && p.schedule.sharers > 1) {
+        if (P::may_slice && p.schedule.slices > 1) {
             cluster_sync();  // every ring has been read for the last time
-            send_shares<d_h>(shared.shares(), shared.semaphores.shares_full, o, p, wg);
-            kittens::wait(shared.semaphores.shares_full, 0);
-            add_shares<d_h, T>(shared.shares(), p, wg);
+            send_slice_sums<d_h>(shared.slice_sums(), shared.semaphores.slice_sums_full, o, p, wg);
+            kittens::wait(shared.semaphores.slice_sums_full, 0);
+            add_slice_sums<d_h, T>(shared.slice_sums(), p, wg);
         } else if (part >= 0) {
             if (stores) store_part<d_h>(o, p, kittens::clusterIdx().x, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
             if (P::may_add_parts) {
@@ -173,11 +163,11 @@ template <int d_h, typename T> struct ForwardConsumer {
             }
             const bool more = next_item().end > 0;
             if (more) load_q();
-            await_turn(this_item());
+            wait_to_issue(this_item());
             pin(a), pin(o), pin(q);
             warpgroup::mma_AB(o, a, shared.v(ring.slot));
             warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));  // the next item's first tile; after the last item a product nobody uses
-            pass_turn(this_item());
+            let_next_issue(this_item());
             warpgroup::mma_async_wait<1>();
             pin(o);
             finish(last_item(), o);
@@ -222,9 +212,9 @@ template <int d_h, typename T> struct ForwardConsumer {
         release_ring(0, P::slots);
         while (true) {
             if (next_item().end == 0) return;
-            await_turn(this_item());
+            wait_to_issue(this_item());
             issue_ku();
-            pass_turn(this_item());
+            let_next_issue(this_item());
             begin_gate(gate, query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
@@ -260,70 +250,5 @@ template <int d_h, typename T> struct ForwardConsumer {
         }
     }
 };
-
-template <int d_h, typename T>
-__global__ __launch_bounds__(ForwardPolicy<d_h>::threads,
-                             1) void forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
-                                             const __grid_constant__ CUtensorMap map_u, const __grid_constant__ CUtensorMap map_v,
-                                             const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_r,
-                                             const __grid_constant__ ForwardParams p) {
-    using P = ForwardPolicy<d_h>;
-    using Shared = ForwardShared<d_h, T>;
-    static_assert(offsetof(Shared, pieces) + P::piece_slots * P::piece_bytes <= P::shared_memory);
-    extern __shared__ __align__(1024) uint8_t memory[];
-    Shared &shared = *reinterpret_cast<Shared *>(memory);
-    const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);
-
-    if (threadIdx.x == 0) {
-        for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
-        if (p.gate_tiles) tma::prefetch(&map_r);
-    }
-    if (kittens::warpid() == 0) {
-        auto &sem = shared.semaphores;
-        for (int i = 0; i < P::slots; ++i) {
-            kittens::warp::init_semaphore(sem.slot_full[i], full_arrivals);
-            kittens::warp::init_semaphore(sem.slot_empty[i], p.consumers * p.row_ctas);
-        }
-        for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], q_full_arrivals);
-        kittens::warp::init_semaphore(sem.w_full, full_arrivals);
-        kittens::warp::init_semaphore(sem.w_empty, 4 * p.consumers);
-        kittens::warp::init_semaphore(sem.shares_full, full_arrivals);
-        for (auto &stored : sem.part_stored) kittens::warp::init_semaphore(stored, 4 * p.consumers);
-        for (int i = 0; i < P::piece_slots; ++i) kittens::warp::init_semaphore(sem.piece_full[i], full_arrivals);
-        tma::fence_semaphore_init();
-        if (p.schedule.sharers > 1 && kittens::laneid() == 0)
-            kittens::tma::expect_bytes(sem.shares_full, Pieces::of<d_h>(p).bytes(kittens::cluster_ctarank()));
-    }
-    __syncthreads();
-
-    if (warpgroup == p.consumers) {
-        kittens::warpgroup::decrease_registers<P::producer_registers>();
-        const int warp = kittens::warpgroup::warpid();
-        if (warp == 0) {
-            const WeightMaps weights{&map_k, &map_u, &map_v};
-            if (p.schedule.sharers == 1 && kittens::laneid() == 0) prefetch_weights<d_h>(weights, p);
-            __syncwarp();
-            begin(p);
-            if (kittens::laneid() == 0) {  // where multicast is always, both are one instance
-                if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true>(shared, weights, p);
-                else load_weights<d_h, T, P::always_multicast>(shared, weights, p);
-            }
-        } else if (warp <= p.consumers) {
-            load_rows_of_items<d_h, T>(shared, &map_q, &map_r, &map_out, p, warp - 1);
-        } else {
-            begin(p);
-            if constexpr (P::may_add_parts)
-                if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
-        }
-        __syncwarp();
-        if (p.cluster_size > 1) cluster_sync();  // pairs: no CTA leaves while the other can still signal it; sharers: see finish()
-    } else {
-        begin(p);
-        kittens::warpgroup::increase_registers<P::consumer_registers>();
-        ForwardConsumer<d_h, T>{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}.run();
-        __syncwarp();
-        if (p.row_ctas > 1) cluster_sync();
-    }
-}
 
 }  // namespace flashmhf

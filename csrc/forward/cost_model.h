@@ -1,5 +1,5 @@
-// What the forward's planner counts with, in the time of one inner tile of a CTA (1.1 us on an H200 at d_h = 128, in proportion to d_h).
-// Fixed times are therefore given as tiles * d_h. benchmarks/measure_cost_model.py measures them anew on a chip.
+// What the forward's planner counts with, in the time of one inter tile of a CTA (1.1 us on an H200 at d_h = 128, in proportion to d_h).
+// Fixed times are therefore given as tiles * d_h. benchmarks/measure_cost_model.py measures them on a chip.
 #pragma once
 
 namespace flashmhf {

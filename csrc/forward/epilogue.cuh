@@ -1,5 +1,5 @@
 // Epilogue: a whole item's output goes to shared memory, from where the producer stores it; a part of an item goes to the
-// workspace in fp32, in fragment order; the sums of sharers go to each other's shared memory.
+// workspace in fp32, in fragment order; the sums of slices go to each other's shared memory.
 #pragma once
 
 #include "forward/producer.cuh"
@@ -38,40 +38,41 @@ __device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, c
 }
 
 // Sharers of an item add their sums in pieces of 8 columns of a row tile, 128 float4s as above: piece i (of all warpgroups) goes to CTA
-// i % sharers, where it is number i / sharers and lies beside the pieces of the other sharers, in the order of their ranks.
+// i % slices, where it is number i / slices and lies beside the pieces of the other slices, in the order of their ranks.
 struct Pieces {
-    int of_tile, all, sharers;
+    int of_tile, all, slices;
     template <int d_h> __device__ __forceinline__ static Pieces of(const ForwardParams &p) {
-        return {d_h / 8, d_h / 8 * p.consumers, p.schedule.sharers};
+        return {d_h / 8, d_h / 8 * p.consumers, p.schedule.slices};
     }
-    __device__ __forceinline__ int of_cta(int rank) const { return (all - rank + sharers - 1) / sharers; }
-    __device__ __forceinline__ int bytes(int rank) const { return of_cta(rank) * sharers * 128 * int{sizeof(float4)}; }
+    __device__ __forceinline__ int of_cta(int rank) const { return (all - rank + slices - 1) / slices; }
+    __device__ __forceinline__ int bytes(int rank) const { return of_cta(rank) * slices * 128 * int{sizeof(float4)}; }
 };
 
 // The sums of a warpgroup, to the rings of the CTAs that add them; no ring holds tiles any more.
 template <int d_h>
-__device__ __forceinline__ void send_shares(float4 *shares, kittens::semaphore &full, const OutputTile<d_h> &o, const ForwardParams &p,
-                                            int warpgroup) {
+__device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::semaphore &full, const OutputTile<d_h> &o,
+                                                const ForwardParams &p, int warpgroup) {
     const Pieces pieces = Pieces::of<d_h>(p);
     const int thread = kittens::warpgroup::laneid(), rank = kittens::cluster_ctarank();
-    int number = warpgroup * pieces.of_tile / pieces.sharers, cta = warpgroup * pieces.of_tile - number * pieces.sharers;
+    int number = warpgroup * pieces.of_tile / pieces.slices, cta = warpgroup * pieces.of_tile - number * pieces.slices;
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) {
-        tma::store_remote_async(shares + (number * pieces.sharers + rank) * 128 + thread, fragment_quad<d_h>(o, j), full, cta);
-        if (++cta == pieces.sharers) cta = 0, ++number;
+        tma::store_remote_async(slice_sums + (number * pieces.slices + rank) * 128 + thread, fragment_quad<d_h>(o, j), full, cta);
+        if (++cta == pieces.slices) cta = 0, ++number;
     }
 }
-// Adds what the sharers have sent, and writes the output.
-template <int d_h, typename T> __device__ __forceinline__ void add_shares(const float4 *shares, const ForwardParams &p, int warpgroup) {
+// Adds what the slices have sent, and writes the output.
+template <int d_h, typename T>
+__device__ __forceinline__ void add_slice_sums(const float4 *slice_sums, const ForwardParams &p, int warpgroup) {
     const Pieces pieces = Pieces::of<d_h>(p);
     const int thread = kittens::warpgroup::laneid(), row = fragment_row(thread), rank = kittens::cluster_ctarank();
     for (int number = warpgroup; number < pieces.of_cta(rank); number += p.consumers) {
-        const int i = number * pieces.sharers + rank;
+        const int i = number * pieces.slices + rank;
         const RowTile tile(p, kittens::clusterIdx().x, 0, i / pieces.of_tile);
         if (!holds_token(p, tile.sequence, tile.token + row)) continue;
         float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
-        for (int c = 0; c < pieces.sharers; ++c) add(sum, shares[(number * pieces.sharers + c) * 128 + thread]);
+        for (int c = 0; c < pieces.slices; ++c) add(sum, slice_sums[(number * pieces.slices + c) * 128 + thread]);
         store_quad<d_h, T>(sum, p, tile, row, i % pieces.of_tile * 8 + thread % 4 * 2);
     }
 }

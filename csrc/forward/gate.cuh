@@ -1,6 +1,6 @@
-// The weights r[t, e] of a warp's 16 rows, chunk by chunk of sub-networks in shared memory, read from there when the tiles of a sub-network
-// begin. Given weights of an item's first chunk come with its Q; further chunks, and everything that is computed, is up to the consumer
-// warp, which works for itself: no barrier is involved.
+// The gate r[t, e] of a warp's 16 rows. It lies in shared memory, a chunk of sub-networks at a time, and is read from there when the tiles
+// of a sub-network begin. A given gate of an item's first chunk comes with its Q. Further chunks, and a gate computed from W, are loaded or
+// computed by the consumer warp for its own rows, without a barrier.
 #pragma once
 
 #include "forward/producer.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashmhf {
 
-// halved: Q comes at half its size, and the weights are to be doubled.
+// halved: Q comes at half its size, so the gate is doubled.
 template <int d_h, typename T, bool halved> struct GateRows {
     using P = ForwardPolicy<d_h>;
     using Tile = GateTile<d_h>;
@@ -16,7 +16,7 @@ template <int d_h, typename T, bool halved> struct GateRows {
 
     const ForwardParams &p;
     int index, left;  // column of the current sub-network, counted through the chunks from the item's first one; its tiles still to come
-    float2 r;         // its weights of rows g and g + 8
+    float2 r;         // its gate of rows g and g + 8
 
     // query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows. tile: of the warpgroup; a warp uses its own 16 rows.
     // w: W of the item's head in shared memory, where it fits.

@@ -65,10 +65,10 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.eps = problem.eps;
     if (has_router(problem.gate)) {  // W of a head, where there is room and a bulk copy can read it
         const int64_t bytes = int64_t{d_h} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
-        const int room = plan.schedule.sharers > 1 ? plan.spare_gate : plan.pieces;
+        const int room = plan.schedule.slices > 1 ? plan.spare_gate : plan.pieces;
         if (bytes <= room && bulk_aligned(p.gate_data)) p.router_bytes = static_cast<int>(bytes);
     }
-    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.sharers == 1);
+    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.slices == 1);
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
     p.partials = workspace;
     p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
@@ -108,7 +108,7 @@ cudaError_t describe_device(int head_dim, Device *device) {
                      : instance == 1 ? count_clusters<96>
                      : instance == 2 ? count_clusters<128>
                                      : count_clusters<256>;
-        for (int size = max_sharers; size > 0; --size) {
+        for (int size = max_slices; size > 0; --size) {
             int clusters;
             if (cudaError_t error = count(size, &clusters)) return error;
             packed = packed << 8 | std::min(clusters, 255);

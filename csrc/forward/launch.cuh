@@ -3,7 +3,7 @@
 
 #include "common/launch_kernel.cuh"
 #include "forward/combine.cuh"
-#include "forward/consumer.cuh"
+#include "forward/kernel.cuh"
 #include "forward/launch.h"
 
 namespace flashmhf {
@@ -12,16 +12,16 @@ namespace {
 // All kernels may be started before their predecessor has finished; they wait for that before they touch any data.
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
-    if (cudaError_t error = allow_shared_memory(forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
+    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
     if (cudaError_t error =
-            launch_clusters(l.plan.cluster_size, true, forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size),
+            launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size),
                             128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
         return error;
     if (l.plan.partials == 0 || l.plan.flags) return cudaSuccess;
 
     const int64_t tiles = l.params.batch * int64_t{l.plan.row_tiles}, of_item = l.plan.row_ctas * l.plan.consumers;
     const dim3 grid(static_cast<unsigned>(s.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
-    return launch_kernel(true, combine<d_h, T>, grid, 128, 0, stream, l.params);
+    return launch_kernel(true, flashmhf_forward_combine<d_h, T>, grid, 128, 0, stream, l.params);
 }
 
 }  // namespace
@@ -32,7 +32,7 @@ template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaS
 
 template <int d_h> cudaError_t count_clusters(int size, int *count) {
     using P = ForwardPolicy<d_h>;
-    if (cudaError_t error = allow_shared_memory(forward<d_h, kittens::bf16>, P::shared_memory)) return error;
+    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, kittens::bf16>, P::shared_memory)) return error;
     cudaLaunchAttribute attribute = clusters_of(size);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(size);
@@ -40,7 +40,7 @@ template <int d_h> cudaError_t count_clusters(int size, int *count) {
     config.dynamicSmemBytes = P::shared_memory;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaOccupancyMaxActiveClusters(count, forward<d_h, kittens::bf16>, &config);
+    return cudaOccupancyMaxActiveClusters(count, flashmhf_forward<d_h, kittens::bf16>, &config);
 }
 
 }  // namespace flashmhf

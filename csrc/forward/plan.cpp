@@ -13,7 +13,7 @@ namespace {
 struct Footprint {
     int shared_memory, pieces, spare_gate,
         consumers;  // bytes: all; of them, of parts that are added; of them, of the gate of a second item
-    bool may_share, may_add_parts;
+    bool may_slice, may_add_parts;
 };
 template <int d_h>
 constexpr Footprint footprint = {
@@ -21,7 +21,7 @@ constexpr Footprint footprint = {
     ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
     (ForwardPolicy<d_h>::gate_buffers - 1) * ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::gate_tile_bytes,
     ForwardPolicy<d_h>::consumers,
-    ForwardPolicy<d_h>::may_share,
+    ForwardPolicy<d_h>::may_slice,
     ForwardPolicy<d_h>::may_add_parts};
 
 Footprint footprint_of(int head_dim) {
@@ -42,15 +42,15 @@ int checked(int64_t x, const char *what) {
 // Tiles in sequence when the last `rest` items are cut into equal spans.
 int64_t span_tiles(int64_t rest, int inter_tiles, int clusters) { return ceil_div(rest * inter_tiles, clusters); }
 
-// CTAs that divide each item's inner range, when all items run at once: as many as possible; 1 when adding up in a second kernel is faster.
+// CTAs that divide each item's inter range, when all items run at once: as many as possible; 1 when adding up in a second kernel is faster.
 // Nothing is faster than the memory that streams the weights of all heads.
-int plan_sharers(int64_t items, int heads, int inter_tiles, int head_dim, const Device &device, const ForwardCostModel &cost) {
+int plan_slices(int64_t items, int heads, int inter_tiles, int head_dim, const Device &device, const ForwardCostModel &cost) {
     const int64_t stream = int64_t{heads} * inter_tiles * cost.stream_numerator / cost.stream_denominator / device.clusters[0];
-    for (int sharers = max_sharers; sharers > 1; --sharers)
-        if (items <= device.clusters[sharers - 1] && inter_tiles >= sharers * cost.shortest_part) {
-            const int64_t shared = std::max<int64_t>(ceil_div(inter_tiles, sharers), stream) + 1;
+    for (int slices = max_slices; slices > 1; --slices)
+        if (items <= device.clusters[slices - 1] && inter_tiles >= slices * cost.shortest_part) {
+            const int64_t shared = std::max<int64_t>(ceil_div(inter_tiles, slices), stream) + 1;
             const int64_t split = std::max(span_tiles(items, inter_tiles, device.clusters[0]), stream) + cost.combine_tiles(head_dim);
-            return shared <= split ? sharers : 1;
+            return shared <= split ? slices : 1;
         }
     return 1;
 }
@@ -58,7 +58,7 @@ int plan_sharers(int64_t items, int heads, int inter_tiles, int head_dim, const 
 ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim, bool may_add_parts, const ForwardCostModel &cost) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
-    s.sharers = 1;
+    s.slices = 1;
     s.clusters = std::min<int64_t>(clusters, static_cast<int64_t>(items) * ceil_div(inter_tiles, cost.shortest_part));
     s.waves = items / s.clusters;
     s.rest = items % s.clusters;
@@ -96,25 +96,24 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
     plan.consumers = static_cast<int>(std::min<int64_t>(footprint.consumers, tiles));
     const int64_t single = ceil_div(tiles, footprint.consumers), paired = 2 * ceil_div(tiles, 2 * footprint.consumers);
 
-    // Few items: clusters that divide the inner range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
+    // Few items: clusters that divide the inter range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
     // when a head has few row tiles.
-    const int sharers =
-        !footprint.may_share ? 1 : plan_sharers(single * shape.heads, shape.heads, inter_tiles, shape.head_dim, device, cost);
-    plan.row_ctas = sharers == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
-    plan.cluster_size = sharers * plan.row_ctas;
+    const int slices = !footprint.may_slice ? 1 : plan_slices(single * shape.heads, shape.heads, inter_tiles, shape.head_dim, device, cost);
+    plan.row_ctas = slices == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
+    plan.cluster_size = slices * plan.row_ctas;
     plan.blocks = checked(ceil_div(tiles, footprint.consumers * plan.row_ctas), "the number of tokens");
     const int items = checked(static_cast<int64_t>(plan.blocks) * shape.heads, "tokens * heads");
     checked(static_cast<int64_t>(items) * footprint.consumers * plan.row_ctas, "tokens * heads");
     checked(static_cast<int64_t>(shape.heads) * shape.subnets, "H * E");
     if (items == 0) return plan;
 
-    if (sharers > 1) {
+    if (slices > 1) {
         plan.schedule.inter_tiles = inter_tiles;
         plan.schedule.clusters = items;
         plan.schedule.waves = 1;
-        plan.schedule.sharers = sharers;
-        plan.schedule.quotient = inter_tiles / sharers;
-        plan.schedule.remainder = inter_tiles % sharers;
+        plan.schedule.slices = slices;
+        plan.schedule.quotient = inter_tiles / slices;
+        plan.schedule.remainder = inter_tiles % slices;
         return plan;
     }
     plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim, footprint.may_add_parts, cost);
@@ -127,10 +126,10 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {
     std::vector<PlannedWork> all;
     for (int cluster = 0; cluster < schedule.clusters; ++cluster)
-        for (int sharer = 0; sharer < schedule.sharers; ++sharer) {
+        for (int slice = 0; slice < schedule.slices; ++slice) {
             WorkCursor cursor(schedule, cluster);
             Work work;
-            while (cursor.next(work, cluster, sharer)) all.push_back({cluster, sharer, work});
+            while (cursor.next(work, cluster, slice)) all.push_back({cluster, slice, work});
         }
     return all;
 }

@@ -12,7 +12,7 @@
 namespace flashmhf {
 
 struct Device {
-    std::array<int, max_sharers> clusters;  // of 1, 2, ... CTAs that run at once
+    std::array<int, max_slices> clusters;  // of 1, 2, ... CTAs that run at once
 };
 
 struct ForwardPlan {
@@ -21,22 +21,22 @@ struct ForwardPlan {
     int consumers;     // row tiles of a CTA
     int row_tiles;     // of 64 tokens, of a sequence
     int blocks;        // work items of a head
-    int subnet_tiles;  // of 64 inner units, of a sub-network
+    int subnet_tiles;  // of 64 rows, of a sub-network
     ForwardSchedule schedule;
     int64_t partials;                                           // fp32 elements of workspace; 0: nothing is split
     int flags;                                                  // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
     int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
     int shared_memory;                                          // bytes a CTA, without `pieces`
     int pieces;      // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
-    int spare_gate;  // bytes that hold W where they have one
+    int spare_gate;  // Size of the second gate buffer, which caches W when each cluster has one item.
 };
 
 // Throws std::invalid_argument for a head dimension without a policy and for shapes beyond the index range.
 ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardCostModel &cost = {});
 
-// The work of every cluster, for the tests: (cluster, sharer, item, begin, end, part).
+// The work of every cluster, for the tests: (cluster, slice, item, begin, end, part).
 struct PlannedWork {
-    int cluster, sharer;
+    int cluster, slice;
     Work work;
 };
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule);

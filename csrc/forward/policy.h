@@ -1,5 +1,5 @@
 // Tile sizes, and the shared-memory and register budget of the forward kernel for each head dimension. Pure C++: the planner reads it
-// too. The budget table is drawn in ../README.md; the static_asserts keep both honest.
+// too. The budget table is drawn in README.md; the static_asserts keep both honest.
 #pragma once
 
 #include "common/geometry.h"
@@ -20,15 +20,15 @@ template <int d_h> struct ForwardPolicy {
     // product of the next work item runs under the epilogue of this one. At d_h = 256 the accumulators leave no room: Q stays in
     // shared memory, and [K;U] is streamed as two halves of d_h, V apart.
     static constexpr bool q_in_registers = d_h <= 128;
-    static constexpr bool may_share = q_in_registers;  // CTAs of a cluster may divide an item's inner range; at d_h = 256 that spills
+    static constexpr bool may_slice = q_in_registers;  // CTAs of a cluster may divide an item's inter range; at d_h = 256 that spills
     static constexpr int ku_bytes = 2 * tile_inter * d_h * element_bytes, v_bytes = tile_inter * d_h * element_bytes;
     static constexpr int slot_bytes = q_in_registers ? ku_bytes + v_bytes : v_bytes;
     static constexpr int slots = d_h == 64 ? 6 : d_h == 96 ? 4 : d_h == 128 ? 3 : 5;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
 
-    // Weights of the sub-networks of a chunk, and their scale, for the rows of a warpgroup. One buffer for the current item, one for the
+    // The gate of a chunk of sub-networks, and its scale, for the rows of a warpgroup. One buffer for the current item, one for the
     // next if its Q comes early; then a row of a chunk is 128 bytes, swizzled by TMA.
-    static constexpr bool gate_early = q_in_registers;  // the producer brings the weights of an item's first chunk
+    static constexpr bool gate_early = q_in_registers;  // the producer brings the gate of an item's first chunk
     static constexpr int gate_chunk = gate_early ? 32 : 4, gate_buffers = gate_early ? 2 : 1, gate_alignment = gate_early ? 1024 : 16;
     static constexpr int gate_chunk_bytes = tile_rows * gate_chunk * 4;
     static constexpr int gate_tile_bytes = ceil_div(gate_chunk_bytes + tile_rows * 4, gate_alignment) * gate_alignment;

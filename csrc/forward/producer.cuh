@@ -1,5 +1,5 @@
-// The producer: one thread streams tiles of K, U and V through the ring; one warp for each consumer warpgroup brings what belongs to the
-// rows of an item, Q and the weights of the first sub-networks, and sends off the outputs.
+// The producer: one thread streams tiles of K, U and V through the ring. One warp for each consumer warpgroup loads Q and the gate of the
+// first sub-networks of an item, and stores the outputs.
 #pragma once
 
 #include "common/fragments.cuh"
@@ -29,7 +29,8 @@ __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *
     }
 }
 
-// When the barriers of the cluster are there, and the kernel before this one has finished: what comes before ran under its tail.
+// Returns when the cluster's barriers are initialised and the kernel before this one has finished. Everything before it runs under that
+// kernel's tail.
 __device__ __forceinline__ void begin(const ForwardParams &p) {
     if (p.row_ctas > 1) cluster_sync();
     kittens::pdl::wait();
@@ -39,26 +40,26 @@ __device__ __forceinline__ void begin(const ForwardParams &p) {
 // thread.
 template <int d_h> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
-    const int share = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
+    const int own_row = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
     Work work;
     if (!WorkCursor(p.schedule, kittens::clusterIdx().x).next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return;
 #pragma unroll 1
     for (int i = work.begin; i < min(work.end, work.begin + P::slots); ++i) {
-        const int subnet = i / p.subnet_tiles, row = (i - subnet * p.subnet_tiles) * tile_inter + share;
+        const int subnet = i / p.subnet_tiles, row = (i - subnet * p.subnet_tiles) * tile_inter + own_row;
         for (const CUtensorMap *map : {maps.k, maps.u, maps.v})
 #pragma unroll
             for (int c = 0; c < d_h; c += P::panel_cols) tma::prefetch_tile(map, int3{c, row, subnet + work.item / p.blocks * p.subnets});
     }
 }
 
-// By one thread. CTAs that share the tiles fetch a part of the rows of each and multicast it. Every instruction of the loop over the tiles
-// delays the refill of a slot: ptxas keeps coordinates in uniform registers only if this thread is on its own from the beginning.
+// By one thread. CTAs of a pair each fetch a part of the rows of a tile and multicast it. Every instruction of the loop over the tiles
+// delays the refill of a slot: ptxas keeps coordinates in uniform registers only if this thread runs alone from the beginning of its code.
 template <int d_h, typename T, bool multicast>
 __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
-    const int share =
+    const int own_row =
         multicast && p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;      // first row of a tile to fetch
     const uint16_t ctas = p.row_ctas > 1 ? (1 << p.row_ctas) - 1 : 1 << kittens::cluster_ctarank();  // that get it
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         kittens::tma::expect_bytes(sem.slot_full[ring.slot], bytes);
     };
     int row_v = 0, subnet_v = -1;  // the tile whose V is still to be sent
-    auto load_v = [&]() { load_rows<multicast>(shared.v(ring.slot), share, maps.v, 0, row_v, subnet_v, sem.slot_full[ring.slot], ctas); };
+    auto load_v = [&]() { load_rows<multicast>(shared.v(ring.slot), own_row, maps.v, 0, row_v, subnet_v, sem.slot_full[ring.slot], ctas); };
     auto send_v = [&]() {  // in a slot of its own
         fill(P::v_bytes);
         load_v();
@@ -75,8 +76,8 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     };
     auto load_ku = [&](int col, int row, int subnet) {
         auto &ku = shared.ku(ring.slot);
-        load_rows<multicast>(ku, share, maps.k, col, row, subnet, sem.slot_full[ring.slot], ctas);
-        load_rows<multicast>(ku, tile_inter + share, maps.u, col, row, subnet, sem.slot_full[ring.slot], ctas);
+        load_rows<multicast>(ku, own_row, maps.k, col, row, subnet, sem.slot_full[ring.slot], ctas);
+        load_rows<multicast>(ku, tile_inter + own_row, maps.u, col, row, subnet, sem.slot_full[ring.slot], ctas);
     };
 
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
@@ -86,7 +87,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         subnet += work.item / p.blocks * p.subnets;
 #pragma unroll 1  // the producer has few registers
         for (int left = work.end - work.begin; left > 0; --left) {
-            const int row = tile * tile_inter + share;
+            const int row = tile * tile_inter + own_row;
             if constexpr (P::q_in_registers) {
                 fill(P::ku_bytes + (subnet_v >= 0 ? P::v_bytes : 0));
                 load_ku(0, row, subnet);
@@ -114,7 +115,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         }
     }
     if (P::q_in_registers && subnet_v >= 0) send_v();
-    kittens::pdl::arrive();  // not before: with few tokens, what the next kernel prefetches would be gone from the L2 behind these tiles
+    kittens::pdl::arrive();  // not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches
 }
 
 // The row tile of a warpgroup.
@@ -132,16 +133,16 @@ __device__ __forceinline__ bool holds_token(const ForwardParams &p, int sequence
     return sequence < p.batch && token < p.length;
 }
 
-// Given weights are not scaled.
+// A given gate is not scaled.
 template <int d_h> __device__ __forceinline__ void unit_scale(GateTile<d_h> &tile, int from, int to) {
     for (int row = from + kittens::laneid(); row < to; row += 32) tile.scale[row] = 1.f;
 }
 
-// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it, by one warp: lanes along the sub-networks. A
-// burst of loads clogs the path that all warps share (6 % of a run at T = 32,256), so a few at a time, through registers; but in a hurry
-// (fp32 only) all at once, by copies that need no register, complete after wait_gate().
+// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it. By one warp, lanes along the sub-networks. A
+// burst of loads clogs the path that all warps use (6 % of a run at T = 32,256), so loads go a few at a time, through registers. `urgent`
+// (fp32 only): all at once, by copies that need no register and are complete after wait_gate().
 template <int d_h, typename T>
-__device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first, bool hurry,
+__device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first, bool urgent,
                                           GateTile<d_h> &dst) {
     constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk, batch = step == 1 ? 4 : 16 / step;
     const int lane = kittens::laneid(), e = lane % chunk;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &it
             for (int j = 0; j < batch; ++j) dst.at(row + j * step, e) = values[j];
         }
     };
-    if (p.gate == Gate::r_float && hurry) {
+    if (p.gate == Gate::r_float && urgent) {
         const float *r = static_cast<const float *>(p.gate_data) + at;
 #pragma unroll 1
         for (int row = from + lane / chunk; row < to; row += step, r += step * p.r_token) copy_word_async(&dst.at(row, e), r, row < tokens);
@@ -185,7 +186,7 @@ template <typename Tile> __device__ __forceinline__ void store_output(const Tile
     kittens::tma::store_commit_group();
 }
 
-// For one consumer warpgroup, by one warp: Q and weights of its items in, outputs out.
+// For one consumer warpgroup, by one warp: loads Q and gate of its items, stores their outputs.
 template <int d_h, typename T>
 __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
                                                    const CUtensorMap *map_out, const ForwardParams &p, int warpgroup) {
@@ -193,7 +194,7 @@ __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared
     const bool leader = kittens::laneid() == 0;
     auto &full = shared.semaphores.q_full[warpgroup];
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
-    constexpr int patience = 48 * 128 / d_h;  // tiles of an item under which the next one's weights can come at leisure, 25 us
+    constexpr int unhurried_tiles = 48 * 128 / d_h;  // 25 us: an item of so many tiles covers the slow load of the next item's gate
     const bool stages = P::gate_early && p.router_bytes > 0 && leader && warpgroup == 0;
     int count = 0, ahead = 0;
     // W of the head of the current item: one for all consumers.
@@ -207,15 +208,15 @@ __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared
         Work work;
         if (!cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return false;
         const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
-        const int part = p.schedule.sharers == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
+        const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
         const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
         if (leader)
             shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
         return true;
     };
-    // Waits until the buffer holds no Q to be read, but, from item `index` on, an output: sends that off.
+    // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
     auto take_over = [&](int index) {
-        kittens::arrive_and_wait(q_empty_barrier(warpgroup));
+        kittens::arrive_and_wait(q_read_barrier(warpgroup));
         if (index < 0 || !leader) return;
         const Item &done = shared.items[index % 2][warpgroup];
         if (done.part >= 0) return;
@@ -237,12 +238,12 @@ __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared
             for (int c = 0; c < d_h; c += P::panel_cols)
                 tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
             if (P::gate_early && p.gate_tiles)  // from a multiple of 16 bytes on: TMA takes no other column
-                tma::load_async(gate.weights, map_r, int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence},
+                tma::load_async(gate.values, map_r, int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence},
                                 full);
         }
         if (P::gate_early && p.gate < Gate::w_float) {
             if (!p.gate_tiles) {
-                load_gate<d_h, T>(p, item, 0, tile_rows, first, ahead < patience, gate);
+                load_gate<d_h, T>(p, item, 0, tile_rows, first, ahead < unhurried_tiles, gate);
                 wait_gate();
             } else if (count < P::gate_buffers) {
                 unit_scale<d_h>(gate, 0, tile_rows);
@@ -261,7 +262,7 @@ __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared
     }
     if (leader) {
         shared.items[count % 2][warpgroup].begin = shared.items[count % 2][warpgroup].end = 0;
-        kittens::arrive(full, q_full_arrivals);
+        kittens::arrive(full, ForwardArrivals::q_full);
     }
     if (lag == 2 && count > 0) take_over(count - 1);
     if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it

@@ -1,6 +1,6 @@
-// The router's weights of 16 rows of a row tile, by one warp: P = Q W by mma.sync on fragments of Q, r = sigmoid(P) / (sum_e sigmoid(P) +
-// eps). The sums need all sub-networks; shared memory holds the sigmoids of a chunk of them, and the division is one multiply when a weight
-// is read. Wherever W is read from, the bits are the same.
+// The router's gate of 16 rows of a row tile, by one warp: P = Q W by mma.sync on fragments of Q, r = sigmoid(P) / (sum_e sigmoid(P) +
+// eps). The sums need all sub-networks; shared memory holds the sigmoids of a chunk of them, and the division is one multiply when a factor
+// is read is read. Wherever W is read from, the bits are the same.
 #pragma once
 
 #include "common/ptx.cuh"

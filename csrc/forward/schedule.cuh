@@ -1,25 +1,25 @@
-// Which cluster does what: the same code runs in every role of the kernel, in the combine kernel, and on the host for the tests.
+// Which cluster computes what. The same code runs in every role of the kernel, in the combine kernel, and on the host for the tests.
 //
-// Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from L2 at a time. They go in
-// waves: item = wave * clusters + cluster. The last items, which do not fill a wave, are laid end to end along the inner dimension and cut
-// into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the time of `gap`
-// tiles: that many, which nobody computes, lie before each item. The parts of an item are summed in the order of the clusters, so a result
-// depends on the shape and the device only.
+// Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from the L2 at a time. Items go
+// in waves: item = wave * clusters + cluster. The last items, which do not fill a wave, are laid end to end along the inter dimension and
+// cut into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the time of `gap`
+// tiles: so many tiles, which no cluster computes, lie before each item. The parts of an item are summed in the order of the clusters, so a
+// result depends on the shape and the device only.
 //
-// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave a cluster takes its span
-// first and the whole item then, under which the parts are added up, by the cluster that holds an item's last part. It waits for parts of
-// clusters before it only. Those were launched before it, and leave their parts without waiting for anybody: they come however few clusters
-// the device runs at a time.
+// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave a cluster takes its span first and then its whole
+// item, under which the parts are added by the cluster that holds an item's last part. That cluster waits for parts of earlier clusters
+// only. They were launched before it and signal their parts without waiting, so their parts arrive however few clusters the device runs at
+// a time.
 //
-// Where all items run at once, and are few, the CTAs of a cluster divide the inner range of its one item among them, and add their sums
-// in the order of their ranks.
+// Where all items run at once and are few, the CTAs of a cluster divide the inter range of its one item into slices, and add their sums in
+// the order of their ranks.
 #pragma once
 
 #include "common/geometry.h"
 
 namespace flashmhf {
 
-constexpr int max_sharers = 8;  // CTAs of a cluster; more are not portable
+constexpr int max_slices = 8;   // CTAs of a cluster; more are not portable
 constexpr int most_parts = 32;  // of an item that the clusters add up: a lane for each
 
 struct ForwardSchedule {
@@ -28,12 +28,12 @@ struct ForwardSchedule {
     int waves;                // of whole items
     int rest;                 // items after them, fewer than clusters
     int splits;               // clusters that share the rest; rest <= splits <= clusters
-    int sharers;              // CTAs of a cluster that divide the inner range of its item; more than 1: one wave, no rest
+    int slices;               // CTAs of a cluster that divide the inter range of its item; more than 1: one wave, no rest
     int gap;                  // tiles
     bool adds_parts;          // the clusters add up the parts of split items; otherwise the combine kernel does
-    int quotient, remainder;  // rest * (gap + inter_tiles) = splits * quotient + remainder, or inter_tiles = sharers * quotient + remainder
+    int quotient, remainder;  // rest * (gap + inter_tiles) = splits * quotient + remainder, or inter_tiles = slices * quotient + remainder
 
-    // First tile of a cluster's span, in the gaps and tiles of the rest laid end to end; or of a sharer's, in the tiles of an item.
+    // First tile of a cluster's span, in the gaps and tiles of the rest laid end to end; or of a slice's, in the tiles of an item.
     FLASHMHF_HOST_DEVICE int span_begin(int cluster) const { return cluster * quotient + (cluster < remainder ? cluster : remainder); }
     // The cluster whose span holds a tile of them.
     FLASHMHF_HOST_DEVICE int owner(int tile) const {
@@ -55,11 +55,11 @@ struct ForwardSchedule {
 };
 
 struct Work {
-    int item, begin, end;  // inner tiles begin..end of a work item
+    int item, begin, end;  // inter tiles begin..end of a work item
     int part;              // as part_of(); unused for a whole item
 };
 
-// The work of one cluster, or of one of its sharers, in order.
+// The work of one cluster, or of one of its slices, in order.
 struct WorkCursor {
     const ForwardSchedule &s;
     int wave = 0, tile;
@@ -81,7 +81,7 @@ struct WorkCursor {
         }
         if (wave == s.waves) return false;
         work = {wave++ * s.clusters + cluster, 0, s.inter_tiles, 0};
-        if (s.sharers > 1) work.begin = s.span_begin(rank), work.end = s.span_begin(rank + 1);
+        if (s.slices > 1) work.begin = s.span_begin(rank), work.end = s.span_begin(rank + 1);
         return true;
     }
 };

@@ -7,24 +7,24 @@
 
 namespace flashmhf {
 
-// What a consumer warpgroup is to do with the Q that arrives along with it.
+// The work of a consumer warpgroup on the Q that arrives with this record.
 struct Item {
-    int begin, end;             // inner tiles; end = 0: the work is done
+    int begin, end;             // inter tiles; end = 0: the work is done
     int part;                   // of a split item, as in Work; -1: a whole item, whose output the producer stores
     int subnet;                 // of the first tile
-    int gate_column;            // where the gate tile has the weights of the first sub-network
+    int gate_column;            // column of the gate tile of the first sub-network
     int head, sequence, token;  // of the warpgroup's first row
 };
 
-// Weights of the sub-networks of a chunk, for the rows of a warpgroup. Chunks of 32 are swizzled as TMA swizzles rows of 128 bytes: neither
+// The gate of a chunk of sub-networks, for the rows of a warpgroup. Chunks of 32 are swizzled as TMA swizzles rows of 128 bytes: neither
 // a row nor a column of eight rows meets a bank twice.
 template <int d_h> struct alignas(ForwardPolicy<d_h>::gate_alignment) GateTile {
     static constexpr int chunk = ForwardPolicy<d_h>::gate_chunk;
-    float weights[tile_rows * chunk];
+    float values[tile_rows * chunk];
     float scale[tile_rows];  // of a row
 
     __device__ __forceinline__ float &at(unsigned row, int subnet) {
-        return weights[row * chunk + (chunk == 32 ? subnet ^ row % 8 * 4 : subnet)];
+        return values[row * chunk + (chunk == 32 ? subnet ^ row % 8 * 4 : subnet)];
     }
 };
 
@@ -36,7 +36,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     using Q = tile<tile_rows, d_h>;
 
     struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], shares_full, part_stored[2],
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], slice_sums_full, part_stored[2],
             piece_full[P::piece_slots];
         kittens::semaphore w_full, w_empty;  // for the router
     };
@@ -50,13 +50,13 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     alignas(16) float4
         pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];  // of parts that are being added up, or W; a launch with neither ends here
 
-    // Sums of the sharers of an item, when the ring has no more tiles to hold: as in epilogue.cuh.
-    static_assert(!P::may_share || (P::consumers * d_h / 8 + max_sharers - 1) * tile_rows * 32 <= sizeof(ring));
-    // W of the current item's head: where the pieces will be, but where there is just one item, where another one's gate would.
+    // Sums of the slices of an item, when the ring has no more tiles to hold: as in epilogue.cuh.
+    static_assert(!P::may_slice || (P::consumers * d_h / 8 + max_slices - 1) * tile_rows * 32 <= sizeof(ring));
+    // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the unused second gate buffer.
     __device__ void *router(const ForwardParams &p) {
-        return p.schedule.sharers > 1 ? static_cast<void *>(gate[P::gate_buffers - 1]) : static_cast<void *>(pieces);
+        return p.schedule.slices > 1 ? static_cast<void *>(gate[P::gate_buffers - 1]) : static_cast<void *>(pieces);
     }
-    __device__ float4 *shares() { return reinterpret_cast<float4 *>(ring); }
+    __device__ float4 *slice_sums() { return reinterpret_cast<float4 *>(ring); }
     __device__ KU &ku(int slot) { return *reinterpret_cast<KU *>(ring[slot]); }
     __device__ V &v(int slot) { return *reinterpret_cast<V *>(ring[slot] + (P::q_in_registers ? P::ku_bytes : 0)); }
 };

@@ -28,9 +28,9 @@ template <bool halved> __device__ __forceinline__ void swiglu(ScoreTile &mn, flo
         for (int k = 0; k < 4; ++k) {
             float2 &m = tile[j].data[k];
             const float2 n = tile[j + width].data[k];
-            const float weight = k % 2 ? r.y : r.x;
-            m.x = silu<halved>(m.x) * (n.x * weight);
-            m.y = silu<halved>(m.y) * (n.y * weight);
+            const float gate = k % 2 ? r.y : r.x;
+            m.x = silu<halved>(m.x) * (n.x * gate);
+            m.y = silu<halved>(m.y) * (n.y * gate);
         }
 }
 

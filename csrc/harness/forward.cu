@@ -76,9 +76,9 @@ template <typename T> int run(const Arguments &options) {
     const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
     const flashmhf::ForwardSchedule &schedule = plan.schedule;
     std::printf(
-        "clusters %d of %d CTAs, sharers %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f MB of partial sums, added by "
+        "clusters %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f MB of partial sums, added by "
         "%s\n",
-        schedule.clusters, plan.cluster_size, schedule.sharers, schedule.waves, schedule.inter_tiles, schedule.rest, schedule.splits,
+        schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles, schedule.rest, schedule.splits,
         plan.partials * 4e-6,
         plan.flags      ? "forward"
         : plan.partials ? "combine"

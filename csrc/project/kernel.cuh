@@ -3,22 +3,23 @@
 //
 //   producer warp          before the wait for the kernel before: its tiles of W to the L2, which stays coherent if that kernel writes
 //   them;
-//                          with `settled`, to the ring at once; then x, and W if it is not there, by TMA
-//   consumer warpgroup     64 features of all tokens over the CTA's share of k: features are the rows of wgmma, tokens its columns
-//   at last                the sums to the CTA of the cluster that finishes their 16 features, which adds them in the order of the ranks
+//                          with `weights_ready`, to the ring at once; then x, and W if it is not there, by TMA
+//   consumer warpgroup     64 features of all tokens over the CTA's range of k: features are the rows of wgmma, tokens its columns
+//   end                    the sums to the CTA of the cluster that finishes their 16 features, which adds them in the order of the ranks
 #pragma once
 
+#include "common/barriers.h"
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
+#include "common/ring.h"
 #include "common/tma.cuh"
-#include "forward/barriers.h"
 #include "project/params.h"
 
 namespace flashmhf {
 
-template <int max_tokens> struct ProjectTilePolicy {
+template <int max_tokens> struct ProjectPolicy {
     static constexpr int features = 64, step = 64;  // of a tile of W; k of a slot
-    static constexpr int cluster = 4;               // CTAs that share k; each finishes the features of one warp
+    static constexpr int cluster = 4;               // CTAs that divide k; each finishes the features of one warp
     static constexpr int slots = max_tokens > 32 ? 6 : 8, threads = 128 + 32;
     static constexpr int early = 16;  // tiles of W that are fetched before the wait, at most; of a W that fills the L2, not all
     static_assert(early >= slots);
@@ -32,8 +33,8 @@ __device__ __forceinline__ uint16_t load_2_bytes(const void *p) {
     return x;
 }
 
-template <int max_tokens, typename T> struct alignas(1024) ProjectTileShared {
-    using P = ProjectTilePolicy<max_tokens>;
+template <int max_tokens, typename T> struct alignas(1024) ProjectShared {
+    using P = ProjectPolicy<max_tokens>;
     using W = kittens::st<T, P::features, P::step>;
     using X = kittens::st<T, max_tokens, P::step>;
     W w[P::slots];
@@ -44,25 +45,25 @@ template <int max_tokens, typename T> struct alignas(1024) ProjectTileShared {
 };
 
 template <int max_tokens, typename T>
-__global__ __launch_bounds__(ProjectTilePolicy<max_tokens>::threads) void project_tiles(const __grid_constant__ CUtensorMap map_w,
-                                                                                        const __grid_constant__ CUtensorMap map_x,
-                                                                                        const __grid_constant__ ProjectParams p) {
-    using P = ProjectTilePolicy<max_tokens>;
-    using Shared = ProjectTileShared<max_tokens, T>;
+__global__ __launch_bounds__(ProjectPolicy<max_tokens>::threads) void flashmhf_project(const __grid_constant__ CUtensorMap map_w,
+                                                                                       const __grid_constant__ CUtensorMap map_x,
+                                                                                       const __grid_constant__ ProjectParams p) {
+    using P = ProjectPolicy<max_tokens>;
+    using Shared = ProjectShared<max_tokens, T>;
     using warpgroup = kittens::warpgroup;
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     kittens::pdl::arrive();  // the next kernel waits for this one before it touches what this one reads or writes
     const int warp = __shfl_sync(kittens::MASK_ALL, threadIdx.x / 32, 0), lane = kittens::laneid(), rank = kittens::cluster_ctarank();
     const int feature = static_cast<int>(blockIdx.x) / P::cluster * P::features;
-    const int all = p.inner / P::step, begin = all * rank / P::cluster, steps = all * (rank + 1) / P::cluster - begin;
+    const int all = p.depth / P::step, begin = all * rank / P::cluster, steps = all * (rank + 1) / P::cluster - begin;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < P::slots; ++i) {
-            kittens::init_semaphore(shared.full[i], full_arrivals);
-            kittens::init_semaphore(shared.empty[i], 4);  // a thread of each consumer warp
+            kittens::init_semaphore(shared.full[i], loader_arrival);
+            kittens::init_semaphore(shared.empty[i], warpgroup_arrivals);  // of the consumers
         }
-        kittens::init_semaphore(shared.parts_full, full_arrivals);
+        kittens::init_semaphore(shared.parts_full, loader_arrival);
         tma::fence_semaphore_init();
         kittens::tma::expect_bytes(shared.parts_full, sizeof(shared.parts));
     }
@@ -76,7 +77,7 @@ __global__ __launch_bounds__(ProjectTilePolicy<max_tokens>::threads) void projec
             kittens::tma::expect_bytes(shared.full[slot], sizeof(typename Shared::W) + sizeof(typename Shared::X));
         };
         for (int i = 0; i < min(steps, P::early); ++i) {
-            if (!p.settled || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));
+            if (!p.weights_ready || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));
             else expect(i), tma::load_async(&shared.w[i], &map_w, w_at(i), shared.full[i]);
         }
         kittens::pdl::wait();
@@ -84,7 +85,7 @@ __global__ __launch_bounds__(ProjectTilePolicy<max_tokens>::threads) void projec
         for (int i = 0; i < steps; ++i, ring.advance()) {
             auto &full = shared.full[ring.slot];
             if (i >= P::slots) kittens::wait(shared.empty[ring.slot], ring.phase ^ 1);
-            if (!p.settled || i >= P::slots) expect(ring.slot), tma::load_async(&shared.w[ring.slot], &map_w, w_at(i), full);
+            if (!p.weights_ready || i >= P::slots) expect(ring.slot), tma::load_async(&shared.w[ring.slot], &map_w, w_at(i), full);
             tma::load_async(&shared.x[ring.slot], &map_x, int2{w_at(i).x, 0}, full);
         }
         return;

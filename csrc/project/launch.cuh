@@ -12,14 +12,14 @@ namespace flashmhf {
 namespace {
 
 template <int max_tokens, typename T> cudaError_t launch_tiles(const ProjectParams &p, cudaStream_t stream) {
-    using P = ProjectTilePolicy<max_tokens>;
+    using P = ProjectPolicy<max_tokens>;
     const MapType type = map_type(std::is_same_v<T, kittens::bf16>);
-    const CUtensorMap map_w = tensor_map("w", p.w, type, {{p.inner, 1, P::step}, {p.features, p.inner, P::features}}, 128);
-    const CUtensorMap map_x = tensor_map("x", p.x, type, {{p.inner, 1, P::step}, {p.tokens, p.x_stride, max_tokens}}, 128);
-    constexpr size_t bytes = sizeof(ProjectTileShared<max_tokens, T>);
-    if (cudaError_t error = allow_shared_memory(project_tiles<max_tokens, T>, bytes)) return error;
-    return launch_clusters(P::cluster, true, project_tiles<max_tokens, T>, dim3(p.features / P::features * P::cluster), P::threads, bytes,
-                           stream, map_w, map_x, p);
+    const CUtensorMap map_w = tensor_map("w", p.w, type, {{p.depth, 1, P::step}, {p.features, p.depth, P::features}}, 128);
+    const CUtensorMap map_x = tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, max_tokens}}, 128);
+    constexpr size_t bytes = sizeof(ProjectShared<max_tokens, T>);
+    if (cudaError_t error = allow_shared_memory(flashmhf_project<max_tokens, T>, bytes)) return error;
+    return launch_clusters(P::cluster, true, flashmhf_project<max_tokens, T>, dim3(p.features / P::features * P::cluster), P::threads,
+                           bytes, stream, map_w, map_x, p);
 }
 
 }  // namespace

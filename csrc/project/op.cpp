@@ -6,7 +6,7 @@
 
 namespace flashmhf {
 
-Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool settled) {
+Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready) {
     check_projection(x, w, bias);
     const DeviceScope scope(x.get_device_index(), "flashmhf project");
     Tensor out = torch::stable::new_empty(x, {x.size(0), w.size(0)});
@@ -16,9 +16,9 @@ Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bi
     params.x = x.data_ptr(), params.w = w.data_ptr(), params.out = out.data_ptr();
     params.bias = bias ? bias->data_ptr() : nullptr;
     params.tokens = static_cast<int>(x.size(0));
-    params.inner = static_cast<int>(w.size(1)), params.features = static_cast<int>(w.size(0));
+    params.depth = static_cast<int>(w.size(1)), params.features = static_cast<int>(w.size(0));
     params.x_stride = x.stride(0);
-    params.settled = settled;
+    params.weights_ready = weights_ready;
     auto launch = x.scalar_type() == ScalarType::BFloat16 ? launch_project<true> : launch_project<false>;
     check_cuda(launch(params, current_stream(x.get_device_index())));
     return out;

@@ -9,13 +9,13 @@ constexpr int project_tokens = 64;    // at most
 constexpr int project_multiple = 64;  // of the sizes of W: the features of a cluster, and the k of a tile
 
 struct ProjectParams {
-    const void *x;     // [tokens, inner], rows x_stride elements apart, a multiple of 8
-    const void *w;     // [features, inner]
+    const void *x;     // [tokens, depth], rows x_stride elements apart, a multiple of 8
+    const void *w;     // [features, depth]
     const void *bias;  // [features], or null
     void *out;         // [tokens, features]
-    int tokens, inner, features;
+    int tokens, depth, features;
     int64_t x_stride;
-    bool settled;  // no kernel that may still run when this one starts writes w or bias: they are read at once
+    bool weights_ready;  // no kernel that may still run when this one starts writes w or bias: they are read at once
 };
 
 }  // namespace flashmhf

@@ -16,8 +16,6 @@ __device__ __forceinline__ int warpid() { return threadIdx.x >> 5; }
 __device__ __forceinline__ int warpgroupid() { return threadIdx.x >> 7; }
 __device__ __forceinline__ int laneid() { return threadIdx.x & 31; }
 
-template <typename T> __host__ __device__ constexpr T cdiv(T a, T b) { return (a + b - 1) / b; }
-
 // Hands out consecutive, aligned pieces of the dynamic shared memory that starts at ptr.
 template <int default_alignment = 1024> struct shared_allocator {
     int *ptr;

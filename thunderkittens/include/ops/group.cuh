@@ -14,10 +14,6 @@ namespace base_ops {
         }                                                                          \
     };
 KITTENS_UNARY(exp, __expf(x))
-KITTENS_UNARY(exp2, exp2f(x))
-KITTENS_UNARY(log, __logf(x))
-KITTENS_UNARY(abs, fabsf(x))
-KITTENS_UNARY(relu, fmaxf(x, 0.f))
 #undef KITTENS_UNARY
 #define KITTENS_BINARY(name, expression)                                                                                 \
     struct name {                                                                                                        \
@@ -63,15 +59,6 @@ template <int _GROUP_WARPS> struct group {
     }
     __device__ static inline void wait(semaphore &sem, int kPhaseBit) { ::kittens::wait(sem, kPhaseBit); }
     __device__ static inline bool try_wait(semaphore &sem, int kPhaseBit) { return ::kittens::try_wait(sem, kPhaseBit); }
-    __device__ static inline bool elect_leader() {
-        if constexpr (GROUP_WARPS == 1) {
-            uint32_t elected;
-            asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
-            return elected;
-        } else {
-            return warpid() == 0 && group<1>::elect_leader();
-        }
-    }
 
     template <int n_reg> __device__ static inline void increase_registers() {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n_reg));
@@ -197,10 +184,6 @@ template <int _GROUP_WARPS> struct group {
         });
     }
     template <ducks::rt::all RT> __device__ static inline void exp(RT &dst, const RT &src) { unary_map<base_ops::exp>(dst, src); }
-    template <ducks::rt::all RT> __device__ static inline void exp2(RT &dst, const RT &src) { unary_map<base_ops::exp2>(dst, src); }
-    template <ducks::rt::all RT> __device__ static inline void log(RT &dst, const RT &src) { unary_map<base_ops::log>(dst, src); }
-    template <ducks::rt::all RT> __device__ static inline void abs(RT &dst, const RT &src) { unary_map<base_ops::abs>(dst, src); }
-    template <ducks::rt::all RT> __device__ static inline void relu(RT &dst, const RT &src) { unary_map<base_ops::relu>(dst, src); }
     template <ducks::rt::all RT, typename U> __device__ static inline void add(RT &dst, const RT &lhs, const U &rhs) {
         bin_map<base_ops::sum>(dst, lhs, rhs);
     }
@@ -219,27 +202,15 @@ template <int _GROUP_WARPS> struct group {
     template <ducks::rt::all RT, typename U> __device__ static inline void min(RT &dst, const RT &lhs, const U &rhs) {
         bin_map<base_ops::min>(dst, lhs, rhs);
     }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void add_row(RT &dst, const RT &src, const V &v) {
-        row_map<base_ops::sum>(dst, src, v);
-    }
     template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void mul_row(RT &dst, const RT &src, const V &v) {
         row_map<base_ops::mul>(dst, src, v);
-    }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void div_row(RT &dst, const RT &src, const V &v) {
-        row_map<base_ops::div>(dst, src, v);
     }
     template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void add_col(RT &dst, const RT &src, const V &v) {
         col_map<base_ops::sum>(dst, src, v);
     }
-    template <ducks::rt::all RT, ducks::rv::all V> __device__ static inline void mul_col(RT &dst, const RT &src, const V &v) {
-        col_map<base_ops::mul>(dst, src, v);
-    }
     // sum of each row, in all lanes that hold it
     template <ducks::rv::all V, ducks::rt::row_layout RT> __device__ static inline void row_sum(V &dst, const RT &src) {
         row_reduce<base_ops::sum>(dst, src);
-    }
-    template <ducks::rv::all V, ducks::rt::row_layout RT> __device__ static inline void row_max(V &dst, const RT &src) {
-        row_reduce<base_ops::max>(dst, src);
     }
 
     // ---- wgmma. Each product is one commit group. accumulate = 0 (mm_*) overwrites d. fence = 0 leaves mma_fence to the caller.

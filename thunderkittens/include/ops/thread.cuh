@@ -34,9 +34,6 @@ __device__ static inline void init_semaphore(semaphore &sem, int thread_count, i
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(detail::shared_address(&sem)), "r"(thread_count + transaction_count)
                  : "memory");
 }
-__device__ static inline void invalidate_semaphore(semaphore &sem) {
-    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(detail::shared_address(&sem)) : "memory");
-}
 __device__ static inline void arrive(semaphore &sem) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(detail::shared_address(&sem)) : "memory");
 }
@@ -207,15 +204,6 @@ template <typename T> struct move {
     }
 };
 
-enum cache_policy { NORMAL = 0, EVICT_FIRST = 1, EVICT_LAST = 2 };
-template <cache_policy policy> __device__ inline uint64_t make_cache_policy() {
-    static_assert(policy == EVICT_FIRST || policy == EVICT_LAST);
-    uint64_t value;
-    if constexpr (policy == EVICT_FIRST) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, %1;" : "=l"(value) : "f"(1.0f));
-    else asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, %1;" : "=l"(value) : "f"(1.0f));
-    return value;
-}
-
 // Programmatic dependent launch.
 namespace pdl {
 __device__ static inline void arrive() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -226,10 +214,10 @@ namespace everyone {
 __device__ static inline void sync(int id) { asm volatile("bar.sync %0;" ::"r"(id) : "memory"); }
 namespace tma {
 namespace cluster {
-__device__ static inline void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ static inline void arrive_aligned() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ static inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+__device__ static inline void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ static inline void wait_aligned() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ static inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ static inline void sync() {
     arrive_aligned();
     wait_aligned();

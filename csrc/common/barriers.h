@@ -1,0 +1,14 @@
+// Terms of the arrival counts of mbarriers. Each kernel's barriers.h, or the struct that holds its barriers, says who arrives and who
+// waits.
+#pragma once
+
+namespace flashmhf {
+
+constexpr int loader_arrival = 1;      // expect_bytes of the thread that issues the copies; their bytes complete the phase
+constexpr int thread_arrival = 1;      // one thread of a role
+constexpr int warpgroup_arrivals = 4;  // one lane of each warp, behind __syncwarp
+
+// Threads of a named barrier between groups of warps.
+constexpr int warpgroup_warps = 4, warp_threads = 32;
+
+}  // namespace flashmhf

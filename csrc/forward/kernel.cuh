@@ -1,0 +1,87 @@
+// The forward kernel: out[t, h] = sum_e r[t, h, e] sum_j silu(q.k_ej) (q.u_ej) v_ej, accumulated in fp32.
+//
+//   producer warpgroup     warp 0: K, U, V tiles into the ring     1, 2: Q, R or W of the next item  3: sums of the parts of split items
+//   consumer warpgroup     64 token rows; tile i of the item's inter range:
+//                            issue  [M|N] = Q [K;U]^T  of tile i     (both in flight from here on)
+//                            issue  O += A V           of tile i - 1
+//                            wait for [M|N];  A = r silu(M) N        (while O += A V still runs)
+//                            wait for O;      round A                (operand of the next round)
+//
+// The consumer warpgroups share every tile and fill each other's gaps. CTAs of a cluster take neighbouring rows and multicast the tiles, or
+// share an item's inter range and add their sums.
+#pragma once
+
+#include <cstddef>
+
+#include "forward/add_parts.cuh"
+#include "forward/consumer.cuh"
+#include "forward/producer.cuh"
+
+namespace flashmhf {
+
+template <int d_h, typename T>
+__global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
+    flashmhf_forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                     const __grid_constant__ CUtensorMap map_u, const __grid_constant__ CUtensorMap map_v,
+                     const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_r,
+                     const __grid_constant__ ForwardParams p) {
+    using P = ForwardPolicy<d_h>;
+    using Shared = ForwardShared<d_h, T>;
+    static_assert(offsetof(Shared, pieces) + P::piece_slots * P::piece_bytes <= P::shared_memory);
+    extern __shared__ __align__(1024) uint8_t memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(memory);
+    const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);
+
+    if (threadIdx.x == 0) {
+        for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
+        if (p.gate_tiles) tma::prefetch(&map_r);
+    }
+    if (kittens::warpid() == 0) {
+        auto &sem = shared.semaphores;
+        for (int i = 0; i < P::slots; ++i) {
+            kittens::warp::init_semaphore(sem.slot_full[i], ForwardArrivals::slot_full);
+            kittens::warp::init_semaphore(sem.slot_empty[i], ForwardArrivals::slot_empty(p.consumers, p.row_ctas));
+        }
+        for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], ForwardArrivals::q_full);
+        kittens::warp::init_semaphore(sem.w_full, ForwardArrivals::w_full);
+        kittens::warp::init_semaphore(sem.w_empty, ForwardArrivals::w_empty(p.consumers));
+        kittens::warp::init_semaphore(sem.slice_sums_full, ForwardArrivals::slice_sums_full);
+        for (auto &stored : sem.part_stored) kittens::warp::init_semaphore(stored, ForwardArrivals::part_stored(p.consumers));
+        for (int i = 0; i < P::piece_slots; ++i) kittens::warp::init_semaphore(sem.piece_full[i], ForwardArrivals::piece_full);
+        tma::fence_semaphore_init();
+        if (p.schedule.slices > 1 && kittens::laneid() == 0)
+            kittens::tma::expect_bytes(sem.slice_sums_full, Pieces::of<d_h>(p).bytes(kittens::cluster_ctarank()));
+    }
+    __syncthreads();
+
+    if (warpgroup == p.consumers) {
+        kittens::warpgroup::decrease_registers<P::producer_registers>();
+        const int warp = kittens::warpgroup::warpid();
+        if (warp == 0) {
+            const WeightMaps weights{&map_k, &map_u, &map_v};
+            if (p.schedule.slices == 1 && kittens::laneid() == 0) prefetch_weights<d_h>(weights, p);
+            __syncwarp();
+            begin(p);
+            if (kittens::laneid() == 0) {  // where multicast is always, both are one instance
+                if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true>(shared, weights, p);
+                else load_weights<d_h, T, P::always_multicast>(shared, weights, p);
+            }
+        } else if (warp <= p.consumers) {
+            load_rows_of_items<d_h, T>(shared, &map_q, &map_r, &map_out, p, warp - 1);
+        } else {
+            begin(p);
+            if constexpr (P::may_add_parts)
+                if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
+        }
+        __syncwarp();
+        if (p.cluster_size > 1) cluster_sync();  // pairs: no CTA leaves while the other can still signal it; slices: see finish()
+    } else {
+        begin(p);
+        kittens::warpgroup::increase_registers<P::consumer_registers>();
+        ForwardConsumer<d_h, T>{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}.run();
+        __syncwarp();
+        if (p.row_ctas > 1) cluster_sync();
+    }
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,66 @@
+"""The standalone harnesses: one shape without Python, each result against fp64. FLASHMHF_BUILD names the CMake build folder of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def run(direction: str, *arguments: str) -> subprocess.CompletedProcess:
+    folder = os.environ.get("FLASHMHF_BUILD")
+    if not folder:
+        pytest.skip("FLASHMHF_BUILD names no CMake build folder")
+    harness = Path(folder) / f"{direction}_harness"
+    if not harness.exists():
+        pytest.skip(f"{harness} was not built (cmake --build {folder} --target {direction}_harness)")
+    return subprocess.run([harness, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("argument", ["T=many", "dtype=fp32", "d_h=80", "d_e=20", "H=0", "size=3", "T"])
+def test_bad_arguments_are_named_on_one_line(direction, argument):
+    done = run(direction, argument)
+    assert done.returncode == 2 and argument.split("=")[0] in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+SMALL = ("T=300", "H=2", "E=3", "d_e=80", "launches=2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_h", [64, 96, 128, 256])
+@pytest.mark.parametrize("arguments", [("gate=r",), ("gate=w", "dtype=fp16"), ("gate=ones",)])
+def test_forward(d_h, arguments):
+    done = run("forward", *SMALL, f"d_h={d_h}", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_h", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gate=r",),
+        ("gate=w", "dtype=fp16"),
+        ("gate=w", "deterministic=1"),
+        ("gate=ones", "deterministic=1"),
+        ("gate=r", "needs=tokens"),
+        ("gate=w", "needs=weights", "accumulate=1"),
+        ("gate=r", "groups=2"),
+    ],
+)
+def test_backward(d_h, arguments):
+    done = run("backward", *SMALL, f"d_h={d_h}", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_h", [64, 96, 128])
+@pytest.mark.parametrize("kernels", ["fused", "ordered", "pair"])
+def test_kernels_can_be_forced(d_h, kernels):
+    done = run("backward", *SMALL, f"d_h={d_h}", f"kernels={kernels}", f"deterministic={int(kernels != 'fused')}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"kernels {kernels}," in done.stdout
