@@ -6,6 +6,7 @@ library runs on manylinux_2_28.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 
+import kernel_resources  # noqa: E402
 import toolchain  # noqa: E402
 
 LIBRARY = "libflashmhf_hopper.so"
@@ -26,7 +28,7 @@ NO_LIBRARY = "_no_library.txt"  # says in the installed package why the library 
 
 
 def cmake_build(build_dir: Path, version: str) -> Path:
-    """Builds the op library and returns where it lies."""
+    """Builds the op library and returns where it lies, with what ptxas says about its kernels beside it."""
     torch_root = toolchain.torch_root()
     if torch_root is None:
         raise RuntimeError(f"no {toolchain.TORCH_REQUIREMENT} to take headers from; install it first, or build with isolation")
@@ -51,6 +53,9 @@ def cmake_build(build_dir: Path, version: str) -> Path:
     for step, command in (("configuring", configure), ("compiling", build)):
         if subprocess.run(command).returncode:
             raise RuntimeError(f"{step} it with CMake failed; pip install -v shows the messages")
+    headers = "upstream" if os.environ.get("THUNDERKITTENS_ROOT") else "bundled"
+    resources = {"thunderkittens": headers} | kernel_resources.collect(build_dir)
+    (build_dir / kernel_resources.FILE).write_text(json.dumps(resources, indent=1) + "\n")
     return build_dir / LIBRARY
 
 
@@ -62,14 +67,19 @@ class BuildExtensions(build_ext):
         package = ROOT / "flashmhf" if self.inplace else Path(self.build_lib) / "flashmhf"
         package.mkdir(parents=True, exist_ok=True)
         try:
-            shutil.copy2(self.library(), package / LIBRARY)
+            library = self.library()
+            shutil.copy2(library, package / LIBRARY)
+            resources = library.parent / kernel_resources.FILE
+            if resources.exists():
+                shutil.copy2(resources, package / kernel_resources.FILE)
             (package / NO_LIBRARY).unlink(missing_ok=True)
             return
         except RuntimeError as error:
             reason = str(error)
         if RELEASE or toolchain.flag("FLASHMHF_FORCE_CUDA_BUILD"):
             raise RuntimeError(f"flashmhf: the CUDA library was not built: {reason}")
-        (package / LIBRARY).unlink(missing_ok=True)
+        for name in (LIBRARY, kernel_resources.FILE):
+            (package / name).unlink(missing_ok=True)
         (package / NO_LIBRARY).write_text(reason + "\n")
         print(f"flashmhf: installed without its CUDA library: {reason}", file=sys.stderr)
 
@@ -86,7 +96,9 @@ class BuildExtensions(build_ext):
         if self.inplace:
             return super().get_outputs()
         package = Path(self.build_lib) / "flashmhf"
-        return super().get_outputs() + [str(path) for name in (LIBRARY, NO_LIBRARY) if (path := package / name).exists()]
+        return super().get_outputs() + [
+            str(path) for name in (LIBRARY, kernel_resources.FILE, NO_LIBRARY) if (path := package / name).exists()
+        ]
 
 
 def plan_extension() -> Extension:
