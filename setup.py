@@ -69,8 +69,8 @@ class BuildExtensions(build_ext):
         try:
             library = self.library()
             shutil.copy2(library, package / LIBRARY)
-            resources = library.parent / kernel_resources.FILE
-            if resources.exists():
+            (package / kernel_resources.FILE).unlink(missing_ok=True)
+            if (resources := library.parent / kernel_resources.FILE).exists():
                 shutil.copy2(resources, package / kernel_resources.FILE)
             (package / NO_LIBRARY).unlink(missing_ok=True)
             return

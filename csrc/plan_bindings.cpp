@@ -189,7 +189,7 @@ PYBIND11_MODULE(_plan, m) {
         "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
     m.def("forward_costs", &forward_costs, py::arg("head_dim"),
-          "What the forward's planner counts with: the time of an inner tile of a CTA in microseconds; in such tiles, adding parts in a\n"
+          "What the forward's planner counts with: the time of an inter tile of a CTA in microseconds; in such tiles, adding parts in a\n"
           "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");
     m.def(
         "forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },

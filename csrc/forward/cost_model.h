@@ -5,7 +5,7 @@
 namespace flashmhf {
 
 struct ForwardCostModel {
-    // An inner tile of a CTA on an H200, in microseconds for each of d_h. Only predictions in seconds need it.
+    // An inter tile of a CTA on an H200, in microseconds for each of d_h. Only predictions in seconds need it.
     double tile_us = 1.1 / 128;
     // Adding the parts of split items in a second kernel: 4 to 5 us. In the forward kernel itself: as long as `next_item`.
     int combine = 512;
