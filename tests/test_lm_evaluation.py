@@ -195,6 +195,21 @@ def test_models_of_other_families_and_incomplete_ones(runs, text, tmp_path):
     assert isinstance(generation.generate(bloom, tokenizer, "the cat", max_new_tokens=3), str)
 
 
+def test_training_goes_on_from_a_model_with_replaced_networks(runs, text, tmp_path):
+    """The run stores it, loads it again, and what it leaves loads as well."""
+    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=1, max_position_embeddings=32)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    flashmhf.replace_ffn(model, num_heads=2)
+    model.save_pretrained(tmp_path / "model")
+    settings = dict(init_from=str(tmp_path / "model"), tokenizer=str(runs["swiglu"]), data=[str(text)], batch=2, device="cpu")
+    result = training.start(training.Options(output=str(tmp_path / "run"), steps=2, learning_rate=1e-4, **settings), bar=False)
+    trained, _ = evaluation.load(str(result.output), device="cpu")
+    assert isinstance(trained.model.layers[0].mlp, flashmhf.FlashMHF)
+    before, after = (m.model.layers[0].mlp.k for m in (model, trained))
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(before, after, atol=1e-3, rtol=0)
+
+
 TASK = """
 task: tiny_choice
 dataset_path: json

@@ -20,11 +20,12 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
 
     Recomputation under checkpointing is not counted. An untied input embedding is a look-up and counts nothing.
     """
-    config = model.config
+    config = model.config.get_text_config()
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     if not config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel()
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads  # Qwen2 and others have no head_dim
+    attention = config.num_hidden_layers * config.num_attention_heads * head_dim * length
     return 6.0 * weights + 6.0 * attention
 
 

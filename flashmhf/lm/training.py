@@ -28,13 +28,16 @@ from transformers import (
     set_seed,
 )
 
-from . import checkpoints, data, evaluation, metrics, tokenizer
+from . import checkpoints, data, evaluation, metrics
 from .callbacks import MetricsCallback, StopCallback
 from .errors import OccupiedError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, model_config, training_arguments
 from .presets import Preset
 from .stopping import Stopped, StopSignals
+from .tokenizer import TRAINING_CHARACTERS
+from .tokenizer import load as load_tokenizer
+from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
 
 RUN, TOKENIZER, DATA, INIT = "run.json", "tokenizer", "data", "init"
@@ -216,14 +219,14 @@ def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     path = Path(options.init_from)
     if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise OptionError("{tokenizer} cannot be given with {init_from}: {path} has a tokenizer", path=path)
-    model, text = evaluation.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
+    model, tokenizer = evaluation.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
     positions = model.config.max_position_embeddings
     options.length = options.length or positions
     if options.length > positions:
         raise OptionError(
             "{length} is {value}; the model of {init_from} has {positions} positions", value=options.length, positions=positions
         )
-    return model, text
+    return model, tokenizer
 
 
 class _Run:
@@ -241,14 +244,14 @@ class _Run:
     def train(self, signals: StopSignals, checkpoint: Path | None, trained: tuple[PreTrainedModel, object] | None) -> Result:
         options, output = self.options, self.output
         with self.arguments.main_process_first(local=False, desc="preparing data"):
-            text, tokens = _stored(output) or prepare(options, self.bar, trained and trained[1])
+            tokenizer, tokens = _stored(output) or prepare(options, self.bar, trained and trained[1])
             if options.init_from and trained is None and not (output / INIT / "config.json").exists():
                 trained = _load_trained(options)
             if trained and first_process():
                 _keep_trained(trained[0], output / INIT)
-        train_tokens, eval_tokens = split(tokens, options, text.eos_token_id)
+        train_tokens, eval_tokens = split(tokens, options, tokenizer.eos_token_id)
         stop = StopCallback(signals)
-        self.trainer = self._trainer(text, trained and trained[0], train_tokens, eval_tokens, checkpoint, stop)
+        self.trainer = self._trainer(tokenizer, trained and trained[0], train_tokens, eval_tokens, checkpoint, stop)
         if self.bar:
             tqdm.write(options.accumulation(self.arguments.world_size))
         self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -260,12 +263,12 @@ class _Run:
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         return Result(output, parameters, self.steps_done, losses[-1], held_out[-1] if held_out else None)
 
-    def _trainer(self, text, model: PreTrainedModel | None, train_tokens, eval_tokens, checkpoint: Path | None, stop: StopCallback):
+    def _trainer(self, tokenizer, model: PreTrainedModel | None, train_tokens, eval_tokens, checkpoint: Path | None, stop: StopCallback):
         options, arguments = self.options, self.arguments
         set_seed(options.seed)
         if model is None:
-            model = self._model(text)
-        text.model_max_length = model.config.max_position_embeddings
+            model = self._model(tokenizer)
+        tokenizer.model_max_length = model.config.max_position_embeddings
         # The evaluation that a signal left out belongs to the checkpoint's step.
         arguments.eval_on_start = eval_tokens is not None and checkpoints.progress(checkpoint).get(
             "evaluation_due", arguments.eval_on_start
@@ -286,22 +289,22 @@ class _Run:
             train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
             eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
             data_collator=default_data_collator,
-            processing_class=text,
+            processing_class=tokenizer,
             callbacks=[recorder, *self.callbacks],
         )
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def _model(self, text) -> PreTrainedModel:
+    def _model(self, tokenizer) -> PreTrainedModel:
         if self.options.init_from:
             return evaluation.load_model(str(self.output / INIT), torch.float32)
         config = model_config(self.chosen, self.options)
-        config.vocab_size = max(self.options.vocab_size, len(text))
-        config.bos_token_id = config.eos_token_id = text.eos_token_id
+        config.vocab_size = max(self.options.vocab_size, len(tokenizer))
+        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = None  # an embedding with a padding token trains that row differently
         model = AutoModelForCausalLM.from_config(config)
-        model.config.pad_token_id = model.generation_config.pad_token_id = text.pad_token_id
+        model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
         return model
 
 
@@ -309,7 +312,7 @@ def _stored(output: Path):
     """(tokenizer, tokens) of a run that has stored them, or None."""
     if not (output / DATA / data.MANIFEST).exists():
         return None
-    return tokenizer.load(str(output / TOKENIZER)), data.load(output / DATA)
+    return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
 
 
 def _keep_trained(model: PreTrainedModel, directory: Path) -> None:
@@ -320,39 +323,39 @@ def _keep_trained(model: PreTrainedModel, directory: Path) -> None:
     partial.rename(directory)
 
 
-def prepare(options: Options, bar: bool = True, text=None):
+def prepare(options: Options, bar: bool = True, tokenizer=None):
     """(tokenizer, stored tokens) for resolved options: trained, loaded, or taken from another run.
 
-    ``text`` is a tokenizer to use instead.
+    ``tokenizer`` is used instead of one that the options name.
     """
     output = Path(options.output)
     if options.tokens is not None:
-        return _take_tokens(Path(options.tokens), output, text)
+        return _take_tokens(Path(options.tokens), output, tokenizer)
     if options.dataset is None:
         source = data.Files(options.data, options.text_field, options.seed, bar)
     else:
         source = data.dataset(options.dataset, options.split, options.text_field, options.seed)
-    text = _tokenizer(options, output / TOKENIZER, source, text, bar)
+    tokenizer = _tokenizer(options, output / TOKENIZER, source, tokenizer, bar)
     wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
-    manifest = data.store(output / DATA, source, text, wanted, bar)
+    manifest = data.store(output / DATA, source, tokenizer, wanted, bar)
     if bar:
         tqdm.write("\n".join(manifest["report"]))
-    return text, data.load(output / DATA)
+    return tokenizer, data.load(output / DATA)
 
 
-def _take_tokens(source: Path, output: Path, text):
+def _take_tokens(source: Path, output: Path, tokenizer):
     """The tokens and the tokenizer of the run ``source``, linked or copied into ``output``, which then needs ``source`` no more."""
     if not (source / DATA / data.MANIFEST).exists():
         raise data.DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-    theirs = tokenizer.load(str(source / TOKENIZER))
-    if text is not None and text.get_vocab() != theirs.get_vocab():
+    theirs = load_tokenizer(str(source / TOKENIZER))
+    if tokenizer is not None and tokenizer.get_vocab() != theirs.get_vocab():
         raise OptionError("{tokens} has tokens of another tokenizer than the model of {init_from}")
     _save_tokenizer(theirs, output / TOKENIZER)
     (output / DATA).mkdir(parents=True, exist_ok=True)
     for path in sorted((source / DATA).iterdir(), key=lambda path: path.name == data.MANIFEST):  # the manifest last: it says complete
         if path.suffix != ".partial":
             _link(path, output / DATA / path.name)
-    return tokenizer.load(str(output / TOKENIZER)), data.load(output / DATA)
+    return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -366,20 +369,20 @@ def _link(source: Path, target: Path) -> None:
     partial.replace(target)
 
 
-def _tokenizer(options: Options, directory: Path, source, text, bar: bool):
+def _tokenizer(options: Options, directory: Path, source, tokenizer, bar: bool):
     if not directory.exists():
-        if text is None and options.tokenizer is not None:
-            text = tokenizer.load(options.tokenizer)
-        elif text is None:
-            text = tokenizer.train(source.texts(tokenizer.TRAINING_CHARACTERS), options.vocab_size, bar)
-        _save_tokenizer(text, directory)
-    return tokenizer.load(str(directory))
+        if tokenizer is None and options.tokenizer is not None:
+            tokenizer = load_tokenizer(options.tokenizer)
+        elif tokenizer is None:
+            tokenizer = train_tokenizer(source.texts(TRAINING_CHARACTERS), options.vocab_size, bar)
+        _save_tokenizer(tokenizer, directory)
+    return load_tokenizer(str(directory))
 
 
-def _save_tokenizer(text, directory: Path) -> None:
+def _save_tokenizer(tokenizer, directory: Path) -> None:
     if not directory.exists():
         partial = directory.with_name(directory.name + ".partial")
-        text.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
         partial.rename(directory)
 
 
