@@ -54,7 +54,7 @@ function(link_for_manylinux target)
 template class std::basic_stringbuf<char>;
 template class std::basic_ostringstream<char>;
 template class std::basic_stringstream<char>;
-namespace std { __attribute__((visibility(\"hidden\"))) void __throw_bad_array_new_length() { throw bad_array_new_length(); } }
+namespace std { void __throw_bad_array_new_length() { throw bad_array_new_length(); } }
 extern \"C\" { __attribute__((visibility(\"hidden\"))) char __libc_single_threaded = 0; }
 ")
   file(WRITE ${GLIBC_FOLDER}/exports.map "{ local: *; };\n")

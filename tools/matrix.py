@@ -5,8 +5,8 @@ $ python tools/matrix.py --pairs 2.10/5.17 -- tests/test_nn.py  # one pair, some
 $ python tools/matrix.py --wheel dist/flashmhf-*.whl            # with the wheel of a release, CUDA library included
 $ python tools/matrix.py --check                                # whether docs/compatibility.md says what the record says
 
-A pair's result replaces its earlier one in benchmarks/results/compatibility.json; docs/compatibility.md has the table. Environments
-are deleted afterwards: a CUDA build of torch takes about 7 GB. Needs a network and the standard library.
+The result of a pair and selection replaces the earlier one in benchmarks/results/compatibility.json; docs/compatibility.md has the
+table. Environments are deleted afterwards: a CUDA build of torch takes about 7 GB. Needs a network and the standard library.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ print(json.dumps([torch.__version__, middle - start, time.process_time() - middl
 LOAD = """
 from flashmhf.backends import hopper
 import torch
-if hopper.LIBRARY.exists():
+if not hopper.LIBRARY.exists():
+    print("not installed")
+elif torch.version.cuda is None:
+    print("not loaded: torch is a CPU build")
+else:
     torch.ops.load_library(str(hopper.LIBRARY))
-print(hopper.LIBRARY.exists())
+    print("loads")
 """
 
 
@@ -80,16 +84,14 @@ def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel
 def passed_tests(python: Path, tests: list[str]) -> dict:
     """Runs pytest on a copy of the tests, so that the installed package is what they import."""
     with tempfile.TemporaryDirectory() as scratch:
-        for name in ("tests", "benchmarks", "tools", "docs", "csrc", "build_backend"):
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, Path(scratch) / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for path in ROOT.iterdir():
-            if path.is_file():
-                shutil.copy2(path, scratch)
+        tree = Path(scratch) / "tree"
+        left_out = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".pytest_cache", ".ruff_cache", ".hypothesis")
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out))
         junit = Path(scratch) / "junit.xml"
-        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", *tests]
+        # The program, not `python -m pytest`, which would put the sources before the installed package.
+        command = [str(python.parent / "pytest"), "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", *tests]
         start = time.monotonic()
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
         seconds = time.monotonic() - start
         if not junit.exists():
             raise RuntimeError(f"pytest wrote no report:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -118,7 +120,7 @@ def result(interpreter: str, pair: str, wheel: Path, tests: list[str], keep: Pat
             "python": run(python, "-c", "import platform; print(platform.python_version())").strip(),
             "torch": version,
             "transformers": run(python, "-c", "from importlib.metadata import version as v; print(v('transformers'))").strip(),
-            "library": run(python, "-c", LOAD, cwd=scratch).strip() == "True",
+            "library": run(python, "-c", LOAD, cwd=scratch).strip(),
             "import_torch_s": round(torch_seconds, 2),
             "import_flashmhf_s": round(own_seconds, 3),
             "selection": " ".join(tests) or "all",
@@ -133,23 +135,23 @@ def table(rows: list[dict]) -> str:
     if not rows:
         return f"{BEGIN}\n{END}"
     header = ("torch", "transformers", "Python", "tests", "passed", "failed", "skipped", "CUDA library", "`import flashmhf`", "date")
+    selections = {row["selection"] for row in rows} - {"all"}
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     for row in rows:
         cells = (
             row["torch"],
             row["transformers"],
             row["python"],
-            "all" if row["selection"] == "all" else "a selection",
+            "all" if row["selection"] == "all" else f"{1 + sorted(selections).index(row['selection'])}",
             row["passed"],
             len(row["failed"]),
             row["skipped"],
-            "loads" if row["library"] else "not installed",
+            row["library"],
             f"{1000 * row['import_flashmhf_s']:.0f} ms after torch's {row['import_torch_s']:.1f} s",
             row["date"],
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    selections = dict.fromkeys(row["selection"] for row in rows if row["selection"] != "all")
-    notes = [f"Selection: `pytest {selection}`." for selection in selections]
+    notes = [f"Tests {number}: `pytest {selection}`.\n" for number, selection in enumerate(sorted(selections), 1)]
     failures = [f"torch {row['torch']}: {', '.join(f'`{name}`' for name in row['failed'])} failed." for row in rows if row["failed"]]
     return "\n".join([BEGIN, "", *lines, "", *notes, *failures, END])
 
@@ -180,14 +182,17 @@ def main(arguments: list[str] | None = None) -> int:
     rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
     if options.check:
         return int(with_table(PAGE.read_text(), rows) != PAGE.read_text())
+    failed = False
     with tempfile.TemporaryDirectory() as scratch:
         wheel = options.wheel.resolve() if options.wheel else pure_wheel(Path(scratch))
         for pair in options.pairs:
             row = result(options.python, pair, wheel, options.tests, options.scratch)
-            rows = sorted((*(old for old in rows if old["pair"] != pair), row), key=lambda row: row["pair"])
+            rows = [old for old in rows if (old["pair"], old["selection"]) != (pair, row["selection"])]
+            rows = sorted([*rows, row], key=lambda row: (row["selection"], row["pair"]))
             write(rows)
             print(f"torch {row['torch']}, transformers {row['transformers']}: {row['passed']} passed, {len(row['failed'])} failed")
-    return int(any(row["failed"] for row in rows if row["pair"] in options.pairs))
+            failed |= bool(row["failed"])
+    return int(failed)
 
 
 if __name__ == "__main__":
