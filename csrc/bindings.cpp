@@ -28,6 +28,9 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias, bool weights_ready=False) -> Tensor");
     m.def(
+        "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor k, Tensor u, Tensor v, Tensor w, float eps, Tensor out_w, Tensor? out_bias)"
+        " -> Tensor");
+    m.def(
         "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
         "needs_weights)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
@@ -47,6 +50,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("forward", TORCH_BOX(&flashmhf::forward));
     m.impl("gated_forward", TORCH_BOX(&flashmhf::gated_forward));
     m.impl("project", TORCH_BOX(&flashmhf::project));
+    m.impl("layer", TORCH_BOX(&flashmhf::layer));
     m.impl("backward", TORCH_BOX(&flashmhf::backward));
     m.impl("gated_backward", TORCH_BOX(&flashmhf::gated_backward));
     m.impl("backward_accumulate_", TORCH_BOX(&flashmhf::backward_accumulate_));

@@ -19,6 +19,10 @@ Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Te
 // this one starts writes w or bias, which are then read at once; csrc/project/README.md says when that holds.
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready);
 
+// The whole layer at inference, x [..., H d_h] -> [..., H d_h]: linear, split heads, gated_forward, linear. in_w and out_w [H d_h, H d_h].
+Tensor layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const Tensor &k, const Tensor &u, const Tensor &v,
+             const Tensor &w, double eps, const Tensor &out_w, const std::optional<Tensor> &out_bias);
+
 // (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
 // without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in backward/plan.h).
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
