@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import checks, torch_private
 from .backends import BACKENDS, REFERENCE, definition, select
-from .backends.contract import Backend
+from .backends.contract import Backend, Projection
 from .backends.tokens import collapse
 
 _BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True]'
@@ -430,3 +430,22 @@ def few_token_projection(
     if any(module.refuse_projection(x, w, bias) is not None for w, bias in projections):
         return None
     return module.project
+
+
+def inference_layer(
+    x: Tensor,
+    in_proj: Projection,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    out_proj: Projection,
+    backend: str = "auto",
+) -> Tensor | None:
+    """The module's values, [..., d_model] -> [..., d_model], by the back end's one operator for them, without autograd.
+
+    None where the back end has no such operator or does not take these tensors as they are. Raises NotImplementedError for an explicit
+    back end that cannot run.
+    """
+    return _back_end(x, k, backend).layer(x, in_proj, k, u, v, w, eps, out_proj)

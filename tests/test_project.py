@@ -277,26 +277,77 @@ def test_a_module_on_a_cpu_is_as_before():
 # The module on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65])
-@pytest.mark.parametrize("bias", [False, True])
-def test_module_values(usable, monkeypatch, dtype, tokens, bias):
-    calls = []
-    original = hopper.project
-    monkeypatch.setattr(hopper, "project", lambda *args, **options: calls.append(len(args[0])) or original(*args, **options))
-    module = flashmhf.FlashMHF(512, 4, 3, 64, bias=bias, device="cuda", dtype=dtype)
+@pytest.fixture
+def by_parts(monkeypatch):
+    """Runs the module without the operator for the whole module."""
+
+    def run(module, x):
+        with monkeypatch.context() as context:
+            context.setattr(hopper, "layer", lambda *_: None)
+            return module(x)
+
+    return run
+
+
+def on_gpu(dtype, d_model=512, heads=4, **options):
+    module = flashmhf.FlashMHF(d_model, heads, 3, 64, device="cuda", dtype=dtype, **options)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 300])
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}], ids=["plain", "bias", "q_norm"])
+def test_module_values(usable, by_parts, monkeypatch, dtype, tokens, options):
+    """One operator for the module and one for each part take the same kernels; q_norm keeps to the parts."""
+    layers, projections = [], []
+    layer, project = hopper.layer, hopper.project
+    monkeypatch.setattr(hopper, "layer", lambda *args: layers.append(len(args[0])) or layer(*args))
+    monkeypatch.setattr(hopper, "project", lambda *args, **kwargs: projections.append(len(args[0])) or project(*args, **kwargs))
+    module = on_gpu(dtype, **options)
+    with torch.no_grad():
         x = torch.randn(tokens, 512, device="cuda", dtype=dtype)
         with poisoned_memory():
             actual = module(x)
-        assert calls == ([tokens] * 2 if tokens <= 64 else [])
+        assert layers == ([] if "q_norm" in options else [tokens])
+        assert projections == ([tokens] * 2 if "q_norm" in options and tokens <= 64 else [])
+        assert torch.equal(actual, by_parts(module, x))
         linear = plain(module, x)  # the same with cuBLAS's projections
         module.backend = "eager"
         exact = module.double()(x.double())
     assert relative_l2(actual, exact) <= 1.1 * relative_l2(linear, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [5, 100])
+def test_module_takes_inputs_of_any_layout(usable, by_parts, tokens):
+    """Rows at a stride, transposed batches, rows that are no multiple of 16 bytes apart, one token without leading dimensions."""
+    module, odd = on_gpu(torch.bfloat16), on_gpu(torch.bfloat16, 288, 3)  # d_model 288: no multiple of 64
+    wide = torch.randn(tokens, 3, 520, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for x in (wide[..., :512], wide[..., :512].transpose(0, 1), wide[..., 3:515], wide[0, 0, :512], wide[:, :1, 8:]):
+            assert torch.equal(module(x), by_parts(module, x))
+        x = wide[..., :288]
+        assert torch.equal(odd(x), by_parts(odd, x))
+        torch.testing.assert_close(odd(x), plain(odd, x))
+
+
+@pytest.mark.gpu
+def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(usable):
+    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        module = on_gpu(torch.bfloat16)
+        expected = module(x)
+        for name in ("in_proj", "out_proj"):  # transposed memory, which cuBLAS reads
+            linear = getattr(module, name)
+            linear.weight = nn.Parameter(linear.weight.t().contiguous().t())
+        torch.testing.assert_close(module(x), expected)
+        module.u = nn.Parameter(module.u.transpose(1, 2).contiguous().transpose(1, 2))
+        with pytest.raises(ValueError, match="u has strides .* it must be contiguous"):
+            module(x)
 
 
 @pytest.mark.gpu

@@ -26,9 +26,13 @@ Tensor layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &i
     const DeviceScope scope(x.get_device_index(), "flashmhf layer");
     const int64_t d_model = x.size(x.dim() - 1), heads = k.size(0), head_dim = k.size(3);
     const Tensor rows = torch::stable::reshape(x, {-1, d_model});
-    const bool few = rows.size(0) <= project_tokens;
-    const Tensor q = few ? project(rows, in_w, in_bias, false) : linear(rows, in_w, in_bias);
-    const Tensor mixed = gated_forward(torch::stable::view(q, {-1, heads, head_dim}), k, u, v, w, eps, true);
+    // The kernel for few tokens reads x by TMA; what it cannot read goes to cuBLAS.
+    const bool readable_rows = rows.stride(1) == 1 && rows.stride(0) * element_bytes % tma_alignment == 0 && aligned(rows.data_ptr());
+    const bool few = rows.size(0) <= project_tokens && d_model % project_multiple == 0 && readable_rows;
+    const Tensor mixed = [&] {  // Q is released before out_proj takes memory
+        const Tensor q = few ? project(rows, in_w, in_bias, false) : linear(rows, in_w, in_bias);
+        return gated_forward(torch::stable::view(q, {-1, heads, head_dim}), k, u, v, w, eps, true);
+    }();
     // Behind the forward kernels, which wait for every older kernel, nothing that still runs can write out_w or out_bias.
     const Tensor s = torch::stable::view(mixed, {-1, d_model});
     const Tensor y = few ? project(s, out_w, out_bias, true) : linear(s, out_w, out_bias);

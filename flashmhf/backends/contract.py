@@ -11,12 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+Projection = tuple[Tensor, Tensor | None]
+"""Weight [N, K] and bias [N] of a linear layer."""
+
 
 class Backend(Protocol):
     """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``; ``needs`` is (tokens, weights).
 
     ``backends.gating`` composes ``gated_forward`` and ``gated_backward`` from ``forward`` and ``backward`` for a back end without a fused
-    router. This module's :func:`refuse_projection` and :func:`project` serve a back end without a kernel for few-token projections.
+    router. This module's :func:`refuse_projection`, :func:`project` and :func:`layer` serve a back end without these kernels.
     """
 
     PROJECT_TOKENS: int
@@ -91,6 +94,15 @@ class Backend(Protocol):
         """x W^T + bias [T, N] without autograd; ``weights_ready`` as in ``hopper.project``."""
         ...
 
+    def layer(
+        self, x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, out_proj: Projection
+    ) -> Tensor | None:
+        """The module's values at inference, [..., d_model] -> [..., d_model], queued by one call without autograd; out_proj(S(in_proj(x))).
+
+        None where the back end has no such operator or does not take these tensors as they are; the module then calls its parts.
+        """
+        ...
+
 
 PROJECT_TOKENS = 0
 
@@ -103,3 +115,8 @@ def refuse_projection(x: Tensor, w: Tensor, bias: Tensor | None) -> NotImplement
 def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: bool = False) -> Tensor:
     """For a back end without a projection kernel."""
     raise refuse_projection(x, w, bias)
+
+
+def layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, out_proj: Projection) -> Tensor | None:
+    """For a back end without an operator for the whole module."""
+    return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .contract import PROJECT_TOKENS, project, refuse_projection  # noqa: F401  (this back end has no such kernel)
+from .contract import PROJECT_TOKENS, layer, project, refuse_projection  # noqa: F401  (this back end has no such kernels)
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..checks import name_of
 from . import driver
+from .contract import Projection
 from .tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parent.with_name("libflashmhf_hopper.so")
@@ -191,3 +192,31 @@ def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: 
     if refusal is not None:
         raise refusal
     return torch.ops.flashmhf_hopper.project(x, w, bias, weights_ready)
+
+
+def _takes_layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, out_proj: Projection) -> bool:
+    """Whether :func:`layer` reads these tensors as they are. A refusal needs no reason: the operators that follow name the argument."""
+    (in_w, in_bias), (out_w, out_bias) = in_proj, out_proj
+    dtype, device, d_model = x.dtype, x.device, x.shape[-1]
+    for tensor, shape in ((k, k.shape), (u, k.shape), (v, k.shape), (in_w, (d_model, d_model)), (out_w, (d_model, d_model))):
+        if tensor.dtype != dtype or tensor.device != device or tensor.shape != shape:
+            return False
+        if not tensor.is_contiguous() or tensor.data_ptr() % TMA_ALIGNMENT:
+            return False
+    for bias in (in_bias, out_bias):
+        if bias is not None and (bias.dtype != dtype or bias.device != device or bias.shape != (d_model,) or not bias.is_contiguous()):
+            return False
+    heads, subnets, _, head_dim = k.shape
+    router = w.dtype in (dtype, torch.float32) and w.device == device and w.shape == (heads, head_dim, subnets) and w.is_contiguous()
+    return router and heads * head_dim == d_model
+
+
+def layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, out_proj: Projection) -> Tensor | None:
+    """out_proj(S(in_proj(x))) for x [..., d_model] with at least one token; None where a tensor's dtype, shape or layout is another one.
+
+    At most ``PROJECT_TOKENS`` tokens take the kernel of :func:`project`, more tokens cuBLAS. The host queues the module in one call: for
+    few tokens the host's time is longer than the GPU's.
+    """
+    if not _takes_layer(x, in_proj, k, u, v, w, out_proj):
+        return None
+    return torch.ops.flashmhf_hopper.layer(x, *in_proj, k, u, v, w, eps, *out_proj)

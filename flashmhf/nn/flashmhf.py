@@ -252,40 +252,37 @@ class FlashMHF(MultiHead):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
-        if self._in_chunks(x):
-            return self._forward_chunks(x)
-        if self._are_few_tokens(x):
-            rows = x.reshape(-1, self.d_model)
-            projections = [(linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj)]
-            project = ops.few_token_projection(rows, self._weights()[0], projections, self.backend)
-            if project is not None:
-                return self._forward_few_tokens(project, rows, x.shape)
-        return self.out_proj(self._mix(self.split_heads(x)).flatten(-2))
+        y = self._forward_inference(x) if self._is_plain_inference(x) else None
+        return self.out_proj(self._mix(self.split_heads(x)).flatten(-2)) if y is None else y
 
-    def _plain_inference(self, x: Tensor) -> bool:
-        """Whether only the values of the result matter: eager, no gradient, autocast, transform or dispatch mode, projections that are just
-        products.
+    def _is_plain_inference(self, x: Tensor) -> bool:
+        """Whether only the values of the result matter: eager, no gradient, autocast, transform or dispatch mode, ordinary tensors, and
+        projections that are just products.
+
+        Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on that number.
         """
+        if torch.compiler.is_compiling() or x.dtype != self.k.dtype or not x.numel():
+            return False
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return False
         if torch_private.is_observed() or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
             return False
-        return _is_plain(self.in_proj) and _is_plain(self.out_proj)
+        return type(self.k) is nn.Parameter and _is_plain(self.in_proj) and _is_plain(self.out_proj)
 
-    def _in_chunks(self, x: Tensor) -> bool:
-        """Whether the result may be written in place chunk by chunk: enough tokens, and plain inference."""
-        if torch.compiler.is_compiling() or x.dim() < 2 or x.numel() <= CHUNK_TOKENS * self.d_model:
-            return False
-        return self._plain_inference(x)
-
-    def _are_few_tokens(self, x: Tensor) -> bool:
-        """Whether the projections may take a back end's kernel for few tokens.
-
-        Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on that number.
-        """
-        if torch.compiler.is_compiling() or not 0 < x.numel() <= ops.PROJECT_TOKENS * self.d_model:
-            return False
-        return x.dtype == self.k.dtype and self._plain_inference(x)
+    def _forward_inference(self, x: Tensor) -> Tensor | None:
+        """The result by the fewest calls and the least memory; None where the parts' ordinary calls are what remains."""
+        if x.numel() > CHUNK_TOKENS * self.d_model:
+            return self._forward_chunks(x)
+        in_proj, out_proj = ((linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj))
+        if self.q_norm is None:
+            y = ops.inference_layer(x, in_proj, *self._weights(), self.router, self.router_eps, out_proj, self.backend)
+            if y is not None:
+                return y
+        if x.numel() > ops.PROJECT_TOKENS * self.d_model:
+            return None
+        rows = x.reshape(-1, self.d_model)
+        project = ops.few_token_projection(rows, self._weights()[0], (in_proj, out_proj), self.backend)
+        return None if project is None else self._forward_few_tokens(project, rows, x.shape)
 
     def _forward_few_tokens(self, project: Callable[..., Tensor], rows: Tensor, shape: torch.Size) -> Tensor:
         q = project(rows, self.in_proj.weight, self.in_proj.bias)
