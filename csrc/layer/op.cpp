@@ -1,5 +1,5 @@
-// check -> project -> forward -> project. The layer is one operator because at inference the host is the bound: three calls from Python, each
-// with its checks, take longer to queue than the GPU takes to run them.
+// check -> project -> forward -> project. The layer is one operator because at inference the host is the bound: three calls from Python,
+// each with its checks, take longer to queue than the GPU takes to run them.
 #include "checks.h"
 #include "device.h"
 #include "operators.h"
@@ -21,8 +21,8 @@ Tensor linear(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bia
 Tensor layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const Tensor &k, const Tensor &u, const Tensor &v,
              const Tensor &w, double eps, const Tensor &out_w, const std::optional<Tensor> &out_bias) {
     STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
-    STD_TORCH_CHECK(x.dim() >= 1 && k.dim() == 4 && x.size(x.dim() - 1) == k.size(0) * k.size(3), "x must be [..., H d_h] with the H and d_h of k; x is ",
-                    shape_of(x), " but k is ", shape_of(k));
+    STD_TORCH_CHECK(x.dim() >= 1 && k.dim() == 4 && x.size(x.dim() - 1) == k.size(0) * k.size(3),
+                    "x must be [..., H d_h] with the H and d_h of k; x is ", shape_of(x), " but k is ", shape_of(k));
     const DeviceScope scope(x.get_device_index(), "flashmhf layer");
     const int64_t d_model = x.size(x.dim() - 1), heads = k.size(0), head_dim = k.size(3);
     const Tensor rows = torch::stable::reshape(x, {-1, d_model});
