@@ -1,19 +1,21 @@
-// Inter-stationary backward: a CTA owns 64 inter rows of one sub-network (K, U, V stay in shared memory) and walks over tokens in tiles
-// of 64. Specialised warpgroups, drawn in README.md:
+// Inter-stationary backward. A CTA owns 64 inter rows of one sub-network (K, U, V stay in shared memory) and walks over tokens in tiles
+// of 64. Its warpgroups have roles, drawn in README.md:
 //
-//   loader  warp 0 streams Q and dO tiles (TMA, rings of their own), warp 1 adds finished dQ tiles into global memory (bulk reduce-add),
-//           warp 2 brings the gate R of a tile to shared memory, warp 3 adds dR into global memory
-//   S       [M|N] = Q [K;U]^T and dA = dO V^T, elementwise part, 16-bit tiles P and [dM|dN] to shared memory. In the fused kernel two
-//           warpgroups, which take alternate tiles and then dQ = [dM|dN] [K;U], [dM|dN] from registers, fp32 to a staging buffer
-//   W       dK += dM^T Q, dU += dN^T Q, dV += P^T dO in registers
+//   loader  warp 0 streams Q and dO tiles (TMA, a ring each). Warp 1 adds staged dQ tiles into global memory (bulk reduce-add). Warp 2
+//   brings
+//           the gate R of a tile to shared memory. Warp 3 adds dR into global memory.
+//   S       [M|N] = Q [K;U]^T and dA = dO V^T, the elementwise part, P and [dM|dN] as 16-bit tiles to shared memory. The fused kernel has
+//   two
+//           S warpgroups, which take alternate tiles, and then compute dQ = [dM|dN] [K;U] with [dM|dN] from registers, fp32 to staging.
+//   W       dK += dM^T Q, dU += dN^T Q, dV += P^T dO in registers.
 //
 // A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups.
-// While an S group does its elementwise part, the pipe works for the other one and for W. With one S group, it hands tile i over to W only
-// after it has issued its own products of tile i + 1.
+// While an S group does its elementwise part, the pipe works for the other S group and for W. A kernel with one S group hands tile i to W
+// only after it has issued its own products of tile i + 1.
 //
 // Ordered accumulation (deterministic sums): the CTAs of a head add to a tile in the order of their items.
 //
-// Power sets the clock, so moving fewer bytes is faster: the CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows
+// Power sets the clock, so moving fewer bytes is faster. The CTAs of a pair (cluster of two, fused kernel only) own neighbouring inter rows
 // of one head and walk over the same tokens; one fetches the Q tiles for both, the other the dO tiles.
 #pragma once
 
@@ -53,17 +55,16 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     float staged[P::query ? tile_rows * d_h : 0];  // dQ in fragment order
     float r[P::q_stages][tile_rows];
     float4 dr[P::query ? 2 : 0][tile_rows];  // a row's sums over the columns of four threads
-    // Semaphore       arrives                                              waits
-    // weights_full    the loader's expect_bytes; its copies of K, U, V     S
-    // q_full, g_full  the loader's expect_bytes, its copies; q_full also   S, W
-    //                 the R warp, when the tile's gate lies there
-    // q_empty, g_empty  the warps of the tile's last reader (W, or S where W does not read it), of every CTA that it is sent to: the
-    // loader,
-    //                 q_empty also the R warp
-    // grads_full      the warps of S; one "full" for each reading role     the dR warp and W, or one or two W
-    // grads_empty     the warps of W; the dR warp                          S
-    // staged_full     the warps of the S group that staged dQ              the dQ warp
-    // staged_empty    the dQ warp, when it has read the slice              the other S group: one "empty" for each
+    // Semaphore          arrives                                                 waits
+    // weights_full       the loader's expect_bytes; its copies of K, U, V        S
+    // q_full, g_full     the loader's expect_bytes; its copies. q_full: also     S, W
+    //                    the R warp, when the tile's gate is in shared memory
+    // q_empty, g_empty   the warps of the tile's last readers, of every CTA      the loader; q_empty: also the R warp
+    //                    that it is sent to
+    // grads_full         the warps of S; one semaphore for each reading role     the dR warp and W, or one or two W
+    // grads_empty        the warps of W; the dR warp                             S
+    // staged_full        the warps of the S group that staged dQ                 the dQ warp
+    // staged_empty       the dQ warp, when it has read the slice                 the other S group; one semaphore for each group
     kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages], grads_full[2][2],
         grads_empty[2], staged_full[P::staged_slices], staged_empty[2][P::staged_slices];
 
@@ -113,9 +114,9 @@ struct OrderedAdds {
 
 // Named barriers; 0 is __syncthreads.
 enum InterBarrier : int {
-    // Every W group has consumed its last tile, so the rings become staging: all W groups arrive and wait. Numbers: one for each group, for
-    // its
-    // own staging, then the one for all.
+    // Numbers 1, 2: a W group's staging is free for its next tile. The number after them: all W groups have consumed their last tile, so
+    // the
+    // rings become staging. All W groups arrive and wait.
     w_staging_barrier = 1,
     // The other S group has issued its products of the next tile: that group arrives, this one arrives and waits. One for each group.
     products_issued_barrier = 4,
@@ -240,8 +241,8 @@ template <typename T, typename Shared> struct GradTiles {
     }
 };
 
-// a and c of all of M, with `pending` later products in the tensor cores. Without pins and a branch, which the caller's next wait is, the
-// compiler sinks the special functions behind those.
+// a and c of all of M, while `pending` later products are in the tensor cores. The pins and a branch, which is the caller's next wait, keep
+// the compiler from moving the special functions behind those products.
 template <int pending, typename MN, typename Slope> __device__ __forceinline__ void start_slopes(MN &mn, Slope &slope) {
     kittens::warpgroup::mma_async_wait<pending>();
     pin(mn);
@@ -251,8 +252,8 @@ template <int pending, typename MN, typename Slope> __device__ __forceinline__ v
     pin(slope);
 }
 
-// S role of the kernels for weight gradients alone: one warpgroup, which hands a tile over only after it has issued its products of the
-// next.
+// S role of the kernels for weight gradients alone. One warpgroup: it hands a tile over only after it has issued its products of the next
+// one.
 template <typename T, typename Shared> __device__ __forceinline__ void scores(Shared &shared, const InterWork &work) {
     using namespace kittens;
     using P = typename Shared::P;
@@ -303,8 +304,8 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
     if (work.begin < work.end) tiles.hand_over(buffer.slot ^ 1);
 }
 
-// S role of the fused kernel: two warpgroups, which take alternate tiles. dQ of a tile follows the other group's products of the next one
-// into the tensor cores; under it, and under W's, that group does its elementwise part. Otherwise the two fall into step.
+// S role of the fused kernel. Two warpgroups, which take alternate tiles. dQ of a tile enters the tensor cores behind the other group's
+// products of the next tile; while these and W's products run, the other group does its elementwise part. Otherwise both fall into step.
 template <typename T, typename Shared>
 __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int group) {
     using namespace kittens;
@@ -321,7 +322,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
     wait(shared.weights_full, 0);
 #pragma unroll 1
     for (int left = work.end - work.begin - group; left > 0; left -= P::s_groups) {
-        // What is derived from these is computed in every round: kept from one to the next, it would not fit the registers.
+        // Values derived from these are computed in every round: kept from one round to the next they would not fit the registers.
         int slot = group, row = fragment_row(warpgroup::laneid());
         uint32_t place = tiles.lane_place();
         asm volatile("" : "+r"(slot), "+r"(row), "+r"(place));
@@ -346,7 +347,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         float2 dr = {0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < blocks; ++j) {
-            // long over; but a branch, without which the compiler starts all blocks at once and runs out of registers
+            // Complete long ago. The branch keeps the compiler from starting all blocks at once, for which registers do not suffice.
             if (j == 1) wait(shared.weights_full, 0);
             GradBlock<T> block;
             if constexpr (!P::early_slopes) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
@@ -401,7 +402,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
 
-    // uniform over the warp, and known to be
+    // The shuffle tells the compiler that both are uniform over the warp.
     const int role = __shfl_sync(MASK_ALL, warpgroupid(), 0), warp_in_role = __shfl_sync(MASK_ALL, warpid() & 3, 0);
     const int lane = kittens::laneid();
     const bool leader = lane == 0;
@@ -496,7 +497,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                     tma::reduce_add_async(sums + slice * size, shared.staged + slice * size, size * sizeof(float));
                     kittens::tma::store_commit_group();
                 }
-                // to who stages the next tile
+                // to the S group that stages the next tile
                 if constexpr (P::staged_slices == 2) {
                     kittens::tma::store_async_read_wait<1>();
                     arrive(shared.staged_empty[phase ^ 1][0]);
@@ -508,9 +509,9 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
                 sums += tile_rows * d_h;
                 phase ^= 1;
             }
-            kittens::tma::store_async_wait<0>();  // read is not yet added
+            kittens::tma::store_async_wait<0>();  // store_async_read_wait says that staging was read, not that the sum has arrived
         } else if (warp_in_role == 2) {
-            // one running address: this role has few registers
+            // One running address: this role has few registers.
             const int size = p.r_is_float ? 4 : 2;
             TokenTile tokens(work.begin, p.row_tiles);
             const char *at = static_cast<const char *>(p.r) + size * (tokens.sequence * p.r_batch + (tokens.token() + lane) * p.r_token +
@@ -577,7 +578,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
         warpgroup::increase_registers<P::w_registers>();
         const int w_group = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
         accumulate_weight_grads(shared, p, work, P::query + w_group, w_group);
-        // Behind the token-stationary kernel this one starts early, since it needs nothing of it; but it must not end before it.
+        // Behind the token-stationary kernel this kernel starts early, since it needs no result of it. It must not end before it.
         kittens::pdl::wait();
         finish();
     }

@@ -1,5 +1,4 @@
-// The launch planner of the backward: shape and device to kernels, groups of heads, grids and workspace. Pure host code, tested without a
-// GPU.
+// The launch planner of the backward: shape and device to kernels, groups of heads, grids and workspace. Pure host code.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +42,7 @@ struct HeadGroupPlan {
     int inter_blocks() const { return whole + (items - whole) * parts; }
 };
 
-// The work of one CTA of an inter-stationary kernel: its item, and token tiles begin..end of it. The kernel and the planner's tests run
-// this.
+// The work of one CTA of an inter-stationary kernel: its item, and token tiles begin..end of it.
 struct TokenRange {
     int item, part, begin, end;
     bool split;

@@ -46,8 +46,8 @@ template <int d_h, int outputs> struct InterPolicy {
     // 16-column blocks of [dM|dN] that S reads back from shared memory for dQ: its registers do not hold all of them beside M, N and dA.
     static constexpr int reloaded_blocks = d_h == 128 ? 1 : 0;
     static constexpr int staged_slices = d_h == 128 ? 2 : 1;  // of a dQ tile: one is on its way to memory while the next is computed
-    static constexpr int w_columns =
-        accumulator_groups == 2 ? d_h / 2 : d_h;  // of one product: an m64n256 needs more registers than at launch
+    // Columns of one product: an m64n256 needs more registers than there are at launch.
+    static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;
     // Fused: where registers allow it, the special functions start under the product dA; elsewhere they always do.
     static constexpr bool early_slopes = d_h < 128;
 

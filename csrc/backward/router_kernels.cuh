@@ -25,9 +25,9 @@ struct RouterTile : TokenTile {
     }
 };
 
-// R and 1 / (sum + eps), and zeros where the main kernels add. A CTA of four warps takes every gridDim.x-th tile of a head; a warp
-// multiplies its 16 rows by W with mma.sync. Thread t of a quad holds d_h = 32 i + 8 t .. + 7 of Q: any order will do that is the same in
-// W.
+// Writes R and 1 / (sum + eps), and clears the sums that the main kernels add to. A CTA of four warps takes every gridDim.x-th tile of a
+// head; a warp multiplies its 16 rows by W with mma.sync. Thread t of a quad holds d_h = 32 i + 8 t .. + 7 of Q: any order is right that W
+// has too.
 template <int d_h, typename T>
 __global__ void __launch_bounds__(128, d_h == 256 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ RouterParams p) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
@@ -145,9 +145,9 @@ template <int d_h, typename T> struct GateGradShared {
 };
 
 // dP = scale (dR - sum_f dR_f R_f) sigma (1 - sigma); dq = dQ + dP W^T; this CTA's part of dW = Q^T dP. A CTA takes every gridDim.x-th tile
-// of a head, a warp 16 tokens of each, on its own until the parts of dW are summed. blockIdx.z: which sub-networks of dW; the first CTAs
-// write dq. Products are mma.sync with dP in registers: as it comes, dP is the A operand of dP W^T; transposed 8 x 8 by movmatrix, B of Q^T
-// dP.
+// of a head. A warp takes 16 tokens of each tile and works alone until the parts of dW are summed. blockIdx.z: which sub-networks of dW;
+// the CTAs of blockIdx.z = 0 write dq. Products are mma.sync with dP in registers: as computed, dP is the A operand of dP W^T; transposed 8
+// x 8 by movmatrix, it is the B operand of Q^T dP.
 template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmhf_gate_grad(const __grid_constant__ RouterParams p) {
     using Shared = GateGradShared<d_h, T>;
     using bf16_2 = kittens::bf16_2;

@@ -27,8 +27,8 @@ template <int d_h, typename T> struct alignas(1024) TokenShared {
     kittens::semaphore rows_full, stage_full[P::stages], stage_empty[P::stages];
 };
 
-// The tokens of rows g and g + 8 of a thread's fragment. Computed where needed, rather than kept in registers through the main loop: the
-// volatile read keeps the compiler from doing so.
+// The tokens of rows g and g + 8 of a thread's fragment. Computed at each use: the volatile read keeps the compiler from holding them in
+// registers through the main loop.
 struct RowPair {
     int sequence, token, tokens;
     __device__ __forceinline__ RowPair(const BackwardParams &p, int tile) {
@@ -44,9 +44,10 @@ struct RowPair {
 
 // Named barriers; 0 is __syncthreads.
 enum TokenBarrier : int {
-    output_barrier = 1,  // of each consumer, for its staging of dQ
-    products_issued_by_other = output_barrier +
-        TokenPolicy<128>::consumers,  // the other consumer arrives, this one arrives and waits; one for each
+    // A consumer's staging of dQ is free, or full: its own warps. One for each consumer.
+    output_barrier = 1,
+    // The other consumer has issued its products: that one arrives, this one arrives and waits. One for each consumer.
+    products_issued_by_other = output_barrier + TokenPolicy<128>::consumers,
 };
 
 template <int d_h, typename T>
@@ -153,8 +154,8 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         Ring<P::stages> ring;
         wait(shared.rows_full, 0);
         wait(shared.stage_full[0], 0);
-        // The warpgroups issue their products in alternation: while those of one are in the tensor cores, the other does its elementwise
-        // part.
+        // The warpgroups issue their products in alternation: the products of one are in the tensor cores during the elementwise part of
+        // the other.
         auto wait_to_issue = [&]() { kittens::arrive_and_wait(barrier<warpgroup_warps * P::consumers>(products_issued_by_other + w)); };
         auto let_other_issue = [&]() { kittens::arrive(barrier<warpgroup_warps * P::consumers>(products_issued_by_other + (w ^ 1))); };
         auto scores = [&](auto &stage) {

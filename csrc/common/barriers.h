@@ -1,5 +1,4 @@
-// Terms of the arrival counts of mbarriers. Each kernel's barriers.h, or the struct that holds its barriers, says who arrives and who
-// waits.
+// Terms of the arrival counts of mbarriers. Who arrives and who waits stands where a kernel declares its barriers.
 #pragma once
 
 namespace flashmhf {

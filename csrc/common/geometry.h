@@ -1,4 +1,4 @@
-// Sizes that all kernels, planners and launches share. Pure C++.
+// Sizes that all kernels, planners and launches use. Pure C++.
 #pragma once
 
 #include <cstdint>

@@ -66,8 +66,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
     return y;
 }
 
-// From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; one word, or
-// zero.
+// From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; or one word or 0.
 __device__ __forceinline__ void copy_16_bytes_async(uint32_t shared_address, const void *src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(src) : "memory");
 }

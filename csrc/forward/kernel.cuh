@@ -7,8 +7,8 @@
 //                            wait for [M|N];  A = r silu(M) N        (while O += A V still runs)
 //                            wait for O;      round A                (operand of the next round)
 //
-// The consumer warpgroups share every tile and fill each other's gaps. CTAs of a cluster take neighbouring rows and multicast the tiles, or
-// share an item's inter range and add their sums.
+// Both consumer warpgroups read every tile, and the products of one run during the elementwise part of the other. CTAs of a cluster either
+// take neighbouring rows and multicast the tiles, or divide an item's inter range and add their sums.
 #pragma once
 
 #include <cstddef>

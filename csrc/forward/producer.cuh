@@ -29,15 +29,13 @@ __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *
     }
 }
 
-// Returns when the cluster's barriers are initialised and the kernel before this one has finished. Everything before it runs under that
-// kernel's tail.
+// Returns when the cluster's barriers are initialised and the kernel before this one has finished. Code before it runs under that kernel.
 __device__ __forceinline__ void begin(const ForwardParams &p) {
     if (p.row_ctas > 1) cluster_sync();
     kittens::pdl::wait();
 }
 
-// The tiles that fill the ring for the first time, to the L2: a hint, right even while the kernel before this one writes them. By one
-// thread.
+// Prefetches to the L2 the tiles that fill the ring first. A hint: right even while the kernel before this one writes them. By one thread.
 template <int d_h> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     const int own_row = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;

@@ -47,8 +47,8 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     GateTile<d_h> gate[P::gate_buffers][P::consumers];
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
     Semaphores semaphores;
-    alignas(16) float4
-        pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];  // of parts that are being added up, or W; a launch with neither ends here
+    // Of parts that are being added, or W. The shared memory of a launch with neither ends here.
+    alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
 
     // Sums of the slices of an item, when the ring has no more tiles to hold: as in epilogue.cuh.
     static_assert(!P::may_slice || (P::consumers * d_h / 8 + max_slices - 1) * tile_rows * 32 <= sizeof(ring));

@@ -1,11 +1,10 @@
-// Projection of few tokens: out = x W^T + bias, one rounding. Latency rules, not bandwidth: a CTA has little to fetch, and asks for all of
-// it at once.
+// Projection of few tokens: out = x W^T + bias, one rounding. Latency is the bound, not bandwidth: a CTA has little to fetch and requests
+// all of it at once.
 //
-//   producer warp          before the wait for the kernel before: its tiles of W to the L2, which stays coherent if that kernel writes
-//   them;
-//                          with `weights_ready`, to the ring at once; then x, and W if it is not there, by TMA
-//   consumer warpgroup     64 features of all tokens over the CTA's range of k: features are the rows of wgmma, tokens its columns
-//   end                    the sums to the CTA of the cluster that finishes their 16 features, which adds them in the order of the ranks
+//   producer warp        before the wait for the kernel before: prefetches its tiles of W to the L2, which stays coherent if that kernel
+//                        writes them; with `weights_ready`, loads them into the ring. Then x, and W where it is not in the ring, by TMA
+//   consumer warpgroup   64 features of all tokens over the CTA's range of k: features are the rows of wgmma, tokens its columns
+//   end                  each warp sends its sums to the CTA of the cluster that finishes their 16 features, which adds them by rank
 #pragma once
 
 #include "common/barriers.h"
@@ -14,19 +13,11 @@
 #include "common/ring.h"
 #include "common/tma.cuh"
 #include "project/params.h"
+#include "project/policy.h"
 
 namespace flashmhf {
 
-template <int max_tokens> struct ProjectPolicy {
-    static constexpr int features = 64, step = 64;  // of a tile of W; k of a slot
-    static constexpr int cluster = 4;               // CTAs that divide k; each finishes the features of one warp
-    static constexpr int slots = max_tokens > 32 ? 6 : 8, threads = 128 + 32;
-    static constexpr int early = 16;  // tiles of W that are fetched before the wait, at most; of a W that fills the L2, not all
-    static_assert(early >= slots);
-    static_assert(project_multiple % features == 0 && project_multiple % step == 0 && max_tokens % 16 == 0);
-};
-
-// From the L2: before the wait this SM's L1 may have been filled with what the kernel before has overwritten since.
+// From the L2: this SM's L1 may hold data from before the wait that the kernel before has overwritten since.
 __device__ __forceinline__ uint16_t load_2_bytes(const void *p) {
     uint16_t x;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
