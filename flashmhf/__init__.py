@@ -1,12 +1,13 @@
 """Flash Multi-Head Feed-Forward Networks (arXiv 2512.06989) for PyTorch."""
 
-from . import flops, reference
+from . import distributed, flops, reference
 from .backends import info
 from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
 from .ops import flash_mhf
 from .router import gate
 
 flops.register()
+distributed.register()
 
 __version__ = "0.1.0"
 __all__ = [

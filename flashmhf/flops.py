@@ -6,15 +6,14 @@ for its own attention. :func:`register` makes the formulae known to a counter th
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import math
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
+
+from .imports import when_imported
 
 Shape = Sequence[int]
 _COUNTER = "torch.utils.flop_counter"
@@ -65,10 +64,7 @@ def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
 
 def register() -> None:
     """Registers the formulae with PyTorch, now or when something imports its counter: that import takes Triton's with it."""
-    if _COUNTER in sys.modules:
-        _register_operators(sys.modules[_COUNTER])
-    else:
-        sys.meta_path.insert(0, _WhenImported())
+    when_imported(_COUNTER, _register_operators)
 
 
 def register_projection() -> None:
@@ -89,23 +85,3 @@ def _register_operators(counter: ModuleType) -> None:
         counter.register_flop_formula(getattr(torch.ops.flashmhf, name))(formula)
     if hasattr(torch.ops.flashmhf_hopper, "project"):
         register_projection()
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it lets the other finders load the counter's module and registers the formulae with it."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _register_operators(module)
-
-        spec.loader.exec_module = exec_module
-        return spec

@@ -38,6 +38,9 @@ class MultiHead(nn.Module):
         return (self.in_proj, self.d_model**-0.5), (self.out_proj, residual_std(self.d_model, num_layers))
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result."""
+        """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result.
+
+        H is what in_proj gives: under tensor parallelism a rank has some of the heads.
+        """
         check_input(x, self.d_model)
-        return self.in_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        return self.in_proj(x).unflatten(-1, (-1, self.head_dim))

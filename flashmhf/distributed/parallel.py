@@ -1,0 +1,180 @@
+"""Tensor parallelism of the modules: heads over the ranks of one mesh dimension, by PyTorch's own styles and DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from ..nn import MHFFN, FlashMHF, SwiGLU
+
+HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")  # Shard(0); their first dimension is H or H d_h
+
+
+def placement_of(name: str) -> Placement:
+    """Where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism.
+
+    in_proj column-parallel, out_proj row-parallel, all else by heads; out_proj.bias is replicated.
+    """
+    if name == "out_proj.weight":
+        return Shard(1)
+    return Shard(0) if name in HEADS_FIRST else Replicate()
+
+
+def check_heads(name: str, heads: int, size: int) -> None:
+    if heads % size:
+        raise ValueError(f"{name} has H = {heads} heads and the mesh has size {size}; supported: sizes that divide H")
+
+
+class HeadParallel(ParallelStyle):
+    """The style of :class:`flashmhf.FlashMHF` and :class:`flashmhf.MHFFN` for ``parallelize_module``: H / size heads a rank.
+
+    Every rank computes its heads of every token. The sum over the heads in out_proj is the one reduction of forward; the gradient
+    of the input is the one of backward.
+
+    Args:
+        input_layouts, output_layouts: placements of the module's input and output: Replicate(), or Shard(dim) of a leading dimension
+            for sequence parallelism, where an all-gather and a reduce-scatter stand for the all-reduce.
+        use_local_output: return a tensor, not a DTensor.
+
+    Raises TypeError for another module and ValueError where the mesh's size does not divide H.
+    """
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
+    ) -> None:
+        super().__init__()
+        self.input_layouts, self.output_layouts = input_layouts or Replicate(), output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, (FlashMHF, MHFFN)):
+            raise TypeError(f"module is a {type(module).__name__}; supported: FlashMHF, MHFFN")
+        check_heads("module", module.num_heads, device_mesh.size())
+        _distribute(module, device_mesh, placement_of, self.src_data_rank)
+        _wrap_forward(module, device_mesh, self.input_layouts, self.output_layouts, self.use_local_output)
+        return module
+
+
+class Replicated(ParallelStyle):
+    """A module computed alike on every rank, with DTensor parameters, so that all parameters of a model are DTensors.
+
+    Optimizers and ``clip_grad_norm_`` take all parameters together, and cannot take tensors and DTensors together.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, lambda name: Replicate(), self.src_data_rank)
+        _wrap_forward(module, device_mesh, Replicate(), Replicate(), use_local_output=True)
+        return module
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement], src_data_rank: int | None) -> None:
+    for name, parameter in list(module.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        distributed = distribute_tensor(parameter, mesh, [placement(name)], src_data_rank=src_data_rank)
+        module.get_submodule(owner).register_parameter(attribute, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+
+
+def _wrap_forward(module: nn.Module, mesh: DeviceMesh, inputs: Placement, outputs: Placement, use_local_output: bool) -> None:
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        if isinstance(x, Tensor) and not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [inputs], run_check=False)
+        return x.redistribute(mesh, [Replicate()]), *rest
+
+    def after(_: nn.Module, args: tuple[Any, ...], out: DTensor) -> Tensor:
+        out = out.redistribute(mesh, [outputs])
+        return out.to_local() if use_local_output else out
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
+    """Llama's attention by heads; transformers' forward takes the number of local heads from the projections' results."""
+    heads, head_dim = {}, module.head_dim
+    for name in ("q_proj", "k_proj", "v_proj"):
+        heads[name] = module.get_submodule(name).out_features // head_dim
+        if heads[name] % size:
+            raise ValueError(f"{prefix}.{name} has {heads[name]} heads and the mesh has size {size}; supported: sizes that divide them")
+    return {**{f"{prefix}.{name}": ColwiseParallel() for name in heads}, f"{prefix}.o_proj": RowwiseParallel()}
+
+
+def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
+    """A style for every module of ``model`` that holds parameters, for ``parallelize_module``.
+
+    Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
+    sharded, and the embedding and head of a transformers causal model; all other modules are replicated.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{done}.") for done in styles):
+            continue
+        children = dict(module.named_children())
+        if isinstance(module, (FlashMHF, MHFFN)):
+            check_heads(name, module.num_heads, size)
+            styles[name] = HeadParallel()
+        elif {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
+            styles |= _attention_styles(name, module, size)
+        elif isinstance(module, SwiGLU) or {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+            styles |= {f"{name}.gate_proj": ColwiseParallel(), f"{name}.up_proj": ColwiseParallel(), f"{name}.down_proj": RowwiseParallel()}
+        elif module is embedding:
+            styles[name] = RowwiseParallel(input_layouts=Replicate())
+        elif module is head:
+            styles[name] = ColwiseParallel(output_layouts=Replicate())
+        elif name not in styles and next(module.parameters(recurse=False), None) is not None:
+            styles[name] = Replicated()
+    return styles
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None = None, use_local_output: bool = True) -> nn.Module:
+    """Shards ``module`` in place over the ranks of ``mesh``, one dimension of a device mesh, and returns it.
+
+    Args:
+        module: a FlashMHF or an MHFFN, or a model that has some (see :func:`plan`). Parameters become DTensors; their values are
+            those of the mesh's first rank.
+        mesh: of one dimension, e.g. ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))["tp"]``.
+        sequence_dim: of one network only: its input and output are sharded over this leading dimension (sequence parallelism).
+        use_local_output: of one network only: return a tensor, not a DTensor.
+
+    Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with :func:`shard_placement`.
+    ``accumulate_main_grad`` needs ``main_grad`` buffers that are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
+    Raises ValueError for a mesh of several dimensions, for a mesh whose size does not divide H, and for a model without any such network.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; supported: 1, such as mesh['tp']")
+    if isinstance(module, (FlashMHF, MHFFN)):
+        layout = None if sequence_dim is None else Shard(sequence_dim)
+        style = HeadParallel(input_layouts=layout, output_layouts=layout, use_local_output=use_local_output)
+        return parallelize_module(module, mesh, style)
+    if sequence_dim is not None or not use_local_output:
+        raise ValueError(
+            f"module is a {type(module).__name__}; sequence_dim and use_local_output are supported for FlashMHF and MHFFN only"
+        )
+    if not any(isinstance(child, (FlashMHF, MHFFN, SwiGLU)) for child in module.modules()):
+        raise ValueError(f"module is a {type(module).__name__} without a FlashMHF, MHFFN or SwiGLU network")
+    tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
+    parallelize_module(module, mesh, plan(module, mesh.size()))
+    if tied:
+        module.tie_weights()
+    return module
+
+
+def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
+    """``shard_placement_fn`` of ``fully_shard`` over ``size`` ranks: the first dimension that ``size`` divides.
+
+    FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times the memory and
+    the traffic. Dimensions that tensor parallelism shards already are taken with their local size.
+    """
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        shape: Sequence[int] = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        return next((Shard(dim) for dim, length in enumerate(shape) if length and length % size == 0), None)
+
+    return placement

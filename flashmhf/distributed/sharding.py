@@ -1,0 +1,175 @@
+"""Sharding rules of the operators ``torch.ops.flashmhf.*`` for DTensor. The only module that uses DTensor's private interfaces.
+
+On one mesh dimension an operator runs in one of three ways; on a mesh of several dimensions each takes one of them.
+
+==========  ==============================  ==========  ======================  ========================
+way         q, out, dq, grad_out, r, dr     k u v w     dk du dv dw             communication
+==========  ==============================  ==========  ======================  ========================
+heads       Shard(the dimension H)          Shard(0)    Shard(0)                none
+tokens      Shard(any leading dimension)    Replicate   Partial(sum)            none before the optimizer
+replicate   Replicate                       Replicate   Replicate               none
+==========  ==============================  ==========  ======================  ========================
+
+Operands in other placements are redistributed to the cheapest of the three. Unequal numbers of heads are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy, register_op_strategy
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+_WEIGHTS = ("k", "u", "v", "w")  # the dimension H comes first; all other operands are [..., H, d]
+_ACCUMULATORS = ("dk", "du", "dv")
+_OPERATORS = ("forward", "gated_forward", "backward", "gated_backward")
+
+
+def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Refuses unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views that are not contiguous.
+
+    NotImplementedError is the one type that DTensor's dispatcher passes on as it is.
+    """
+    weight = name in (*_WEIGHTS, *_ACCUMULATORS)
+    head_dim = 0 if weight else len(shape) - 2
+    for dim in range(len(shape)) if weight else (head_dim,):
+        ranks = math.prod(size for size, placement in zip(mesh.shape, placements, strict=True) if placement.is_shard(dim))
+        if shape[dim] % ranks:
+            what = f"its heads, H = {shape[dim]}," if dim == head_dim else f"dimension {dim} of size {shape[dim]}"
+            raise NotImplementedError(
+                f"{name} is sharded over {what} on a mesh of size {ranks}; supported: mesh sizes that divide {shape[dim]}"
+            )
+
+
+def _named_operands(schema: OpSchema) -> dict[str, OpStrategy]:
+    """The tensor operands by the names that the operator's schema gives them, in order."""
+    names = [argument.name for argument in schema.op._schema.arguments]
+    return {name: operand for name, operand in zip(names, schema.args_schema, strict=False) if isinstance(operand, OpStrategy)}
+
+
+def _strategy(schema: OpSchema) -> OpStrategy:
+    operands = _named_operands(schema)
+    for name, operand in operands.items():
+        _check_even(name, operand.shape, operand.mesh, operand.strategies[0].output_spec.placements)
+    token_ndim = operands["q"].ndim
+    ways: list[tuple[Placement, Placement, Placement]] = [
+        (Replicate(), Replicate(), Replicate()),
+        (Shard(token_ndim - 2), Shard(0), Shard(0)),
+        *((Shard(dim), Replicate(), Partial()) for dim in range(token_ndim - 2)),
+    ]
+    columns = [_placements(schema, operands, *way) for way in ways]
+    outputs = len(columns[0]) - len(operands)
+    return expand_to_full_mesh_op_strategy(operands["q"].mesh, schema, columns, input_index=outputs)
+
+
+def _placements(
+    schema: OpSchema, operands: dict[str, OpStrategy], tokens: Placement, weights: Placement, weight_grads: Placement
+) -> list[Placement]:
+    """Placements of the results, then of the operands, on one mesh dimension."""
+    inputs = [weights if name in _WEIGHTS else tokens for name in operands]
+    if "grad_out" not in operands:
+        return [tokens, *inputs]
+    needs_tokens, needs_weights = schema.kwargs_schema.get("needs", (True, True))
+    # A result that is left out is an empty tensor, which nothing can be sharded over.
+    of_tokens, of_weights = (tokens if needs_tokens else Replicate()), (weight_grads if needs_weights else Replicate())
+    if "w" in operands:
+        last = of_weights
+    else:
+        last = of_tokens if "r" in operands else Replicate()
+    return [of_tokens, of_weights, of_weights, of_weights, last, *inputs]
+
+
+def _backward_accumulate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    """backward_accumulate_ on local shards. The accumulators stay where they are and decide how each mesh dimension is used.
+
+    DTensor takes an operator whose name ends in "_" for one that returns its first argument, so no strategy can describe this one.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    tensors = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__} and another operand is a DTensor; supported: DTensors only")
+        if tensor.device_mesh != tensors["dk"].device_mesh:
+            raise ValueError(f"{name} is on {tensor.device_mesh} but dk is on {tensors['dk'].device_mesh}; they must be on one mesh")
+        if name in _ACCUMULATORS and tensor.placements != tensors["dk"].placements:
+            raise ValueError(f"{name} has placements {tensor.placements} but dk has {tensors['dk'].placements}; they must be equal")
+        _check_even(name, tensor.shape, tensor.device_mesh, tensor.placements)
+    q, mesh = tensors["q"], tensors["dk"].device_mesh
+    ways = [_way_of_accumulator(*pair, q.ndim) for pair in zip(tensors["dk"].placements, q.placements, strict=True)]
+    of_tokens, of_weights = [way[0] for way in ways], [way[1] for way in ways]
+    local = {}
+    for name, tensor in tensors.items():
+        local[name] = tensor._local_tensor
+        if name not in _ACCUMULATORS:
+            target = DTensorSpec(mesh, tuple(of_weights if name in _WEIGHTS else of_tokens), tensor_meta=tensor._spec.tensor_meta)
+            local[name] = redistribute_local_tensor(local[name], tensor._spec, target)
+    results = op(*(local.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
+    likes = q, tensors.get("r")
+    wrapped = []
+    for like, result in zip(likes, results, strict=True):
+        left_out = like is None or not kwargs.get("needs", (True, True))[0]
+        placements = [Replicate()] * mesh.ndim if left_out else of_tokens
+        shape = result.shape if left_out else like.shape
+        stride = torch.empty(shape, device="meta").stride()
+        wrapped.append(DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=stride))
+    return wrapped[0], wrapped[1]
+
+
+def _way_of_accumulator(accumulator: Placement, q: Placement, token_ndim: int) -> tuple[Placement, Placement]:
+    """Placements of the tokens' and of the weights' operands on the mesh dimension where the accumulators have ``accumulator``."""
+    if accumulator.is_shard(0):
+        return Shard(token_ndim - 2), Shard(0)
+    if accumulator.is_partial():
+        if q.is_shard() and q.dim < token_ndim - 2:
+            return q, Replicate()
+        if token_ndim < 3:
+            raise NotImplementedError(f"dk is {accumulator} but q has no leading dimension to shard; supported: Replicate, Shard(0)")
+        return Shard(0), Replicate()
+    if accumulator.is_replicate() and not (q.is_shard() and q.dim < token_ndim - 2):
+        return Replicate(), Replicate()
+    raise NotImplementedError(
+        f"dk is {accumulator} where q is {q}; supported: Shard(0) (heads), Partial (tokens sharded), Replicate (q replicated)"
+    )
+
+
+def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """What DTensor's dispatcher does, with ``needs`` as a tuple in the key of the decision: torch before 2.13 cannot hash a list there."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    if "needs" in kwargs:
+        info.schema.kwargs_schema["needs"] = tuple(kwargs["needs"])
+        info.schema._recompute_comparison_key()
+    dispatcher.sharding_propagator.propagate(info)
+    sharding = info.output_sharding
+    if sharding.needs_redistribute:
+        dispatcher.redistribute_local_args(info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema)
+    local = torch.utils._pytree.tree_unflatten(info.local_args, info.args_tree_spec) if info.args_tree_spec else info.local_args
+    return dispatcher.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
+
+
+def _hashes_lists(op: torch._ops.OpOverload, information: RuntimeSchemaInfo) -> bool:
+    try:
+        hash(OpSchema(op, (), {"needs": [True, True]}, information))
+    except TypeError:
+        return False
+    return True
+
+
+def register() -> None:
+    """Registers the rules with DTensor's dispatcher. ``needs`` decides which results are empty, so it is part of a decision's key."""
+    information = RuntimeSchemaInfo(static_kwargkey=["needs"], needs_pytree=True)
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for name in _OPERATORS:
+        op = getattr(torch.ops.flashmhf, name).default
+        register_op_strategy(op, information)(_strategy)
+        if "backward" in name and not _hashes_lists(op, information):
+            handlers[op] = _dispatch
+    handlers[torch.ops.flashmhf.backward_accumulate_.default] = _backward_accumulate

@@ -1,0 +1,366 @@
+"""Cases of test_distributed.py: ``python distributed_runs.py PROCESSES CASE[,CASE...] [ARGUMENT...]`` runs them on gloo processes.
+
+Every case compares with the same computation in one process. A failed assertion in any process is the exit status.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+
+import flashmhf  # noqa: E402
+from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
+
+OPS = torch.ops.flashmhf
+HEADS, TOKENS, ROWS, WHOLE = "heads", "tokens", "rows", "replicate"
+WAYS = {HEADS: (Shard(2), Shard(0), Shard(0)), TOKENS: (Shard(1), Replicate(), Partial()), ROWS: (Shard(0), Replicate(), Partial())}
+WAYS[WHOLE] = (Replicate(),) * 3
+NEEDS = ([True, True], [True, False], [False, True])
+
+
+def equal(actual: Tensor, expected: Tensor, **tolerance: float) -> None:
+    if isinstance(actual, DTensor):
+        actual = actual.full_tensor()
+    torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def all_equal(actual, expected) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        equal(one, other)
+
+
+def raises(kind: type[Exception], fragments: tuple[str, ...], call) -> None:
+    try:
+        call()
+    except kind as error:
+        assert all(fragment in str(error) for fragment in fragments), error
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
+def operands(heads: int = 4, subnets: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64)  # noqa: E731
+    weights = {name: draw(heads, subnets, 16, 16) for name in "kuv"}
+    return {"grad_out": draw(4, 6, heads, 16), "q": draw(4, 6, heads, 16), **weights, "w": draw(heads, 16, subnets)}
+
+
+def check_rules(mesh: DeviceMesh, *ways: str) -> None:
+    """Every operator with operands placed as ``ways`` name for each mesh dimension."""
+    x = operands()
+    r = flashmhf.gate(x["q"], x["w"])
+    of_tokens, of_weights, of_grads = ([WAYS[way][part] for way in ways] for part in range(3))
+    d = {name: distribute_tensor(value, mesh, of_weights if name in "kuvw" else of_tokens) for name, value in x.items()}
+    weights, local_weights = [d[name] for name in "kuv"], [x[name] for name in "kuv"]
+    d_r = distribute_tensor(r, mesh, of_tokens)
+
+    out = OPS.gated_forward(d["q"], *weights, d["w"], 1e-20)
+    assert list(out.placements) == of_tokens, out.placements
+    equal(out, OPS.gated_forward(x["q"], *local_weights, x["w"], 1e-20))
+    for gate, d_gate in ((r, d_r), (None, None)):
+        equal(OPS.forward(d["q"], *weights, d_gate), OPS.forward(x["q"], *local_weights, gate))
+        for needs in NEEDS:
+            results = OPS.backward(d["grad_out"], d["q"], *weights, d_gate, needs=needs)
+            assert not needs[0] or list(results[0].placements) == of_tokens
+            assert not needs[1] or list(results[1].placements) == of_grads
+            all_equal(results, OPS.backward(x["grad_out"], x["q"], *local_weights, gate, needs=needs))
+            sums = [torch.ones_like(x["k"]) for _ in range(3)]
+            d_sums = [distribute_tensor(value, mesh, of_grads) for value in sums]
+            results = OPS.backward_accumulate_(d["grad_out"], d["q"], *weights, d_gate, *d_sums, needs=needs)
+            all_equal(results, OPS.backward_accumulate_(x["grad_out"], x["q"], *local_weights, gate, *sums, needs=needs))
+            all_equal(d_sums, sums)
+    for needs in NEEDS:
+        results = OPS.gated_backward(d["grad_out"], d["q"], *weights, d["w"], 1e-20, needs=needs)
+        all_equal(results, OPS.gated_backward(x["grad_out"], x["q"], *local_weights, x["w"], 1e-20, needs=needs))
+
+
+def rules() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for way in WAYS:
+        check_rules(mesh, way)
+    x = operands()
+    names = "q", "k", "u", "v", "w"
+    expected = OPS.gated_forward(*(x[name] for name in names), 1e-20)
+    # Tokens and weights sharded each their own way, and dimensions that no way shards, are redistributed.
+    for of_tokens, of_weights in ((Shard(1), Shard(0)), (Shard(3), Shard(2))):
+        placed = [distribute_tensor(x[name], mesh, [of_tokens if name == "q" else of_weights]) for name in names]
+        equal(OPS.gated_forward(*placed, 1e-20), expected)
+    uneven = operands(heads=3)
+    placed = [distribute_tensor(uneven[name], mesh, [Shard(2 if name == "q" else 0)]) for name in names]
+    raises(NotImplementedError, ("q is sharded over its heads, H = 3", "size 2"), lambda: OPS.gated_forward(*placed, 1e-20))
+    odd = operands(subnets=3)
+    placed = [distribute_tensor(odd[name], mesh, [Shard(1)]) for name in names]
+    raises(NotImplementedError, ("k is sharded over dimension 1 of size 3",), lambda: OPS.gated_forward(*placed, 1e-20))
+    d = {name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()]) for name, value in x.items()}
+    sums = [distribute_tensor(torch.zeros_like(x["k"]), mesh, [Replicate()]) for _ in range(3)]
+    accumulate = lambda *buffers: OPS.backward_accumulate_(d["grad_out"], d["q"], d["k"], d["u"], d["v"], None, *buffers)  # noqa: E731
+    raises(NotImplementedError, ("dk is R", "q is S"), lambda: accumulate(*sums))
+    raises(TypeError, ("du is a Tensor",), lambda: accumulate(sums[0], x["k"], sums[2]))
+    raises(ValueError, ("dv has placements",), lambda: accumulate(*sums[:2], distribute_tensor(x["k"], mesh, [Shard(0)])))
+
+
+def rules_on_two_dimensions() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for ways in ((TOKENS, HEADS), (ROWS, TOKENS), (ROWS, HEADS), (WHOLE, HEADS), (HEADS, HEADS)):
+        check_rules(mesh, *ways)
+
+
+def uneven_tokens() -> None:
+    """A token dimension that the mesh does not divide, and one shorter than the mesh."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = operands()
+    for tokens in (5, 1):
+        part = {name: value[:, :tokens] if name in ("q", "grad_out") else value for name, value in x.items()}
+        d = {name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()]) for name, value in part.items()}
+        order = "grad_out", "q", "k", "u", "v", "w"
+        all_equal(OPS.gated_backward(*(d[name] for name in order), 1e-20), OPS.gated_backward(*(part[name] for name in order), 1e-20))
+
+
+def network(**options) -> flashmhf.FlashMHF:
+    torch.manual_seed(0)
+    module = flashmhf.FlashMHF(32, 4, 3, 16, dtype=torch.float64, **options)
+    module.reset_parameters("balanced")
+    return module
+
+
+def module_cases() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(1)
+    x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64)
+    mhffn = flashmhf.MHFFN(32, 4, 16, dtype=torch.float64)
+    for module, sequence_dim, wrap in (
+        (network(), None, None),
+        (network(q_norm=True, bias=True), 1, None),
+        (network(q_norm=True), None, lambda m: torch.compile(m, fullgraph=True, dynamic=False, backend="aot_eager")),
+        (network(), 1, checkpoint_wrapper),
+        (network().stack_weights(), None, None),
+        (mhffn, None, None),
+    ):
+        whole, sharded = module, parallelize(copy.deepcopy(module), mesh, sequence_dim=sequence_dim)
+        called = wrap(sharded) if wrap else sharded
+        mine = slice(None) if sequence_dim is None else slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+        x_whole, x_mine = x.clone().requires_grad_(), x[:, mine].clone().requires_grad_()
+        out = whole(x_whole)
+        out.backward(grad)
+        out_mine = called(x_mine)
+        out_mine.backward(grad[:, mine])
+        equal(out_mine, out[:, mine])
+        equal(x_mine.grad, x_whole.grad[:, mine])
+        expected = dict(whole.named_parameters())
+        for name, parameter in sharded.named_parameters():
+            equal(parameter.grad, expected[name].grad)
+        with torch.no_grad():
+            equal(called(x[:, mine]), out[:, mine])
+    raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
+    raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
+
+
+def main_grad() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = network(accumulate_main_grad=True)
+    sharded = parallelize(copy.deepcopy(whole), mesh)
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    for module in (whole, sharded):
+        for name in "kuv":
+            parameter = getattr(module, name)
+            parameter.main_grad = torch.ones_like(parameter.detach())
+        for _ in range(2):
+            module(x).square().sum().backward()
+    for name in "kuv":
+        equal(getattr(sharded, name).main_grad, getattr(whole, name).main_grad)
+        assert getattr(sharded, name).grad is None
+    equal(sharded.router.grad, whole.router.grad)
+
+
+def local_heads() -> None:
+    """A rank's shards as plain parameters, as inference engines hold them: few tokens, many tokens, and training."""
+    whole, part = network(), network()
+    for name in ("in_proj.weight", "k", "u", "v", "router"):
+        owner, _, attribute = name.rpartition(".")
+        full = part.get_parameter(name)
+        part.get_submodule(owner).register_parameter(attribute, nn.Parameter(full.detach().chunk(2)[dist.get_rank()].clone()))
+    part.out_proj.weight = nn.Parameter(part.out_proj.weight.detach().chunk(2, 1)[dist.get_rank()].clone())
+    for tokens in (1, 20000):
+        x = torch.randn(tokens, 1, 32, dtype=torch.float64)
+        for grad in (torch.no_grad(), torch.enable_grad()):
+            with grad:
+                out = part(x).detach()
+            dist.all_reduce(out)
+            equal(out, whole(x).detach())
+
+
+def language_model(kind: str = "flashmhf", **options):
+    from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM
+
+    own = {"ffn_num_heads": 4, "ffn_num_subnets": 2, "ffn_q_norm": True} if kind == "flashmhf" else {}
+    torch.manual_seed(0)
+    config = FlashMHFConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        ffn_type=kind,
+        **own,
+        **options,
+    )
+    return FlashMHFForCausalLM(config).to(torch.float64)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(flashmhf.param_groups(model, 1e-2, 0.1))
+
+
+def train(model: nn.Module, optimizer, steps: range, share: slice) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        batch = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))[share]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def sharded_model(dp: int, tp: int, kind: str = "flashmhf"):
+    """(model, optimizer, this rank's part of a batch) on a mesh (dp, tp)."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    model = language_model(kind)
+    if tp > 1:
+        parallelize(model, mesh["tp"])
+    if dp > 1:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=shard_placement(dp))
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=shard_placement(dp))
+    rows = 4 // dp
+    first = rows * mesh["dp"].get_local_rank()
+    return model, optimizer_of(model), slice(first, first + rows)
+
+
+def training() -> None:
+    for kind in ("flashmhf", "swiglu"):
+        whole = language_model(kind)
+        expected = train(whole, optimizer_of(whole), range(3), slice(None))
+        for dp, tp in ((1, 4), (4, 1), (2, 2)) if kind == "flashmhf" else ((1, 4),):
+            model, optimizer, share = sharded_model(dp, tp, kind)
+            losses = torch.stack(train(model, optimizer, range(3), share))
+            dist.all_reduce(losses)
+            # Llama's norms compute in float32.
+            equal(losses / dist.get_world_size(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+            for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+                assert isinstance(parameter, DTensor), name
+                equal(parameter.detach(), other.detach(), rtol=1e-3, atol=1e-4)
+
+
+def _states(model: nn.Module, optimizer) -> dict:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _digest(model: nn.Module) -> dict[str, Tensor]:
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+
+
+def save_checkpoint(folder: str) -> None:
+    model, optimizer, share = sharded_model(2, 2)
+    train(model, optimizer, range(2), share)
+    dcp.save(_states(model, optimizer), checkpoint_id=os.path.join(folder, "checkpoint"))
+    weights = _digest(model)
+    losses = torch.stack(train(model, optimizer, range(2, 4), share))
+    dist.all_reduce(losses)
+    if dist.get_rank() == 0:
+        torch.save({"weights": weights, "losses": losses / dist.get_world_size()}, os.path.join(folder, "expected.pt"))
+
+
+def load_checkpoint(folder: str) -> None:
+    """On however many processes: tensor parallelism on 2, one process alone on 1."""
+    torch.manual_seed(5)
+    model, optimizer, share = sharded_model(1, dist.get_world_size())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    states = _states(model, optimizer)
+    dcp.load(states, checkpoint_id=os.path.join(folder, "checkpoint"))
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    expected = torch.load(os.path.join(folder, "expected.pt"))
+    weights = _digest(model)
+    assert weights.keys() == expected["weights"].keys()
+    for name, value in weights.items():
+        assert torch.equal(value, expected["weights"][name]), name
+    losses = torch.stack(train(model, optimizer, range(2, 4), share))
+    equal(losses, expected["losses"], rtol=1e-5, atol=1e-5)
+
+
+CASES = (
+    rules,
+    rules_on_two_dimensions,
+    uneven_tokens,
+    module_cases,
+    main_grad,
+    local_heads,
+    training,
+    save_checkpoint,
+    load_checkpoint,
+)
+
+
+def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    try:
+        case(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the others wait in a collective for this one
+    dist.destroy_process_group()
+
+
+def passes(processes: int, case, arguments: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        context = multiprocessing.get_context("fork")  # torch is imported once
+        children = [context.Process(target=_process, args=(rank, processes, store, case, arguments)) for rank in range(processes)]
+        for child in children:
+            child.start()
+        failed = False
+        while not failed and any(child.is_alive() for child in children):
+            for child in children:
+                child.join(0.05)
+            failed = any(child.exitcode for child in children)
+        for child in children:
+            if failed:
+                child.terminate()
+            child.join()
+        return not any(child.exitcode for child in children)
+
+
+def main() -> int:
+    named = {case.__name__: case for case in CASES}
+    for name in sys.argv[2].split(","):
+        if not passes(int(sys.argv[1]), named[name], sys.argv[3:]):
+            print(f"{name} failed", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Several processes over gloo against one: sharding rules, plans, training steps, checkpoints. The cases are in distributed_runs.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RUNS = Path(__file__).with_name("distributed_runs.py")
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+
+
+def run(case: str, processes: int, *arguments: object) -> None:
+    command = [sys.executable, str(RUNS), str(processes), case, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+
+
+def test_rules():
+    run("rules,uneven_tokens", 2)
+
+
+def test_rules_on_a_mesh_of_two_dimensions():
+    run("rules_on_two_dimensions", 4)
+
+
+def test_modules_by_heads():
+    run("module_cases,main_grad,local_heads", 2)
+
+
+def test_training_steps_equal_one_process():
+    """Tensor parallelism, FSDP2, and both: losses, clipped gradients and weights after AdamW."""
+    pytest.importorskip("transformers")
+    run("training", 4)
+
+
+def test_a_checkpoint_of_four_processes_loads_on_two_and_one(tmp_path):
+    pytest.importorskip("transformers")
+    run("save_checkpoint", 4, tmp_path)
+    run("load_checkpoint", 2, tmp_path)
+    run("load_checkpoint", 1, tmp_path)
+
+
+def test_importing_flashmhf_does_not_import_dtensor():
+    code = "import sys, flashmhf; assert 'torch.distributed.tensor' not in sys.modules; import torch.distributed.fsdp"
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning:flashmhf", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
