@@ -193,18 +193,19 @@ def _licences(package: Path, debian: bool) -> list[str]:
     return sorted(named or set(re.findall(r"common-licenses/([\w.+-]+\w)", text)) or {"see debian/copyright" if debian else "see COPYING"})
 
 
-def build(sources: Path, text: Path, processes: int, limit: int) -> None:
+def build(sources: Path, text: Path, processes: int, limit: int, record: bool) -> None:
+    """Writes the archive; ``record`` writes its hashes into corpus.json, otherwise they must be those that are there."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     manifest = json.loads(MANIFEST.read_text())
     packages = [_package_file(sources, package["name"], package["from"] == "debian") for package in manifest["packages"]]
     by_name = {package["name"]: package for package in manifest["packages"]}
     text.mkdir(parents=True, exist_ok=True)
+    characters = dict.fromkeys(by_name, 0)
     found, size = [], 0
     for name, document in documents(packages, processes):
         found.append((name, document))
-        package = by_name[name.partition("/")[0]]
-        package["characters"] = package.get("characters", 0) + len(document)
+        characters[name.partition("/")[0]] += len(document)
         size += len(document.encode("utf-8", "replace"))
     if size > limit:  # the archive travels in a parcel of limited size: whole documents go, chosen by a hash of their names
         keep = limit / size
@@ -230,13 +231,18 @@ def build(sources: Path, text: Path, processes: int, limit: int) -> None:
     with ThreadPoolExecutor(processes) as pool:
         for index, packed in enumerate(pool.map(lambda raw: lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME), parts)):
             (text / f"text-{index:02}.jsonl.xz").write_bytes(packed)
-    manifest["text"] = {
+    result = {
         "documents": len(found),
         "characters": sum(len(document) for _, document in found),
         "sha256": digest.hexdigest(),
         "tokenizer_sha256": sha256(text / "tokenizer.json"),
     }
-    MANIFEST.write_text(json.dumps(manifest, indent=1) + "\n")
+    if record:
+        for name, count in characters.items():
+            by_name[name]["characters"] = count
+        MANIFEST.write_text(json.dumps(manifest | {"text": result}, indent=1) + "\n")
+    elif result != manifest.get("text"):
+        raise SystemExit(f"{text} is another corpus than that of corpus.json: {result}")
 
 
 def read_archive(text: Path) -> Iterator[tuple[str, str]]:
@@ -320,6 +326,7 @@ def main() -> None:
     add = commands.add_parser("build")
     add.add_argument("sources", type=Path)
     add.add_argument("text", type=Path)
+    add.add_argument("--record", action="store_true", help="write the hashes into corpus.json instead of comparing")
     add.add_argument("--limit", type=int, default=1 << 40, help="bytes of text at most")
     add = commands.add_parser("tokenise")
     add.add_argument("text", type=Path)
@@ -335,7 +342,7 @@ def main() -> None:
         case "fetch":
             fetch(options.sources, options.record)
         case "build":
-            build(options.sources, options.text, options.processes, options.limit)
+            build(options.sources, options.text, options.processes, options.limit, options.record)
         case "tokenise":
             print(json.dumps(tokenise(read_archive(options.text), options.text / "tokenizer.json", options.out, options.processes)))
         case "files":
