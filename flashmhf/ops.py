@@ -338,13 +338,18 @@ def _vmap_loop(op: Callable) -> Callable:
     """One call of the operator for every entry of the batch."""
 
     def call(info, in_dims, *args, **kwargs):
-        def entry(i: int):
-            return op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)), **kwargs)
+        def entry(i: int) -> tuple[Tensor, ...]:
+            result = op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)), **kwargs)
+            return (result,) if isinstance(result, Tensor) else result
 
-        results = [entry(i) for i in range(info.batch_size)]
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0,) * len(results[0])
+        if info.batch_size:
+            results = [torch.stack(x) for x in zip(*map(entry, range(info.batch_size)), strict=True)]
+        else:  # one entry of zeros shows the results' shapes
+            args = [
+                x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) for x, dim in zip(args, in_dims, strict=True)
+            ]
+            results = [x.new_empty((0, *x.shape)) for x in entry(0)]
+        return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
 
     return call
 

@@ -92,7 +92,13 @@ def test_packages_to_text_to_tokens(tmp_path, monkeypatch):
             path.write_text(f"{SENTENCE.format(i)}\n\n{SENTENCE.format(i // 2).upper()}\n\n{SENTENCE.format(i)}")
             archive.add(path, f"letters-1.0/{i}.txt")
     text = tmp_path / "text"
-    corpus.build(tmp_path, text, 1, 1 << 30)
+    corpus.build(tmp_path, text, 1, 1 << 30, True)
+    assert json.loads(manifest.read_text())["text"]["documents"] == len(list(corpus.read_archive(text)))
+    corpus.build(tmp_path, tmp_path / "again", 1, 1 << 30, False)
+    with pytest.raises(SystemExit, match="another corpus"):
+        corpus.build(tmp_path, tmp_path / "half", 1, 8000, False)
+    half = list(corpus.read_archive(tmp_path / "half"))
+    assert half and set(half) < set(corpus.read_archive(text))
     records = [json.loads(line) for path in text.glob("*.xz") for line in lzma.open(path)]
     found = [paragraph.lower() for record in records for paragraph in record["text"].split("\n\n")]
     assert sorted(found) == sorted(SENTENCE.format(i).lower() for i in range(120))

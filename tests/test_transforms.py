@@ -111,13 +111,31 @@ def make(name: str, **kwargs) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.parametrize("dims", [(0, None, None, None, None), (None, 0, 0, 0, None), (0, 1, 2, 3, 0)], ids=str)
+def test_vmap_over_an_empty_batch(dims):
+    q, k, u, v, r = inputs()
+    w = inputs(router=True)[4]
+    for last, call in ((r, flashmhf.flash_mhf), (w, lambda *x: ops.gated_forward(*x, 0.25))):
+        batch = [x if dim is None else x.unsqueeze(dim).repeat_interleave(0, dim) for x, dim in zip((q, k, u, v, last), dims, strict=True)]
+        assert torch.vmap(call, in_dims=dims)(*batch).shape == (0, *q.shape)
+    grads = torch.vmap(ops.backward, in_dims=(None, *dims))(
+        torch.randn_like(q), *batch[:4], r if dims[4] is None else r.expand(0, *r.shape)
+    )
+    assert [x.shape for x in grads] == [(0, *x.shape) for x in (q, k, u, v, r)]
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", MODULES)
 def test_vmap_of_a_module(name, backend):
     module, x = make(name, backend=backend), torch.randn(5, BATCH, 24, dtype=torch.float64)
-    for context in (torch.enable_grad, torch.no_grad):
-        with context():
-            torch.testing.assert_close(torch.vmap(module, in_dims=1)(x), module(x.transpose(0, 1)))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(module, in_dims=1)(x), module(x.transpose(0, 1)))
+    actual, expected = (
+        torch.autograd.grad(out.square().sum(), list(module.parameters()))
+        for out in (torch.vmap(module, in_dims=1)(x), module(x.transpose(0, 1)))
+    )
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -240,6 +258,28 @@ def test_export_holds_plain_operations_only(name):
     namespaces = {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")}
     assert namespaces == {"aten"}
     torch.testing.assert_close(program.module()(x[:, :3]), module(x[:, :3]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_compile_of_the_reference(name, dynamic):
+    torch._dynamo.reset()
+    module = make(name, backend="reference").float()
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (6, 3):
+        x = torch.randn(2, length, 24)
+        torch.testing.assert_close(compiled(x), module(x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_opcheck_of_the_reference():
+    p = problem(5, 2, 4, 3, 6, torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (*p.operands, p.r)]
+    torch.library.opcheck(ops.forward, leaves, {"backend": "reference"})
+    torch.library.opcheck(ops.gated_forward, (*leaves[:4], p.w, 0.25), {"backend": "reference"})
+    torch.library.opcheck(ops.backward, (p.grad_out, *p.operands, p.r, True), {"backend": "reference", "needs": [True, False]})
+    torch.library.opcheck(ops.gated_backward, (p.grad_out, *p.operands, p.w, 0.25, True), {"backend": "reference"})
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> 
 
 
 def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a piece of one."""
+    """(tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a slice of one."""
     budget = BLOCK_BYTES // dtype.itemsize
     t = min(tokens, TOKENS)
     width = budget // max(t, 1)
