@@ -115,3 +115,11 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _float32_products():
+    """transformers' TrainingArguments(torch_compile=True) sets TF32 for the process, and the next test's float32 would have ten bits."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)

@@ -111,9 +111,9 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
     check_cuda(launch_backward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
 }
 
-// An uninitialised tensor like x, or one of shape [0] where it is not needed.
-Tensor empty_like(const Tensor &x, bool needed) {
-    return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(x, std::vector<int64_t>{0});
+// An uninitialised tensor like x, or one of shape [0] in q's type where it is not needed.
+Tensor empty_like(const Tensor &x, const Tensor &q, bool needed) {
+    return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(q, std::vector<int64_t>{0});
 }
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
@@ -139,10 +139,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_o
                                                             bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
     const DeviceScope scope(q.get_device_index(), "flashmhf backward");
-    const Outputs out{.dq = empty_like(q, needs_tokens),
-                      .dr = empty_like(r ? *r : q, needs_tokens && r),
-                      .weights = {empty_like(k, needs_weights), empty_like(u, needs_weights), empty_like(v, needs_weights)},
-                      .dw = empty_like(q, false),
+    const Outputs out{.dq = empty_like(q, q, needs_tokens),
+                      .dr = empty_like(r ? *r : q, q, needs_tokens && r),
+                      .weights = {empty_like(k, q, needs_weights), empty_like(u, q, needs_weights), empty_like(v, q, needs_weights)},
+                      .dw = empty_like(q, q, false),
                       .needs_tokens = needs_tokens,
                       .needs_weights = needs_weights,
                       .accumulate = false};
@@ -165,10 +165,10 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
     check_buffer(dk, "dk");
     check_buffer(du, "du");
     check_buffer(dv, "dv");
-    const Outputs out{.dq = empty_like(q, needs_tokens),
-                      .dr = empty_like(r ? *r : q, needs_tokens && r),
+    const Outputs out{.dq = empty_like(q, q, needs_tokens),
+                      .dr = empty_like(r ? *r : q, q, needs_tokens && r),
                       .weights = {dk, du, dv},
-                      .dw = empty_like(q, false),
+                      .dw = empty_like(q, q, false),
                       .needs_tokens = needs_tokens,
                       .needs_weights = needs_weights,
                       .accumulate = true};
@@ -182,10 +182,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, std::nullopt);
     check_w(w, q, sizes);
     const DeviceScope scope(q.get_device_index(), "flashmhf gated_backward");
-    const Outputs out{.dq = empty_like(q, needs_tokens),
-                      .dr = empty_like(q, false),
-                      .weights = {empty_like(k, needs_weights), empty_like(u, needs_weights), empty_like(v, needs_weights)},
-                      .dw = empty_like(w, needs_weights),
+    const Outputs out{.dq = empty_like(q, q, needs_tokens),
+                      .dr = empty_like(q, q, false),
+                      .weights = {empty_like(k, q, needs_weights), empty_like(u, q, needs_weights), empty_like(v, q, needs_weights)},
+                      .dw = empty_like(w, q, needs_weights),
                       .needs_tokens = needs_tokens,
                       .needs_weights = needs_weights,
                       .accumulate = false};
