@@ -309,7 +309,22 @@ def load_checkpoint(folder: str) -> None:
     equal(losses, expected["losses"], rtol=1e-5, atol=1e-5)
 
 
+def compiled_blocks() -> None:
+    """Tensor parallelism with every block compiled, as large trainings do."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, sharded = language_model(), parallelize(language_model(), mesh)
+    for layer in sharded.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    equal(
+        torch.stack(train(sharded, optimizer_of(sharded), range(2), slice(None))),
+        torch.stack(train(whole, optimizer_of(whole), range(2), slice(None))),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
 CASES = (
+    compiled_blocks,
     rules,
     rules_on_two_dimensions,
     uneven_tokens,

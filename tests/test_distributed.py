@@ -31,6 +31,11 @@ def test_modules_by_heads():
     run("module_cases,main_grad,local_heads", 2)
 
 
+def test_compiled_blocks_train_as_one_process():
+    pytest.importorskip("transformers")
+    run("compiled_blocks", 2)
+
+
 def test_training_steps_equal_one_process():
     """Tensor parallelism, FSDP2, and both: losses, clipped gradients and weights after AdamW."""
     pytest.importorskip("transformers")

@@ -60,14 +60,20 @@ class HeadParallel(ParallelStyle):
         return module
 
 
-class Replicated(ParallelStyle):
-    """A module computed alike on every rank, with DTensor parameters, so that all parameters of a model are DTensors.
+class _Placed(ParallelStyle):
+    """A module whose parameters have one placement and whose input and output are equal on every rank.
 
-    Optimizers and ``clip_grad_norm_`` take all parameters together, and cannot take tensors and DTensors together.
+    Replicated modules have DTensor parameters too: optimizers and ``clip_grad_norm_`` take all parameters of a model together, and
+    cannot take tensors and DTensors together. PyTorch's RowwiseParallel hands out an embedding's result before its all-reduce is over,
+    and a compiled block that takes it loses the gradient's placement.
     """
 
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, lambda name: Replicate(), self.src_data_rank)
+        _distribute(module, device_mesh, lambda name: self.placement, self.src_data_rank)
         _wrap_forward(module, device_mesh, Replicate(), Replicate(), use_local_output=True)
         return module
 
@@ -125,11 +131,11 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
         elif isinstance(module, SwiGLU) or {"gate_proj", "up_proj", "down_proj"} <= children.keys():
             styles |= {f"{name}.gate_proj": ColwiseParallel(), f"{name}.up_proj": ColwiseParallel(), f"{name}.down_proj": RowwiseParallel()}
         elif module is embedding:
-            styles[name] = RowwiseParallel(input_layouts=Replicate())
+            styles[name] = _Placed(Shard(0))
         elif module is head:
             styles[name] = ColwiseParallel(output_layouts=Replicate())
         elif name not in styles and next(module.parameters(recurse=False), None) is not None:
-            styles[name] = Replicated()
+            styles[name] = _Placed(Replicate())
     return styles
 
 
