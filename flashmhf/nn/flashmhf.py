@@ -267,9 +267,8 @@ class FlashMHF(MultiHead):
             return False
         if torch_private.is_observed() or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
             return False
-        if len(self.in_proj.weight) != self.d_model:  # a rank's heads
-            return False
-        return type(self.k) is nn.Parameter and _is_plain(self.in_proj) and _is_plain(self.out_proj)
+        plain = type(self.k) is nn.Parameter and _is_plain(self.in_proj) and _is_plain(self.out_proj)
+        return plain and len(self.in_proj.weight) == self.d_model  # else the heads of one rank
 
     def _forward_inference(self, x: Tensor) -> Tensor | None:
         """The result by the fewest calls and the least memory; None where the parts' ordinary calls are what remains."""
