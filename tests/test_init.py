@@ -49,10 +49,22 @@ def test_q_m_n_and_the_sum_over_subnets_have_unit_variance(name):
         assert value.var().item() == pytest.approx(1, rel=0.12), part
 
 
+def test_balanced_is_the_default_of_all_but_parametric_kv():
+    for name, module in networks().items():
+        torch.manual_seed(1)
+        module.reset_parameters()
+        default = {key: value.clone() for key, value in module.state_dict().items()}
+        torch.manual_seed(1)
+        module.reset_parameters("normal" if name == "pkv" else "balanced")
+        assert all(torch.equal(value, default[key]) for key, value in module.state_dict().items()), name
+        assert pytest.approx(0.02, rel=0.1) == default["v"].std().item() if name == "pkv" else True
+
+
 def test_normal_initialisation_starts_hundreds_of_times_smaller():
     """The reason for "balanced": what a FlashMHF layer at N(0, 0.02) adds is nothing beside a SwiGLU's."""
     stds = {}
     for name, module in networks().items():
+        module.reset_parameters("normal")
         with torch.no_grad():
             stds[name] = module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64)).std().item()
     assert stds["swiglu"] > 100 * stds["flashmhf"]

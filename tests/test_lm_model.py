@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -171,6 +172,18 @@ def test_balanced_initialisation_knows_the_depth():
     assert mlp.in_proj.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
     assert mlp.out_proj.weight.std().item() == pytest.approx((2 * len(model.model.layers) * 256) ** -0.5, rel=0.05)
     assert model.model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("ffn", FFN_TYPES)
+def test_the_default_initialisation_is_balanced_and_saved(ffn, tmp_path):
+    """A saved configuration names its initialisation, so that another default changes nothing about it."""
+    config = tiny(ffn).config
+    assert config.ffn_init == ("normal" if ffn == "pkv" else "balanced")
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["ffn_init"] == config.ffn_init
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"ffn_init": "normal"}))
+    assert type(config).from_pretrained(tmp_path).ffn_init == "normal"
 
 
 @pytest.mark.parametrize("init", ["normal", "official"])
@@ -368,7 +381,8 @@ def test_replace_ffn(kind):
     assert names == ["model.layers.0.mlp", "model.layers.1.mlp"]
     mlp = model.model.layers[0].mlp
     assert isinstance(mlp, flashmhf.FlashMHF) and mlp.k.dtype == torch.float64 and mlp.subnet_dim % 16 == 0
-    assert mlp.k.std().item() == pytest.approx(0.01, rel=0.1)
+    assert mlp.k.std().item() == pytest.approx(mlp.head_dim**-0.5, rel=0.1)  # balanced, whatever initializer_range says
+    assert mlp.router.std().item() == pytest.approx(0.01, rel=0.3)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(before, rel=0.03)
     ids = torch.randint(64, (2, 9))
     model(ids, labels=ids).loss.backward()

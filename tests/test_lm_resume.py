@@ -288,6 +288,20 @@ def test_options_that_cannot_be_read(content, tmp_path):
         training.resume(tmp_path, bar=False)
 
 
+@pytest.mark.parametrize("step", [7, 15])  # before and after the first checkpoint
+def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(step, text, tmp_path):
+    """run.json of 0.1.0 knows no param_groups; its model was "normal", and its optimizer had transformers' two groups."""
+    earlier = dict(param_groups=False, model={"ffn_init": "normal"})
+    uninterrupted = training.start(options(tmp_path / "expected", text, **earlier), bar=False).output
+    stopped = interrupted(options(tmp_path / "run", text, **earlier), step)
+    stored = json.loads((stopped / "run.json").read_text())
+    del stored["param_groups"]
+    stored["model"] = {}
+    (stopped / "run.json").write_text(json.dumps(stored))
+    training.resume(stopped, bar=False)
+    same_run(stopped, uninterrupted)
+
+
 def test_only_what_a_run_wrote_is_touched(run, expected):
     """Directories of the user keep their names; a checkpoint that was cut off is renamed, and twice under another name."""
     for name in ("checkpoint-mine", "checkpoint-best", "checkpoint-15", "incomplete-checkpoint-15"):

@@ -239,6 +239,49 @@ def test_model_and_trainer_settings_reach_them(text, tmp_path):
     assert any("q_norm" in name for name in load_file(result.output / "model.safetensors"))
 
 
+@pytest.mark.parametrize("ffn", ["flashmhf", "swiglu"])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_groups_of_the_optimizer(ffn, grouped, text, tmp_path):
+    """param_groups' rates, decays and schedule reach the optimizer; without them there are transformers' two groups."""
+    seen = []
+
+    class Groups(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+
+    settings = dict(ffn=ffn, steps=3, warmup=1, learning_rate=2e-3, weight_decay=0.3, param_groups=grouped)
+    output = training.start(options(tmp_path / "run", text, **settings), bar=False, callbacks=[Groups()]).output
+    decays, ratio = ([0.3, 1.0, 0.0], [1, 0.3, 1]) if grouped and ffn == "flashmhf" else ([0.3, 0.0], [1, 1])
+    for groups in seen:
+        assert [decay for _, decay in groups] == pytest.approx(decays)
+        assert [rate / groups[0][0] for rate, _ in groups] == pytest.approx(ratio)
+    assert json.loads((output / "run.json").read_text())["param_groups"] is grouped
+
+
+def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypatch):
+    own = lambda self, *_: (torch.optim.AdamW, {"params": list(self.model.parameters())})  # noqa: E731 - as GaLore's
+    monkeypatch.setattr(training.RunTrainer, "get_optimizer_cls_and_kwargs", own)
+    with pytest.raises(ValueError, match="param_groups is True; optim=.* makes its own groups, turn it off"):
+        training.start(options(tmp_path / "run", text, steps=1), bar=False)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "warns"),
+    [
+        ("flashmhf-128m", dict(steps=100), True),
+        ("flashmhf-128m", dict(steps=100, warmup=99), True),
+        ("flashmhf-128m", dict(steps=100, warmup=100), False),
+        ("flashmhf-128m", dict(), False),  # 0.015 of 245,000
+        ("flashmhf-128m", dict(steps=100, learning_rate=1e-3), False),
+        ("tiny", dict(steps=100), False),
+    ],
+)
+def test_a_short_warmup_at_the_papers_rate_is_warned_of(preset, settings, warns, caplog, monkeypatch, text, tmp_path):
+    monkeypatch.setattr(training._Run, "train", lambda *_: None)
+    training.start(Options(output=str(tmp_path / "run"), preset=preset, data=[str(text)], device="cpu", **settings), bar=False)
+    assert [record.message.startswith("the warm-up is ") for record in caplog.records] == [True] * warns
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -89,6 +89,9 @@ scales with other head dimensions. A scale sets the defaults:
   1.3b     2,048      50,432   4,096     64  409,000         0.001
   tiny        64         512     128      8      200         0.003
 
+The paper's settings are the defaults but for two of ours (docs/quality.md): the initialisation and the learning rate of FlashMHF's
+projections. --model-set ffn_init=official --no-param-groups restores the paper's.
+
 examples:
   flashmhf train --output run --preset tiny --data corpus/ --device cpu
   flashmhf train --output run --preset flashmhf-128m --data corpus/ --eval-fraction 0.01 --compile
@@ -139,6 +142,11 @@ def _add_train(subparsers) -> None:
     optimiser("--weight-decay", type=float, help="of AdamW (0.1)")
     optimiser("--betas", type=float, nargs=2, metavar="BETA", help="of AdamW (0.9 0.95)")
     optimiser("--max-grad-norm", type=float, help="gradients are clipped to it (1.0)")
+    optimiser(
+        "--param-groups",
+        action=argparse.BooleanOptionalAction,
+        help="FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)",
+    )
     optimiser("--seed", type=int, help="of weights and batches (0)")
     machine = parser.add_argument_group("machine").add_argument
     machine("--precision", choices=("auto", "bf16", "fp32"), help="auto: bf16 autocast on GPUs")

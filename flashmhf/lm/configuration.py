@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from ..nn import default_subnet_dim
 from ..nn.convert import SILU
-from ..nn.init import INITS
+from ..nn.init import DEFAULT_INIT, INITS
 
 FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
 _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
@@ -39,7 +39,8 @@ class FlashMHFConfig(LlamaConfig):
         ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
         ffn_router_eps: eps of the gate's normalisation.
         ffn_norm: RMSNorm before the feed-forward network (official ``mhffnmoe_disable_original_mlp_rmsnorm`` is its negation).
-        ffn_init: "normal" (initializer_range everywhere), "official" or "balanced" (unit variances, see flashmhf.nn.init).
+        ffn_init: "balanced" (unit variances, ours; see flashmhf.nn.init), "official" (the paper's code) or "normal" (initializer_range
+            everywhere); None for "balanced", or "normal" with "pkv". The attention and the embedding are N(0, initializer_range) in all.
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
         mlp_bias: biases of the projections ("dense_moe" has none).
 
@@ -56,7 +57,7 @@ class FlashMHFConfig(LlamaConfig):
     ffn_q_norm: bool = False
     ffn_router_eps: float = 1e-20
     ffn_norm: bool = True
-    ffn_init: str = "normal"
+    ffn_init: str | None = None
     ffn_backend: str = "auto"
     ffn_deterministic: bool | None = None
 
@@ -69,6 +70,8 @@ class FlashMHFConfig(LlamaConfig):
             wanted = self.intermediate_size / default_subnet_dim(self.hidden_size // (self.ffn_num_heads or 1))
             divisors = [count for count in range(1, self.intermediate_size + 1) if self.intermediate_size % count == 0]
             self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted))
+        if self.ffn_init is None:
+            self.ffn_init = "normal" if self.ffn_type == "pkv" else DEFAULT_INIT
         if self.hidden_act in SILU:
             self.hidden_act = "silu"
         super().__post_init__(**kwargs)

@@ -82,6 +82,8 @@ class Options:
     eval_fraction: the end of the tokens, held out; its loss is recorded every ``eval_every`` steps and at the end.
     precision: "bf16" (autocast, float32 weights), "fp32", "auto" (bf16 on GPUs).
     device: "cpu", "cuda", or "auto" for a GPU where there is one.
+    param_groups: the groups of flashmhf.param_groups (FlashMHF's in_proj and out_proj learn at 0.3 of the learning rate: ours, not the
+        paper's), or one learning rate for all.
     model, arguments: further FlashMHFConfig and TrainingArguments settings.
     """
 
@@ -106,6 +108,7 @@ class Options:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
+    param_groups: bool = True
     eval_fraction: float = 0.0
     eval_every: int = 1000
     save_every: int = 1000

@@ -5,6 +5,11 @@ A name is ``<ffn>-<scale>``, as in "flashmhf-370m", with "-dh64" or "-dh256" for
 from the configurations, those of FlashMHF with the weights of the per-head RMSNorm on Q, which the official code always allocates.
 Entries without a printed count complete the grid: the paper names these models but not all of their sizes, and here they are set
 to the parameters of that scale's baseline.
+
+The paper's: sizes, vocabulary, batch, context, learning rate and steps of the presets; betas, weight decay, gradient clipping, warm-up
+share and cosine schedule of ``flashmhf.lm.training.Options``. Ours: the initialisation (``ffn_init="balanced"``), the lower learning rate
+of FlashMHF's projections (``Options.param_groups``) and the scale "tiny". ``ffn_init="official"`` and ``param_groups=False`` are the
+paper's.
 """
 
 from __future__ import annotations

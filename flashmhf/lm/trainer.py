@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..nn import param_groups
 from . import checkpoints
 from .callbacks import EvaluationStopped, StopCallback
+from .errors import OptionError
 from .stopping import Stopped
 
 
@@ -29,16 +31,28 @@ class RunTrainer(Trainer):
     keep: complete checkpoints that are kept.
     checkpoint: the one that training continues from, or None.
     stop: the callback that ends training on a signal.
+    grouped: whether parameters are grouped by flashmhf.param_groups, or decayed and undecayed by transformers.
     """
 
-    def __init__(self, *, keep: int, checkpoint: Path | None, stop: StopCallback, **kwargs):
+    def __init__(self, *, keep: int, checkpoint: Path | None, stop: StopCallback, grouped: bool, **kwargs):
         super().__init__(**kwargs)
-        self.keep, self.checkpoint, self.stop = keep, checkpoint, stop
+        self.keep, self.checkpoint, self.stop, self.grouped = keep, checkpoint, stop, grouped
         self.add_callback(stop)
         self.add_callback(_Restore(self))
         if self.model.config.tie_word_embeddings:
             # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them again.
             self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As the Trainer's, with our groups. Raises OptionError for an optimizer that makes groups of its own."""
+        if self.grouped and self.optimizer is None:
+            model = self.model if model is None else model
+            optimizer, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
+            if not isinstance(optimizer, type) or settings.keys() & {"params", "model", "optimizer_dict"}:
+                raise OptionError("{param_groups} is True; optim={name} makes its own groups, turn it off", name=self.args.optim)
+            groups = param_groups(model, self.args.learning_rate, self.args.weight_decay)
+            self.optimizer_cls_and_kwargs = optimizer, {**settings, "params": groups}  # the Trainer takes "params" from there
+        return super().create_optimizer(model)
 
     def restore(self) -> None:
         """Puts back what the Trainer's own files leave out, and the learning rate where the schedule has changed."""

@@ -33,7 +33,7 @@ from .callbacks import MetricsCallback, StopCallback
 from .errors import OccupiedError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, model_config, training_arguments
-from .presets import Preset
+from .presets import SCALES, Preset
 from .stopping import Stopped, StopSignals
 from .tokenizer import TRAINING_CHARACTERS
 from .tokenizer import load as load_tokenizer
@@ -49,6 +49,8 @@ _TOKEN_OPTIONS = (
     *("data", "dataset", "tokens", "split", "text_field", "tokenizer", "vocab_size", "init_from"),
     *("length", "batch", "steps", "eval_fraction", "seed"),
 )
+
+SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if trained is None:
         model_config(chosen, options)
     arguments = training_arguments(options)
+    _warn_of_short_warmup(chosen, options, arguments)
     run = _Run(chosen, options, arguments, bar and first_process(), callbacks)
     with StopSignals() as signals:
         if first_process():
@@ -127,6 +130,20 @@ def resume(output: str | Path, *, steps: int | None = None, bar: bool = True, ca
         return _Run(chosen, options, arguments, bar and first_process(), callbacks).train(signals, checkpoint, None)
 
 
+def _warn_of_short_warmup(chosen: Preset | None, options: Options, arguments: TrainingArguments) -> None:
+    """At the paper's learning rates the loss jumps after a short warm-up. The tiny preset is not the paper's."""
+    steps = arguments.get_warmup_steps(options.steps)
+    paper = chosen is not None and chosen.scale is not SCALES["tiny"]
+    if paper and options.learning_rate >= chosen.scale.learning_rate and steps < SHORTEST_WARMUP and first_process():
+        logger.warning(
+            "the warm-up is %s steps; at a learning rate of %g, fewer than %s can make the loss jump: set warmup=%s or learn more slowly",
+            steps,
+            options.learning_rate,
+            SHORTEST_WARMUP,
+            SHORTEST_WARMUP,
+        )
+
+
 def _read_run(output: Path) -> tuple[Options, list[dict]]:
     """The options in run.json, and what resumptions have changed of them."""
     path = output / RUN
@@ -135,6 +152,10 @@ def _read_run(output: Path) -> tuple[Options, list[dict]]:
     try:
         settings = json.loads(path.read_text())
         changes = settings.pop(CHANGES, [])
+        if "param_groups" not in settings:  # a run of version 0.1.0: its optimizer has other groups, its model another initialisation
+            settings["param_groups"] = False
+            if not settings.get("init_from"):
+                settings["model"] = {"ffn_init": "normal"} | settings.get("model", {})
         return Options(**settings | {"output": str(output)}), changes
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no options that this version knows: {error}") from error
@@ -282,6 +303,7 @@ class _Run:
         )
         trainer = RunTrainer(
             keep=options.keep,
+            grouped=options.param_groups,
             checkpoint=checkpoint,
             stop=stop,
             model=model,

@@ -10,7 +10,7 @@ from torch.types import Device
 
 from .. import ops, reference, router
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise, residual_std
+from .init import DEFAULT_INIT, INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise, residual_std
 from .multihead import MultiHead, check_input
 
 
@@ -47,7 +47,7 @@ class MHFFN(MultiHead):
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
         key, value = self.head_dim**-0.5, (SWIGLU_VARIANCE * self.intermediate_dim) ** -0.5
         weights = ((self.k, key), (self.u, key), (self.v, value))
         initialise(weights, self.balanced_projections(num_layers), (), init, initializer_range)
@@ -84,7 +84,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_dim, self.d_model, **settings)
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
         hidden = self.d_model**-0.5
         down = residual_std(SWIGLU_VARIANCE * self.intermediate_dim, num_layers)
         initialise((), ((self.gate_proj, hidden), (self.up_proj, hidden), (self.down_proj, down)), (), init, initializer_range)
@@ -98,7 +98,8 @@ class SwiGLU(nn.Module):
 class ParametricKV(MultiHead):
     """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4, "PKV").
 
-    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight.
+    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight. Initialised by "normal": "balanced" values are too large to learn
+    (flashmhf.nn.init).
     """
 
     num_kv: int
@@ -160,7 +161,7 @@ class DenseMoE(nn.Module):
         self.router = nn.Parameter(torch.empty(self.d_model, self.num_subnets, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
         hidden = self.d_model**-0.5  # the gates are near 1 / E, so the sum over E sub-networks has 1 / E of their variance
         down = residual_std(SWIGLU_VARIANCE * self.subnet_dim / self.num_subnets, num_layers)
         projections = ((self.gate_proj, hidden), (self.up_proj, hidden), (self.down_proj, down))

@@ -12,7 +12,7 @@ from torch.types import Device
 
 from .. import ops, reference, router, torch_private
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise
+from .init import DEFAULT_INIT, INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise
 from .multihead import MultiHead, check_input
 
 WEIGHTS = ("k", "u", "v")
@@ -198,8 +198,13 @@ class FlashMHF(MultiHead):
         module.router.zero_()
         return module
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
-        """``init`` "normal", "official" or "balanced" (see flashmhf.nn.init); num_layers: of the model, for "balanced"."""
+    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+        """Draws the weights anew.
+
+        ``init`` is "balanced", which keeps unit variances and is ours, "official" or "normal" (see flashmhf.nn.init). num_layers: of the
+        model, for "balanced": each of its networks then adds 1 / (2 num_layers) to the residual stream's variance. The constructor
+        takes the defaults.
+        """
         key, value = self.head_dim**-0.5, math.sqrt(self.num_subnets / (SWIGLU_VARIANCE * self.subnet_dim))
         weights = ((self.k, key), (self.u, key), (self.v, value))
         initialise(weights, self.balanced_projections(num_layers), (self.router,), init, initializer_range)

@@ -3,10 +3,16 @@
 ``init`` "normal" draws every weight from N(0, initializer_range); "official" takes the official code's settings: projections
 xavier_uniform with gain 0.707, K U V normal 0.02, router truncated normal 0.02.
 
-"balanced" is ours, not the paper's. It keeps the variance of a unit-variance input: Q = X W_in, M = Q K^T and N = Q U^T start at
-variance 1, the sum over sub-networks too, and the network's output at 1 / (2 num_layers), so that the residual stream of a model of
-num_layers blocks grows by 1 over its depth. At N(0, 0.02) the output of FlashMHF starts some 300 times smaller than SwiGLU's: it is a
-product of five weights, against SwiGLU's three, and the gate divides by E. Routers stay N(0, initializer_range): gates near 1/E.
+"balanced", the default of all networks but ParametricKV, is ours, not the paper's. It keeps the variance of a unit-variance input:
+Q = X W_in, M = Q K^T and N = Q U^T start at variance 1, the sum over sub-networks too, and the network's output at 1 / (2 num_layers),
+so that the residual stream of a model of num_layers blocks grows by 1 over its depth. At N(0, 0.02) the output of FlashMHF starts some
+300 times smaller than SwiGLU's: it is a product of five weights, against SwiGLU's three, and the gate divides by E. Routers stay
+N(0, initializer_range): gates near 1/E.
+docs/quality.md has the trainings that compare the two.
+
+ParametricKV's default is "normal": its softmax averages num_kv values, so unit variance needs V of std sqrt(num_kv / e), 24 for 1584
+keys. An Adam step moves a weight by about the learning rate whatever its size, so values so large keep their random start for
+hundreds of steps, and decoupled weight decay dominates what they learn.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from torch import Tensor, nn
 
 INITIALIZER_RANGE = 0.02
 INITS = ("normal", "official", "balanced")
+DEFAULT_INIT = "balanced"
 SWIGLU_VARIANCE = 0.35578  # E[silu(m)^2] E[n^2] for independent m, n of N(0, 1)
 
 

@@ -51,7 +51,8 @@ def replace_ffn(
         num_subnets, subnet_dim: E and d_e; None for equal parameters, up to the granularity of d_e. Both or neither.
         kwargs: of :class:`flashmhf.FlashMHF`.
 
-    Weights are drawn from N(0, initializer_range) of ``model.config``. The configuration of a transformers model records the new
+    Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the initializer_range
+    of ``model.config``. The configuration of a transformers model records the new
     networks, so that :func:`flashmhf.lm.load_replaced` loads what the model's own ``save_pretrained`` stores.
     Raises ValueError when there is nothing to replace, when ``model`` itself is the network to replace, or when sizes do not fit.
     """
@@ -66,7 +67,7 @@ def replace_ffn(
             "FlashMHF.from_swiglu(model) makes a FlashMHF of it"
         )
     initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
-    sizes = (num_heads, num_subnets, subnet_dim, initializer_range)
+    sizes = (num_heads, num_subnets, subnet_dim, initializer_range, len(names))
     for name in names:  # whatever is refused is refused before the model changes
         _counterpart(model.get_submodule(name), *sizes, {**kwargs, "device": "meta"})
     record = {}
@@ -92,7 +93,7 @@ def rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
     return FlashMHF(**settings, device=like.device, dtype=like.dtype)
 
 
-def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, kwargs) -> FlashMHF:
+def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, num_layers, kwargs) -> FlashMHF:
     weight = swiglu.gate_proj.weight
     d_model = weight.shape[1]
     if num_heads is None:
@@ -104,5 +105,5 @@ def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initiali
     bias = any(getattr(swiglu, name).bias is not None for name in _PROJECTIONS)
     settings = {"bias": bias, "device": weight.device, "dtype": weight.dtype, **kwargs}
     module = FlashMHF(d_model, heads, num_subnets, subnet_dim, **settings)
-    module.reset_parameters("normal", initializer_range)
+    module.reset_parameters(initializer_range=initializer_range, num_layers=num_layers)
     return module.train(swiglu.training)
