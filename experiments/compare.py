@@ -37,6 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from muon import Muon
 from torch import Tensor, nn
 
 import flashmhf
@@ -51,7 +52,9 @@ class Run:
     """One training. ``heads``, ``subnets``, ``width`` as in FlashMHFConfig: d_ff = E d_e, a head's width, the keys of a head.
 
     rates: a role of flashmhf.nn.optim.roles to the factor on its learning rate; its weight decay is divided by it.
-    decays: a role to its weight decay, before that division. router_std, value_scale: on top of ``init``.
+    decays: a role to its weight decay, before that division. router_std, value_scale, projections: on top of ``init``; "orthogonal"
+    projections are random orthogonal matrices times the standard deviation that ``init`` gives them. optimizer "muon": Muon for all
+    matrices but the embedding, which AdamW trains with the rest.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Run:
     q_norm: bool = False
     router_std: float | None = None
     value_scale: float = 1.0
+    projections: str = "gaussian"
     backend: str = "auto"
     learning_rate: float = 2e-3
     min_rate: float = 0.1
@@ -77,6 +81,7 @@ class Run:
     decays: dict[str, float] = field(default_factory=dict)
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
+    optimizer: str = "adamw"
     steps: int = 900
     batch: int = 64
     micro_batch: int = 64
@@ -166,6 +171,10 @@ def feed_forward(run: Run) -> nn.Module:
             module.router.normal_(std=run.router_std)
         if run.value_scale != 1:
             module.v.mul_(run.value_scale)
+        if run.projections == "orthogonal":
+            for linear in (module.in_proj, module.out_proj):
+                std = linear.weight.std()
+                nn.init.orthogonal_(linear.weight).mul_(std * math.sqrt(run.d_model))
     return module
 
 
@@ -255,6 +264,22 @@ def optimizer_groups(run: Run, model: Model) -> list[dict[str, object]]:
     return groups
 
 
+def make_optimizers(run: Run, model: Model, device: str) -> list[torch.optim.Optimizer]:
+    """AdamW alone, or Muon for the blocks' matrices with AdamW for the rest."""
+    groups, matrices, fused = optimizer_groups(run, model), [], device == "cuda"
+    if run.optimizer not in ("adamw", "muon"):
+        raise ValueError(f"{run.name}: optimizer is {run.optimizer!r}; supported: adamw, muon")
+    if run.optimizer == "muon":
+        others = []
+        for group in groups:
+            for chosen, is_matrix in ((matrices, True), (others, False)):
+                members = [each for each in group["params"] if (each.dim() >= 2 and each is not model.embedding.weight) == is_matrix]
+                chosen.extend([group | {"params": members}] if members else [])
+        groups = others
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=run.betas, fused=fused)]
+    return [*found, Muon(matrices)] if matrices else found
+
+
 def schedule(run: Run, step: int) -> float:
     """Factor on the learning rates at ``step``: linear warm-up, cosine to min_rate."""
     done = max(0, step - run.warmup) / max(1, run.steps - run.warmup)
@@ -288,8 +313,9 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float
     check_size(run, model)
     if compiled:
         model.compile_parts()
-    optimizer = torch.optim.AdamW(optimizer_groups(run, model), betas=run.betas, fused=device == "cuda")
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    optimizers = make_optimizers(run, model, device)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = [group["lr"] for group in groups]
     window = torch.arange(run.context + 1, device=device)
     last = len(tokens.train) - run.context
     starts = torch.randint(last, (run.steps, run.batch), generator=torch.Generator().manual_seed(run.seed)).to(device)
@@ -297,7 +323,7 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float
     autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     warm_steps, begin = min(5, run.steps // 2), time.monotonic()
     for step in range(run.steps):
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * schedule(run, step)
         for chosen in starts[step].split(run.micro_batch):
             with autocast:
@@ -306,8 +332,9 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float
             (loss * share).backward()
             losses[step] += loss.detach() * share
         norms[step] = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if step + 1 == warm_steps or step % 100 == 0:  # elsewhere the host runs ahead
             _wait(device)
             if time.monotonic() > deadline:

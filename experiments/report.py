@@ -11,6 +11,7 @@ reference's row over the seeds that both have (equal batches, so most of the noi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -19,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import read_run
+from compare import Run, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT, PLOT = "experiments/results", "docs/quality.md", "docs/quality.png"
@@ -73,7 +74,8 @@ def rows(directories: Iterable[Path]) -> list[Row]:
     found: dict[str, Row] = {}
     for path in sorted(path for directory in directories for path in directory.glob("*.jsonl")):
         first, *steps, last = read_run(path)
-        configuration = {key: value for key, value in first["configuration"].items() if key not in ("name", "seed")}
+        complete = dataclasses.asdict(Run(**first["configuration"]))  # an older run lacks the fields added since
+        configuration = {key: value for key, value in complete.items() if key not in ("name", "seed")}
         row = found.setdefault(json.dumps(configuration, sort_keys=True), Row(first["run"], configuration, first["non_embedding"], {}, []))
         row.losses[first["configuration"]["seed"]] = last["validation_loss"]
         row.curves.append(steps)
@@ -161,6 +163,8 @@ def recipe(row: Row) -> str:
     parts += [settings["backend"]] if settings["backend"] != "auto" else []
     parts += [f"warm-up {settings['warmup']}"] if settings["warmup"] != 90 else []
     parts += ["q_norm"] if settings["q_norm"] else []
+    parts += ["orthogonal projections"] if settings["projections"] == "orthogonal" else []
+    parts += [settings["optimizer"]] if settings["optimizer"] != "adamw" else []
     parts += [f"router std {settings['router_std']:g}"] if settings["router_std"] is not None else []
     parts += [f"V x{settings['value_scale']:g}"] if settings["value_scale"] != 1 else []
     return ", ".join(parts)

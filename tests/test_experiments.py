@@ -1,5 +1,6 @@
 """The scripts of experiments/: text to tokens, a queue of small trainings on the CPU, resumption, the report."""
 
+import dataclasses
 import fcntl
 import json
 import lzma
@@ -16,6 +17,7 @@ pytest.importorskip("tokenizers")
 
 import compare  # noqa: E402
 import corpus  # noqa: E402
+import muon  # noqa: E402
 import report  # noqa: E402
 
 SENTENCE = "The number {} is one of the many that a counting clerk writes into the ledger of this office, and it is not the last of them."
@@ -28,6 +30,7 @@ QUEUE = {
     "runs": [
         {"name": "swiglu", "ffn": "swiglu", "width": 192, "grid": {"learning_rate": [1e-3, 2e-3]}},
         {"name": "flash", "ffn": "flashmhf", "heads": 4, "subnets": 2, "width": 148, "rates": {"projection": 0.3}},
+        {"name": "flash-muon", "ffn": "flashmhf", "heads": 4, "subnets": 2, "width": 148, "optimizer": "muon", "projections": "orthogonal"},
         {"name": "swiglu-best", "best_of": ["swiglu-lr0.001", "swiglu-lr0.002"], "grid": {"seed": [1, 2]}},
     ],
 }
@@ -53,6 +56,49 @@ def tokens(tmp_path_factory):
 def queue(tmp_path):
     (tmp_path / "queue.json").write_text(json.dumps(QUEUE))
     return tmp_path / "queue.json"
+
+
+def test_orthogonalise():
+    """Singular values come near 1, a matrix of a stack by itself; tall and wide ones."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((24, 8), (8, 24)):
+        matrices = torch.randn(3, rows, columns, generator=generator) * torch.tensor([1e-3, 1.0, 30.0])[:, None, None]
+        values = torch.linalg.svdvals(muon.orthogonalise(matrices).float())
+        assert (values > 0.5).all() and (values < 1.5).all()
+
+
+def test_muon_step():
+    """One step moves a matrix by rate x RMS x sqrt(its longer side) along orthogonal directions, and decays it as AdamW does."""
+    stack = torch.nn.Parameter(torch.full((2, 3, 16, 8), 2.0))
+    optimizer = muon.Muon([{"params": [stack], "lr": 0.1, "weight_decay": 0.5}])
+    stack.grad = torch.randn(stack.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    moved = (stack.detach() - 2 * (1 - 0.1 * 0.5)) / (0.1 * muon.RMS * 4)
+    values = torch.linalg.svdvals(moved)
+    assert (values > 0.5).all() and (values < 1.5).all()
+    assert ((moved * stack.grad).sum((-2, -1)) < 0).all()
+
+
+def test_optimizer_of_a_parameter():
+    """Muon has the blocks' matrices, AdamW the embedding and the vectors; each parameter is in one group, with its rate."""
+    run = compare.Run("muon", "flashmhf", 148, heads=4, subnets=2, optimizer="muon", rates={"projection": 0.5}, **SMALL)
+    model = compare.Model(run, 300)
+    first, second = compare.make_optimizers(run, model, "cpu")
+    chosen = {
+        id(each): (kind, group["lr"])
+        for kind, o in (("adamw", first), ("muon", second))
+        for group in o.param_groups
+        for each in group["params"]
+    }
+    assert len(chosen) == sum(1 for _ in model.parameters())
+    block = model.blocks[0]
+    assert chosen[id(model.embedding.weight)] == ("adamw", run.learning_rate) == chosen[id(block.norm1.weight)]
+    assert chosen[id(block.ffn.k)] == ("muon", run.learning_rate) and chosen[id(block.ffn.in_proj.weight)] == (
+        "muon",
+        run.learning_rate / 2,
+    )
+    with pytest.raises(ValueError, match="optimizer is 'sgd'"):
+        compare.make_optimizers(dataclasses.replace(run, optimizer="sgd"), model, "cpu")
 
 
 def run_queue(queue, tokens, out, *arguments):
@@ -111,7 +157,7 @@ def test_packages_to_text_to_tokens(tmp_path, monkeypatch):
 def test_a_queue_is_trained_resumed_and_reported(queue, tokens, tmp_path, capsys):
     out, together, collected = tmp_path / "runs", tmp_path / "all.jsonl", tmp_path / "collected"
     assert run_queue(queue, tokens, out, "--append", together, "--commit", "abc") == 0
-    assert names(out) == {"swiglu-lr0.001", "swiglu-lr0.002", "flash", "swiglu-best-seed1", "swiglu-best-seed2"}
+    assert names(out) == {"swiglu-lr0.001", "swiglu-lr0.002", "flash", "flash-muon", "swiglu-best-seed1", "swiglu-best-seed2"}
     capsys.readouterr()
     assert run_queue(queue, tokens, tmp_path / "other", "--done", out) == 0 and capsys.readouterr().out == ""
     assert set(report.collect([together], collected)) == names(out)
@@ -127,7 +173,13 @@ def test_a_queue_is_trained_resumed_and_reported(queue, tokens, tmp_path, capsys
     taken = compare.read_run(out / "swiglu-best-seed1.jsonl")[0]["configuration"]
     assert taken["learning_rate"] == compare.read_run(out / f"{best}.jsonl")[0]["configuration"]["learning_rate"] and taken["seed"] == 1
     rows = report.rows([collected])
-    assert sorted(len(row.losses) for row in rows) == [1, 1, 3]
+    assert sorted(len(row.losses) for row in rows) == [1, 1, 1, 3]
+    older = dict(
+        head, configuration={key: value for key, value in head["configuration"].items() if key not in ("optimizer", "projections")}
+    )
+    older["configuration"]["seed"] = 7  # a run recorded before these fields were added joins its row
+    (collected / "older.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (older, *steps, last)))
+    assert sorted(len(row.losses) for row in report.rows([collected])) == [1, 1, 2, 3]
     text = report.table(rows, None)
     assert all(text.count(f"| {row.name} | tiny |") == 1 for row in rows) and "Standard deviation between seeds" in text
     report.plot(rows, tmp_path / "plot.png")
@@ -148,7 +200,7 @@ def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(queue, to
     with (out / "locks" / "flash").open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         assert run_queue(queue, tokens, out) == 0
-    assert len(names(out)) == 4 and "flash" not in names(out)
+    assert len(names(out)) == 5 and "flash" not in names(out)
     assert run_queue(queue, tokens, out, "--minutes", "0") == 0
     assert "flash: no time left" in capsys.readouterr().out and "flash" not in names(out)
 
