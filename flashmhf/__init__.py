@@ -9,7 +9,7 @@ from .router import gate
 flops.register()
 distributed.register()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "DenseMoE",
     "FlashMHF",
