@@ -51,25 +51,29 @@ def _contiguous(name: str, tensor: Tensor) -> None:
 
 
 def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
-    """q [..., H, d_h] and k, u, v [H, E, d_e, d_h] of one dtype on one device; k, u, v contiguous unless ``contiguous`` is False."""
+    """q [..., H, d_h] and k, u, v [H_kv, E, d_e, d_h] of one dtype on one device, H a multiple of H_kv.
+
+    k, u, v are contiguous unless ``contiguous`` is False.
+    """
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q has dtype {name_of(q.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
     if k.dim() != 4:
-        raise ValueError(f"k has shape {list(k.shape)}; expected four dimensions [H, E, d_e, d_h]")
-    if k.shape[0] != q.shape[-2] or k.shape[3] != q.shape[-1]:
-        raise ValueError(
-            f"k has shape {list(k.shape)}; expected [H, E, d_e, d_h] with H = {q.shape[-2]} and d_h = {q.shape[-1]} from q {list(q.shape)}"
-        )
-    for size, name in zip(k.shape, ("H", "E", "d_e", "d_h"), strict=True):
+        raise ValueError(f"k has shape {list(k.shape)}; expected four dimensions [H_kv, E, d_e, d_h]")
+    for size, name in zip(k.shape, ("H_kv", "E", "d_e", "d_h"), strict=True):
         if size < 1:
             raise ValueError(f"k has shape {list(k.shape)}; {name} must be at least 1")
+    if q.shape[-2] < 1 or q.shape[-2] % k.shape[0] or k.shape[3] != q.shape[-1]:
+        raise ValueError(
+            f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with an H_kv that divides H = {q.shape[-2]} and "
+            f"d_h = {q.shape[-1]} from q {list(q.shape)}"
+        )
     for name, tensor in (("k", k), ("u", u), ("v", v)):
         _same_dtype(name, tensor, q)
         _same_device(name, tensor, q)
         if tensor is not k:
-            _shape(name, tensor, k.shape, "k's shape [H, E, d_e, d_h]")
+            _shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
         if contiguous:
             _contiguous(name, tensor)
 
@@ -116,5 +120,5 @@ def accumulators(k: Tensor, **buffers: Tensor) -> None:
             raise TypeError(f"{name} has dtype {name_of(buffer.dtype)}; supported: {name_of(expected)} for {name_of(k.dtype)} operands")
         if buffer.device != k.device:
             raise ValueError(f"{name} is on {buffer.device} but k is on {k.device}; all tensors must be on one device")
-        _shape(name, buffer, k.shape, "k's shape [H, E, d_e, d_h]")
+        _shape(name, buffer, k.shape, "k's shape [H_kv, E, d_e, d_h]")
         _contiguous(name, buffer)

@@ -20,7 +20,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def product(q: Shape, k: Shape) -> int:
-    """One product of Q [..., H, d_h] with a weight [H, E, d_e, d_h]."""
+    """One product of Q [..., H, d_h] with a weight [H_kv, E, d_e, d_h]."""
     return 2 * math.prod(q) * k[1] * k[2]
 
 

@@ -36,7 +36,12 @@ for _schema in _SCHEMAS:
 def _back_end(q: Tensor, k: Tensor, backend: str) -> Backend:
     if backend == REFERENCE:
         return definition
-    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2])
+    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2], q.shape[-2] // k.shape[0])
+
+
+def _back_end_of_module(x: Tensor, k: Tensor, backend: str) -> Backend:
+    """For x [..., H d_h] before its heads are split."""
+    return select(backend, x.device, x.dtype, k.shape[3], k.shape[2], x.shape[-1] // (k.shape[0] * k.shape[3]))
 
 
 def _resolve(deterministic: bool | None) -> bool:
@@ -382,7 +387,7 @@ def flash_mhf(
 
     Args:
         q: [..., H, d_h], any leading dimensions; bf16, fp16, fp32 or fp64 (which back end takes which: ``flashmhf.info``).
-        k, u, v: [H, E, d_e, d_h], contiguous, q's dtype.
+        k, u, v: [H_kv, E, d_e, d_h], contiguous, q's dtype. H is a multiple of H_kv; head h of q takes head h // (H / H_kv) of k, u, v.
         r: gate values [..., H, E], float32 or q's dtype; None for weights 1.
         backend: "auto" (the first of hopper, triton, eager that supports device, dtype and shape), one of these names, or "reference":
             the definition, which materialises T x d_ff per head and which PyTorch differentiates, transforms and exports in every way.
@@ -423,7 +428,7 @@ PROJECT_TOKENS = max(module.PROJECT_TOKENS for module in BACKENDS.values())
 def few_token_projection(
     x: Tensor, k: Tensor, projections: Iterable[tuple[Tensor, Tensor | None]], backend: str = "auto"
 ) -> Callable[..., Tensor] | None:
-    """``project(x, w, bias=None, *, weights_ready=False)`` of the back end that serves k [H, E, d_e, d_h] in x's dtype on x's device.
+    """``project(x, w, bias=None, *, weights_ready=False)`` of the back end that serves k [H_kv, E, d_e, d_h] in x's dtype on x's device.
 
     The function computes x W^T + bias for x [T, K] in one kernel that overlaps with the kernels before and after it, without autograd.
     None where that back end has no such kernel, or refuses x with one of ``projections`` (w, bias): the caller then takes linear layers.
@@ -431,7 +436,7 @@ def few_token_projection(
     """
     if len(x) > PROJECT_TOKENS:
         return None
-    module = _back_end(x, k, backend)
+    module = _back_end_of_module(x, k, backend)
     if any(module.refuse_projection(x, w, bias) is not None for w, bias in projections):
         return None
     return module.project
@@ -453,4 +458,4 @@ def inference_layer(
     None where the back end has no such operator or does not take these tensors as they are. Raises NotImplementedError for an explicit
     back end that cannot run.
     """
-    return _back_end(x, k, backend).layer(x, in_proj, k, u, v, w, eps, out_proj)
+    return _back_end_of_module(x, k, backend).layer(x, in_proj, k, u, v, w, eps, out_proj)

@@ -4,6 +4,7 @@ Everything else in the package is tested against these formulae in float64. In a
 "same-precision materialising PyTorch code" of the numeric rule: it stores the intermediate of T x d_ff per head.
 
 Legend: T tokens (any leading dimensions), H heads, E sub-networks, J = d_e width of a sub-network, D = d_h head dimension.
+K, U and V have H_kv heads, and H is a multiple of H_kv: heads h of a group, those of equal h // (H / H_kv), share a head of K, U and V.
 """
 
 from __future__ import annotations
@@ -12,19 +13,36 @@ import torch
 from torch import Tensor
 
 
+def _by_group(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., H, c] as [..., H_kv, g, c], for the heads H_kv of ``weight``."""
+    return x.unflatten(-2, (weight.shape[0], -1))
+
+
 def _scores(q: Tensor, weight: Tensor) -> Tensor:
-    return torch.einsum("...hd,hejd->...hej", q, weight)
+    """[..., H_kv, g, E, J] for q [..., H_kv, g, D]."""
+    return torch.einsum("...hgd,hejd->...hgej", q, weight)
+
+
+def _sum_over_units(activation: Tensor, weight: Tensor) -> Tensor:
+    """[..., H, D] for an activation [..., H_kv, g, E, J]."""
+    return torch.einsum("...hgej,hejd->...hgd", activation, weight).flatten(-3, -2)
+
+
+def _sum_over_tokens(activation: Tensor, x: Tensor) -> Tensor:
+    """[H_kv, E, J, D], the sum over the heads of a group too, for x [..., H_kv, g, D]."""
+    return torch.einsum("...hgej,...hgd->hejd", activation, x)
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None) -> Tensor:
     """S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e (paper, section 3.2).
 
-    q [..., H, D]; k, u, v [H, E, J, D]; r [..., H, E] or None (weights 1). Returns [..., H, D] in q's dtype.
+    q [..., H, D]; k, u, v [H_kv, E, J, D]; r [..., H, E] or None (weights 1). Returns [..., H, D] in q's dtype.
     """
+    q = _by_group(q, k)
     activation = torch.nn.functional.silu(_scores(q, k)) * _scores(q, u)
     if r is not None:
-        activation = (activation * r[..., None]).to(q.dtype)
-    return torch.einsum("...hej,hejd->...hd", activation, v)
+        activation = (activation * _by_group(r, k)[..., None]).to(q.dtype)
+    return _sum_over_units(activation, v)
 
 
 def backward(
@@ -34,19 +52,20 @@ def backward(
 
     Returns dq, dk, du, dv in q's dtype and dr in r's dtype (an empty tensor when r is None).
     """
+    q, grad_out = _by_group(q, k), _by_group(grad_out, k)
     m, n, g = _scores(q, k), _scores(q, u), _scores(grad_out, v)
     s = torch.sigmoid(m)
     a = m * s
-    weight = 1 if r is None else r[..., None]
+    weight = 1 if r is None else _by_group(r, k)[..., None]
     dn = (g * a * weight).to(q.dtype)
     dm = (g * n * (s + a * (1 - s)) * weight).to(q.dtype)
     p = (a * n * weight).to(q.dtype)
-    dq = torch.einsum("...hej,hejd->...hd", dm, k) + torch.einsum("...hej,hejd->...hd", dn, u)
-    dk = torch.einsum("...hej,...hd->hejd", dm, q)
-    du = torch.einsum("...hej,...hd->hejd", dn, q)
-    dv = torch.einsum("...hej,...hd->hejd", p, grad_out)
-    dr = q.new_empty(0) if r is None else (g * a * n).sum(-1, dtype=torch.promote_types(r.dtype, torch.float32)).to(r.dtype)
-    return dq, dk, du, dv, dr
+    dq = _sum_over_units(dm, k) + _sum_over_units(dn, u)
+    dk, du, dv = _sum_over_tokens(dm, q), _sum_over_tokens(dn, q), _sum_over_tokens(p, grad_out)
+    if r is None:
+        return dq, dk, du, dv, q.new_empty(0)
+    dr = (g * a * n).sum(-1, dtype=torch.promote_types(r.dtype, torch.float32)).to(r.dtype)
+    return dq, dk, du, dv, dr.flatten(-3, -2)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -79,7 +79,7 @@ def poisoned_memory() -> Iterator[None]:
 class Problem:
     """Inputs of the operator with the exact (float64) and the materialising same-precision results.
 
-    q, grad_out [..., H, d_h]; k, u, v [H, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights; eps, the router's.
+    q, grad_out [..., H, d_h]; k, u, v [H_kv, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights; eps, the router's.
     """
 
     q: Tensor
@@ -90,6 +90,11 @@ class Problem:
     w: Tensor
     grad_out: Tensor
     eps: float
+
+    @property
+    def group(self) -> int:
+        """H / H_kv, the heads that share a head of K, U and V."""
+        return self.q.shape[-2] // self.k.shape[0]
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,13 +116,16 @@ class Problem:
         q, r = self.q.flatten(0, -3)[rows], None if self.r is None else self.r.flatten(0, -3)[rows]
         heads = []
         for head in range(q.shape[1]):
-            one = slice(head, head + 1)
+            one, kv = slice(head, head + 1), slice(head // self.group, head // self.group + 1)
             gate = None if r is None else r[:, one].double()
-            heads.append(reference.forward(q[:, one].double(), *(x[one].double() for x in (self.k, self.u, self.v)), gate))
+            heads.append(reference.forward(q[:, one].double(), *(x[kv].double() for x in (self.k, self.u, self.v)), gate))
         return torch.cat(heads, 1)
 
     def exact_backward(self, head: int) -> tuple[Tensor, ...]:
-        """float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head; one sub-network at a time, so that long inputs fit."""
+        """float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head; one sub-network at a time, so that long inputs fit.
+
+        Without groups: H_kv = H.
+        """
         one = slice(head, head + 1)
         grad_out, q = self.grad_out[..., one, :].double(), self.q[..., one, :].double()
         parts = []
@@ -172,10 +180,12 @@ def problem(
     scale: float = 1.0,
     mean_score: float = 0.0,
     seed: int = 0,
+    num_kv_heads: int | None = None,
 ) -> Problem:
     """Fresh random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``.
 
     leading: q's dimensions before the heads, or the number of tokens. gate: r's and w's dtype, "float32" or "same" as q; None: no r.
+    num_kv_heads: H_kv; None for ``heads``.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     leading = (leading,) if isinstance(leading, int) else leading
@@ -184,8 +194,9 @@ def problem(
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float64) * std
 
     q = normal(*leading, heads, head_dim, std=scale)
-    k, u = (normal(heads, subnets, subnet_dim, head_dim, std=head_dim**-0.5) for _ in range(2))
-    v = normal(heads, subnets, subnet_dim, head_dim, std=(subnets * subnet_dim) ** -0.5)
+    shape = (num_kv_heads or heads, subnets, subnet_dim, head_dim)
+    k, u = (normal(*shape, std=head_dim**-0.5) for _ in range(2))
+    v = normal(*shape, std=(subnets * subnet_dim) ** -0.5)
     if mean_score:
         direction = torch.nn.functional.normalize(normal(head_dim), dim=0)
         shift = abs(mean_score) ** 0.5 * direction

@@ -54,16 +54,16 @@ def raises(kind: type[Exception], fragments: tuple[str, ...], call) -> None:
         raise AssertionError(f"no {kind.__name__}")
 
 
-def operands(heads: int = 4, subnets: int = 2) -> dict[str, Tensor]:
+def operands(heads: int = 4, subnets: int = 2, kv_heads: int | None = None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     draw = lambda *shape: torch.randn(shape, dtype=torch.float64)  # noqa: E731
-    weights = {name: draw(heads, subnets, 16, 16) for name in "kuv"}
+    weights = {name: draw(kv_heads or heads, subnets, 16, 16) for name in "kuv"}
     return {"grad_out": draw(4, 6, heads, 16), "q": draw(4, 6, heads, 16), **weights, "w": draw(heads, 16, subnets)}
 
 
-def check_rules(mesh: DeviceMesh, *ways: str) -> None:
+def check_rules(mesh: DeviceMesh, *ways: str, kv_heads: int | None = None) -> None:
     """Every operator with operands placed as ``ways`` name for each mesh dimension."""
-    x = operands()
+    x = operands(kv_heads=kv_heads)
     r = flashmhf.gate(x["q"], x["w"])
     of_tokens, of_weights, of_grads = ([WAYS[way][part] for way in ways] for part in range(3))
     d = {name: distribute_tensor(value, mesh, of_weights if name in "kuvw" else of_tokens) for name, value in x.items()}
@@ -94,6 +94,11 @@ def rules() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for way in WAYS:
         check_rules(mesh, way)
+        check_rules(mesh, way, kv_heads=2)
+    grouped = operands(heads=12, kv_heads=3)  # two ranks have no equal numbers of groups, so q is gathered
+    placed = {name: distribute_tensor(value, mesh, [Shard(2) if name == "q" else Replicate()]) for name, value in grouped.items()}
+    forward = lambda x: OPS.gated_forward(x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20)  # noqa: E731
+    equal(forward(placed), forward(grouped))
     x = operands()
     names = "q", "k", "u", "v", "w"
     expected = OPS.gated_forward(*(x[name] for name in names), 1e-20)

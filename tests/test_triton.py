@@ -85,6 +85,13 @@ def test_gates(gate, subnets):
 
 
 @runs_kernels
+@pytest.mark.parametrize("gate", [None, "float32"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_grouped_heads(heads, kv_heads, gate):
+    check(make((3, 50), heads, 32, 3, 48, HALF, gate=gate, num_kv_heads=kv_heads))
+
+
+@runs_kernels
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 def test_magnitudes(scale):
     check(make(200, 2, 64, 2, 64, torch.float32 if INTERPRETED else torch.bfloat16, scale=scale))  # fp16 has not the range

@@ -26,20 +26,20 @@ def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> None:
 
 
 @functools.cache
-def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int) -> Backend:
-    """The back end for this device, dtype and shape.
+def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1) -> Backend:
+    """The back end for this device, dtype and shape; ``group`` heads of q share a head of k, u and v.
 
     Raises ValueError for an unknown name and NotImplementedError for an explicit back end that cannot run, with the reason.
     """
     if backend != "auto":
         check_name(backend)
         chosen = definition if backend == REFERENCE else BACKENDS[backend]
-        reason = chosen.why_not(device, dtype, d_h=d_h, d_e=d_e)
+        reason = chosen.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group)
         if reason is not None:
             raise NotImplementedError(f"backend={backend!r} cannot run: {reason}")
         return chosen
     for name, candidate in BACKENDS.items():
-        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e)
+        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group)
         if reason is None:
             return candidate
         if name == "hopper":
@@ -80,8 +80,8 @@ def _lines(reasons: dict[str, str | None]) -> list[str]:
     return [f"{name:<7} {'usable' if reason is None else f'not usable: {reason}'}" for name, reason in reasons.items()]
 
 
-def _reasons(device: torch.device, dtype: torch.dtype, d_h: int, d_e: int) -> dict[str, str | None]:
-    return {name: module.why_not(device, dtype, d_h=d_h, d_e=d_e) for name, module in BACKENDS.items()}
+def _reasons(device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1) -> dict[str, str | None]:
+    return {name: module.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group) for name, module in BACKENDS.items()}
 
 
 def _device_name(device: torch.device) -> str:
@@ -89,7 +89,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None) -> Info:
-    """Which back end serves q [..., H, d_h] and k [H, E, d_e, d_h], and why each other does not.
+    """Which back end serves q [..., H, d_h] and k [H_kv, E, d_e, d_h], and why each other does not.
 
     Without arguments: what this machine has, judged by the current CUDA device (else the CPU) with bf16 (fp32 on a CPU), d_h = 128 and
     d_e = 384; ``other_devices`` has the other CUDA devices. This initialises CUDA in the process, after which a fork cannot use CUDA.
@@ -110,7 +110,7 @@ def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None) -> Info:
     else:
         checks.tensors(q=q, k=k)
         checks.operands(q, k, k, k)
-        device, case = q.device, (q.dtype, k.shape[3], k.shape[2])
+        device, case = q.device, (q.dtype, k.shape[3], k.shape[2], q.shape[-2] // k.shape[0])
     reasons = _reasons(device, *case)
     details: dict[str, object] = {"device": _device_name(device), "torch": torch.__version__}
     if hopper.library() is None:

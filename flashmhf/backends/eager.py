@@ -8,6 +8,7 @@ Legend: t tokens of a block, J width of an inter chunk, D = d_h.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -25,7 +26,7 @@ TOKENS = 2048
 MIN_TOKENS = 64
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1) -> str | None:
     """Every device, floating dtype and size is supported."""
     return None
 
@@ -63,11 +64,11 @@ def _by_subnet(x: Tensor, subnet_dim: int) -> Tensor:
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    heads, subnets, subnet_dim, head_dim = k.shape
-    tokens = token_count(q)
+    kv_heads, subnets, subnet_dim, head_dim = k.shape
+    heads, tokens = q.shape[-2], token_count(q)
     q_rows, r_rows = TokenRows(q), None if r is None else TokenRows(r)
     out_rows = out.view(tokens, heads, head_dim)
-    k, u, v = (x.view(heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
+    k, u, v = (x.view(kv_heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
     dtype = accumulate_dtype(q.dtype)
     step, width = _block_sizes(tokens, subnets, subnet_dim, dtype)
     for start in range(0, tokens, max(step, 1)):
@@ -75,14 +76,14 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, det
         q_block = q_rows[block]
         r_block = None if r is None else r_rows[block].to(dtype)
         for h in range(heads):
-            q_h = q_block[:, h]
+            q_h, kv = q_block[:, h], h // (heads // kv_heads)
             total = torch.zeros(q_h.shape, dtype=dtype, device=q.device)
             for chunk in _chunks(subnets, subnet_dim, width):
-                activation = torch.nn.functional.silu(_product(q_h, k[h, chunk].T, dtype), inplace=True)
-                activation *= _product(q_h, u[h, chunk].T, dtype)
+                activation = torch.nn.functional.silu(_product(q_h, k[kv, chunk].T, dtype), inplace=True)
+                activation *= _product(q_h, u[kv, chunk].T, dtype)
                 if r_block is not None:
                     _by_subnet(activation, subnet_dim).mul_(_spread(r_block[:, h], chunk, subnet_dim))
-                _add_product(total, activation.to(q.dtype), v[h, chunk])
+                _add_product(total, activation.to(q.dtype), v[kv, chunk])
             out_rows[block, h] = total
     return out
 
@@ -141,8 +142,9 @@ def _backward(
     """Adds into ``weight_grads`` and returns (dq, dr). m = q k, n = q u, s = sigmoid(m), a = m s, g = grad_out v:
     dr = sum g a n, dn = g a r, dm = g n r (s + a (1 - s)), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
     """
-    heads, subnets, subnet_dim, head_dim = k.shape
-    tokens = token_count(q)
+    kv_heads, subnets, subnet_dim, head_dim = k.shape
+    heads, tokens = q.shape[-2], token_count(q)
+    group = heads // kv_heads
     dtype = accumulate_dtype(q.dtype)
     needs_dr = needs_tokens and r is not None
     dq = torch.empty(q.shape, dtype=dq_dtype, device=q.device) if needs_tokens else q.new_empty(0)
@@ -150,15 +152,15 @@ def _backward(
     dq_rows = dq.view(tokens, heads, head_dim) if needs_tokens else None
     dr_rows = dr.view(tokens, heads, subnets) if needs_dr else None
     q_rows, grad_rows, r_rows = TokenRows(q), TokenRows(grad_out), None if r is None else TokenRows(r)
-    k, u, v = (x.view(heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
+    k, u, v = (x.view(kv_heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
     step, width = _block_sizes(tokens, subnets, subnet_dim, dtype)
-    for h in range(heads):
+    for kv in range(kv_heads):
         # fp32 sums of one head at a time: the only buffers that grow with d_ff.
         sums = None
         if weight_grads is not None:
-            targets = [x.view(heads, subnets * subnet_dim, head_dim)[h] for x in weight_grads]
+            targets = [x.view(k.shape)[kv] for x in weight_grads]
             sums = [x if x.dtype == dtype else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in targets]
-        for start in range(0, tokens, max(step, 1)):
+        for h, start in itertools.product(range(kv * group, (kv + 1) * group), range(0, tokens, max(step, 1))):
             block = slice(start, min(start + step, tokens))
             # One head's rows side by side: the products that sum over tokens read them faster.
             q_h, grad_h = (rows[block][:, h].contiguous() for rows in (q_rows, grad_rows))
@@ -166,7 +168,7 @@ def _backward(
             dq_sum = torch.zeros(q_h.shape, dtype=dtype, device=q.device) if needs_tokens else None
             dr_sum = torch.zeros((q_h.shape[0], subnets), dtype=dtype, device=q.device) if needs_dr else None
             for chunk in _chunks(subnets, subnet_dim, width):
-                k_c, u_c, v_c = k[h, chunk], u[h, chunk], v[h, chunk]
+                k_c, u_c, v_c = k[kv, chunk], u[kv, chunk], v[kv, chunk]
                 m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q_h, k_c), (q_h, u_c), (grad_h, v_c)))
                 a = torch.nn.functional.silu(m)
                 p = a * n

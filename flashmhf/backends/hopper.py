@@ -62,7 +62,7 @@ def build_info() -> dict:
     return json.loads(torch.ops.flashmhf_hopper.build_info())
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1) -> str | None:
     """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
     if device.type != "cuda":
         return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
@@ -75,6 +75,8 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> 
         return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
     if d_e % SUBNET_DIM_MULTIPLE:
         return f"d_e is {d_e}; supported: multiples of {SUBNET_DIM_MULTIPLE}"
+    if group != 1:
+        return f"{group} heads of q share a head of k; supported: one each (grouped heads: the triton and eager back ends)"
     return library()
 
 

@@ -10,7 +10,8 @@ tokens      Shard(any leading dimension)    Replicate   Partial(sum)            
 replicate   Replicate                       Replicate   Replicate               none
 ==========  ==============================  ==========  ======================  ========================
 
-Operands in other placements are redistributed to the cheapest of the three. Unequal numbers of heads are refused.
+Operands in other placements are redistributed to the cheapest of the three. Unequal numbers of heads are refused. The heads of q that
+share a head of k are on one rank: the first way needs a mesh size that divides H_kv.
 """
 
 from __future__ import annotations
@@ -67,7 +68,16 @@ def _strategy(schema: OpSchema) -> OpStrategy:
     ]
     columns = [_placements(schema, operands, *way) for way in ways]
     outputs = len(columns[0]) - len(operands)
-    return expand_to_full_mesh_op_strategy(operands["q"].mesh, schema, columns, input_index=outputs)
+    strategy = expand_to_full_mesh_op_strategy(operands["q"].mesh, schema, columns, input_index=outputs)
+    k = list(operands).index("k")
+    strategy.strategies = [way for way in strategy.strategies if _divides(way.input_specs[k], operands["k"].shape[0])]
+    return strategy
+
+
+def _divides(spec: DTensorSpec, heads: int) -> bool:
+    """Whether the ranks that shard k's first dimension divide its ``heads``: a rank then has whole groups of heads."""
+    ranks = math.prod(size for size, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard(0))
+    return heads % ranks == 0
 
 
 def _placements(

@@ -1,7 +1,8 @@
 """The paper's three Triton kernels: forward; dQ and dR; dK, dU and dV (arXiv 2512.06989, appendix A).
 
 Legend: T tokens, t a block of BT of them, D = d_h (BD: the next power of two, columns past D are zero), j a block of BI inter units
-of one sub-network. m = q.k, n = q.u, g = grad_out.v, s = sigmoid(m), a = m s; every product accumulates in fp32.
+of one sub-network. m = q.k, n = q.u, g = grad_out.v, s = sigmoid(m), a = m s; every product accumulates in fp32. H heads h of q, of
+which GROUP share a head of K, U and V.
 
 K and U tiles lie on top of each other in shared memory ([2 BI, BD], K rows first), so one product gives [m | n] and one product
 takes [dm | dn]: half as many waits on the tensor cores, and the left operand is read once for both. The two halves of an
@@ -51,7 +52,7 @@ def load_tokens(x, t, h, T, table, length, outer, inner, head, column, LAYOUT: t
 
 @triton.jit
 def load_pair(first, second, row, j, d_e, D: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """[2 BI, BD]: a tile of one matrix above the same tile of the other; row = h E + e."""
+    """[2 BI, BD]: a tile of one matrix above the same tile of the other; row = (h // GROUP) E + e."""
     if DESCRIPTORS:
         return first.load([row, 0, j * BI, 0]).reshape(2 * BI, BD)
     else:
@@ -64,7 +65,7 @@ def load_pair(first, second, row, j, d_e, D: tl.constexpr, BD: tl.constexpr, BI:
 
 @triton.jit
 def load_tile(x, row, j, d_e, D: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """[BI, BD] of x [H E, d_e, D]."""
+    """[BI, BD] of x [H_kv E, d_e, D]."""
     if DESCRIPTORS:
         return x.load([row, j * BI, 0]).reshape(BI, BD)
     else:
@@ -149,6 +150,7 @@ def forward_kernel(
     r_column,
     Q_LAYOUT: tl.constexpr,
     R_LAYOUT: tl.constexpr,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -177,7 +179,7 @@ def forward_kernel(
     e = e_first
     j = 0
     for _ in range((e_end - e_first) * tiles):
-        row = h * E + e
+        row = (h // GROUP) * E + e
         mn = tl.dot(q_t, load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS).T, input_precision="ieee")
         if BEHIND:
             # The first tile has nothing behind it: p is zero, and any row of V will do.
@@ -196,7 +198,7 @@ def forward_kernel(
         e = tl.where(last, e + 1, e)
         j = tl.where(last, 0, j + 1)
     if BEHIND:
-        v_j = load_tile(v, h * E + e_end - 1, tiles - 1, d_e, D, BD, BI, DESCRIPTORS)
+        v_j = load_tile(v, (h // GROUP) * E + e_end - 1, tiles - 1, d_e, D, BD, BI, DESCRIPTORS)
         total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
     store_rows(out + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
 
@@ -237,6 +239,7 @@ def token_grads_kernel(
     G_LAYOUT: tl.constexpr,
     Q_LAYOUT: tl.constexpr,
     R_LAYOUT: tl.constexpr,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -263,7 +266,7 @@ def token_grads_kernel(
     e = e_first
     j = 0
     for _ in range((e_end - e_first) * tiles):
-        row = h * E + e
+        row = (h // GROUP) * E + e
         ku = load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS)
         v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
         mn = tl.dot(q_t, ku.T, input_precision="ieee")
@@ -323,6 +326,7 @@ def weight_grads_kernel(
     G_LAYOUT: tl.constexpr,
     Q_LAYOUT: tl.constexpr,
     R_LAYOUT: tl.constexpr,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -334,8 +338,8 @@ def weight_grads_kernel(
     BY_BLOCKS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads, shares of the tokens (each its own
-    d_first, d_second, dv).
+    """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads of K, shares of the tokens (each
+    its own d_first, d_second, dv); a share sums over the heads of the group, too.
 
     The accumulators are the transposes [BD, 2 BI] and [BD, BI]: q and grad_out are then left operands read straight from where
     they were loaded, and what was computed here is the right operand, which goes through shared memory in any case.
@@ -343,39 +347,41 @@ def weight_grads_kernel(
     tiles = tl.cdiv(d_e, BI)
     j = tl.program_id(0) % tiles
     e = tl.program_id(0) // tiles
-    h = tl.program_id(1)
+    kv = tl.program_id(1)
     share = tl.program_id(2)
-    row = h * E + e
+    row = kv * E + e
     ku = load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS)
     v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
     dku = tl.zeros([BD, 2 * BI], dtype=tl.float32)
     dv_j = tl.zeros([BD, BI], dtype=tl.float32)
-    if r is not None:
-        r_column_of_e = r + h.to(tl.int64) * r_head + e * r_column
     start = share * share_tokens
-    for t_first in range(start, tl.minimum(start + share_tokens, T), BT):
-        t = t_first + tl.arange(0, BT)
-        if TOKEN_DESCRIPTORS:
-            q_t = q.load([t_first, h * q_head])
-            grad_t = grad_out.load([t_first, h * g_head])
-        else:
-            q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, BD)
-            grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, BD)
-        mn = tl.dot(q_t, ku.T, input_precision="ieee")
-        g = tl.dot(grad_t, v_j.T, input_precision="ieee")
-        m, n = halves(mn, BT, BI, SWAPPED)
-        s = sigmoid(m, RECIPROCAL)
-        a = m * s
-        n_slope = n * (s + a * (1.0 - s))
+    for member in range(GROUP):
+        h = kv * GROUP + member
         if r is not None:
-            r_t = r_column_of_e + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT)
-            weight = tl.load(r_t, mask=t < T, other=0.0).to(tl.float32)[:, None]
-            n_slope *= weight
-            a *= weight
-        dv_j = add_product(dv_j, grad_t.T, (a * n).to(grad_t.dtype), BY_BLOCKS)
-        dmn = join_halves((g * n_slope).to(q_t.dtype), (g * a).to(q_t.dtype), BT, BI, SWAPPED)
-        dku = add_product(dku, q_t.T, dmn, BY_BLOCKS)
-    base = (share.to(tl.int64) * H * E + row) * d_e * D
+            r_column_of_e = r + h.to(tl.int64) * r_head + e * r_column
+        for t_first in range(start, tl.minimum(start + share_tokens, T), BT):
+            t = t_first + tl.arange(0, BT)
+            if TOKEN_DESCRIPTORS:
+                q_t = q.load([t_first, h * q_head])
+                grad_t = grad_out.load([t_first, h * g_head])
+            else:
+                q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, BD)
+                grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, BD)
+            mn = tl.dot(q_t, ku.T, input_precision="ieee")
+            g = tl.dot(grad_t, v_j.T, input_precision="ieee")
+            m, n = halves(mn, BT, BI, SWAPPED)
+            s = sigmoid(m, RECIPROCAL)
+            a = m * s
+            n_slope = n * (s + a * (1.0 - s))
+            if r is not None:
+                r_t = r_column_of_e + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT)
+                weight = tl.load(r_t, mask=t < T, other=0.0).to(tl.float32)[:, None]
+                n_slope *= weight
+                a *= weight
+            dv_j = add_product(dv_j, grad_t.T, (a * n).to(grad_t.dtype), BY_BLOCKS)
+            dmn = join_halves((g * n_slope).to(q_t.dtype), (g * a).to(q_t.dtype), BT, BI, SWAPPED)
+            dku = add_product(dku, q_t.T, dmn, BY_BLOCKS)
+    base = (share.to(tl.int64) * (H // GROUP) * E + row) * d_e * D
     i = tl.arange(0, 2 * BI)
     unit = j * BI + i % BI
     store_weight_grad(tl.where(i < BI, d_first, d_second) + base + unit * D, dku.T, unit, d_e, D, BD, ADD)

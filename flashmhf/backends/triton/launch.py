@@ -140,10 +140,11 @@ class _Weights:
 
 
 def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
-    heads, subnets, subnet_dim, head_dim = k.shape
+    kv_heads, subnets, subnet_dim, head_dim = k.shape
     return {
         "T": token_count(q),
-        "H": heads,
+        "H": q.shape[-2],
+        "GROUP": q.shape[-2] // kv_heads,
         "E": subnets,
         "d_e": subnet_dim,
         "D": head_dim,
