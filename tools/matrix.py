@@ -1,12 +1,13 @@
-"""Runs the CPU tests with several versions of torch and transformers, each pair in an environment of its own.
+"""Runs the CPU tests with several versions of torch, transformers and Python, each set in an environment of its own.
 
-$ python tools/matrix.py                                        # every pair, all tests
-$ python tools/matrix.py --pairs 2.10/5.17 -- tests/test_nn.py  # one pair, some tests
-$ python tools/matrix.py --wheel dist/flashmhf-*.whl            # with the wheel of a release, CUDA library included
-$ python tools/matrix.py --check                                # whether docs/compatibility.md says what the record says
+$ python tools/matrix.py                                             # every set, all tests
+$ python tools/matrix.py --sets 2.10/5.17/3.10 -- tests/test_nn.py   # one set, some tests
+$ python tools/matrix.py --wheel dist/flashmhf-*.whl                 # with the wheel of a release, CUDA library included
+$ python tools/matrix.py --check                                     # whether docs/compatibility.md says what the record says
 
-The result of a pair and selection replaces the earlier one in benchmarks/results/compatibility.json; docs/compatibility.md has the
-table. Environments are deleted afterwards: a CUDA build of torch takes about 7 GB. Needs a network and the standard library.
+A set names torch, transformers and Python; python3.X must be in the PATH or be given by --interpreters. The result of a set and selection
+replaces the earlier one in benchmarks/results/compatibility.json; docs/compatibility.md has the table. Environments are deleted afterwards:
+a CUDA build of torch takes up to 7 GB. Needs a network and the standard library.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- compatibility: begin (tools/matrix.py) -->", "<!-- compatibility: end -->"
-# Oldest and newest of both, and what the serving engines pin: torch 2.14 (vLLM, SGLang).
-PAIRS = ("2.10/5.17", "2.13/5.23", "2.14/5.17", "2.15/5.23")
+# Oldest and newest of all three (Python 3.10 has no torch 2.15 and no transformers 5.21), and torch 2.14, which serving engines pin.
+SETS = ("2.10/5.17/3.10", "2.10/5.23/3.11", "2.13/5.23/3.12", "2.14/5.17/3.13", "2.15/5.23/3.14")
 IMPORT_TIMES = """
 import json, time
 start = time.process_time()
@@ -67,8 +68,22 @@ def pure_wheel(folder: Path) -> Path:
     return next(folder.glob("flashmhf-*.whl"))
 
 
-def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel: Path) -> Path:
-    """A fresh environment with exactly these versions; its interpreter."""
+def interpreter(version: str, given: list[str]) -> str:
+    """The program of this Python: one of those given, else that of the PATH. Raises ValueError where there is none."""
+    name = f"python{version}"
+    found = next((path for path in given if Path(path).name == name), None) or shutil.which(name)
+    if found is None:
+        raise ValueError(f"there is no {name} in the PATH or in --interpreters")
+    return found
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel: Path) -> tuple[Path, int]:
+    """A fresh environment with exactly these versions: its interpreter, and the bytes that torch and what it needs take."""
     run(interpreter, "-m", "venv", folder)
     python = folder / "bin" / "python"
     constraints = folder / "constraints.txt"
@@ -76,9 +91,11 @@ def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel
     kept = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(versioned)]
     constraints.write_text("\n".join([*kept, f"torch=={torch}.*", f"transformers=={transformers}.*", ""]))
     pip = (python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "-c", constraints)
+    empty = size(folder)
     run(*pip, "torch")
+    torch_bytes = size(folder) - empty
     run(*pip, f"{wheel}[test]")
-    return python
+    return python, torch_bytes
 
 
 def passed_tests(python: Path, tests: list[str]) -> dict:
@@ -110,16 +127,17 @@ def passed_tests(python: Path, tests: list[str]) -> dict:
     }
 
 
-def result(interpreter: str, pair: str, wheel: Path, tests: list[str], keep: Path | None) -> dict:
-    torch, transformers = pair.split("/")
+def result(program: str, versions: str, wheel: Path, tests: list[str], keep: Path | None) -> dict:
+    torch, transformers, _ = versions.split("/")
     with tempfile.TemporaryDirectory(prefix="flashmhf-matrix-", dir=keep) as scratch:
-        python = install(interpreter, Path(scratch) / "env", torch, transformers, wheel)
+        python, torch_bytes = install(program, Path(scratch) / "env", torch, transformers, wheel)
         version, torch_seconds, own_seconds = json.loads(run(python, "-c", IMPORT_TIMES, cwd=scratch))
         return {
-            "pair": pair,
+            "set": versions,
             "python": run(python, "-c", "import platform; print(platform.python_version())").strip(),
             "torch": version,
             "transformers": run(python, "-c", "from importlib.metadata import version as v; print(v('transformers'))").strip(),
+            "torch_gb": round(torch_bytes / 1e9, 1),
             "library": run(python, "-c", LOAD, cwd=scratch).strip(),
             "import_torch_s": round(torch_seconds, 2),
             "import_flashmhf_s": round(own_seconds, 3),
@@ -134,12 +152,13 @@ def table(rows: list[dict]) -> str:
     """The block between the markers of docs/compatibility.md."""
     if not rows:
         return f"{BEGIN}\n{END}"
-    header = ("torch", "transformers", "Python", "tests", "passed", "failed", "skipped", "CUDA library", "`import flashmhf`", "date")
+    header = "torch | on disk | transformers | Python | tests | passed | failed | skipped | CUDA library | `import flashmhf` | date"
     selections = {row["selection"] for row in rows} - {"all"}
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines = [f"| {header} |", "|" + " --- |" * len(header.split("|"))]
     for row in rows:
         cells = (
             row["torch"],
+            f"{row['torch_gb']:.1f} GB",
             row["transformers"],
             row["python"],
             "all" if row["selection"] == "all" else f"{1 + sorted(selections).index(row['selection'])}",
@@ -172,8 +191,8 @@ def write(rows: list[dict]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pairs", nargs="+", default=PAIRS, metavar="TORCH/TRANSFORMERS", help=f"default: {' '.join(PAIRS)}")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the environments")
+    parser.add_argument("--sets", nargs="+", default=SETS, metavar="TORCH/TRANSFORMERS/PYTHON", help=f"default: {' '.join(SETS)}")
+    parser.add_argument("--interpreters", nargs="+", default=[], metavar="PYTHON3.X", help="programs that are not in the PATH")
     parser.add_argument("--wheel", type=Path, help="install this wheel (default: one of this source tree without the CUDA library)")
     parser.add_argument("--scratch", type=Path, help="where environments are made (default: the system's temporary folder)")
     parser.add_argument("--check", action="store_true", help="run nothing; exit status 1 where page and record disagree")
@@ -182,15 +201,22 @@ def main(arguments: list[str] | None = None) -> int:
     rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
     if options.check:
         return int(with_table(PAGE.read_text(), rows) != PAGE.read_text())
+    try:
+        programs = {}
+        for versions in options.sets:
+            _torch, _transformers, python = versions.split("/")
+            programs[versions] = interpreter(python, options.interpreters)
+    except ValueError as error:
+        parser.error(f"--sets {' '.join(options.sets)}: {error}")
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
         wheel = options.wheel.resolve() if options.wheel else pure_wheel(Path(scratch))
-        for pair in options.pairs:
-            row = result(options.python, pair, wheel, options.tests, options.scratch)
-            rows = [old for old in rows if (old["pair"], old["selection"]) != (pair, row["selection"])]
-            rows = sorted([*rows, row], key=lambda row: (row["selection"], row["pair"]))
+        for versions, program in programs.items():
+            row = result(program, versions, wheel, options.tests, options.scratch)
+            rows = [old for old in rows if (old["set"], old["selection"]) != (versions, row["selection"])]
+            rows = sorted([*rows, row], key=lambda row: (row["selection"], row["set"]))
             write(rows)
-            print(f"torch {row['torch']}, transformers {row['transformers']}: {row['passed']} passed, {len(row['failed'])} failed")
+            print(f"{versions}: torch {row['torch']}, {row['passed']} passed, {len(row['failed'])} failed", flush=True)
             failed |= bool(row["failed"])
     return int(failed)
 
