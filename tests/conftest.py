@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import pathlib
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,11 @@ import pytest
 
 # Before OpenMP starts: threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before huggingface_hub is imported, which reads it once: without a network every name that is no file waits 48 s for the Hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A background job of a shell ignores SIGINT, and so would the runs that tests interrupt with it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
 

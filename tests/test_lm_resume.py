@@ -379,7 +379,6 @@ BAD_STARTS = [
 def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, capsys):
     """Every error is one line with status 2, and the corrected command works in the same directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     whole = subprocess.run(["gzip", "-c", text], capture_output=True, check=True).stdout
     Path("broken.txt.gz").write_bytes(whole[:200] + bytes(200) + whole[400:])
     command = ["train", "--output", "run", "--preset", "tiny", "--data", str(text), "--steps", "2", "--device", "cpu"]

@@ -130,6 +130,16 @@ def test_the_compatibility_table_agrees_with_the_record():
     assert script("matrix").main(["--check"]) == 0
 
 
+def test_a_set_without_an_interpreter_is_refused(capsys):
+    for versions, message in (
+        ("2.13/5.23/2.99", "there is no python2.99 in the PATH or in --interpreters"),
+        ("2.13/5.23", "not enough values"),
+    ):
+        with pytest.raises(SystemExit):
+            script("matrix").main(["--sets", versions])
+        assert message in capsys.readouterr().err
+
+
 def test_a_missing_library_is_refused(capsys):
     with pytest.raises(SystemExit):
         script("build_wheel").main(["--library", "no_such_file.so"])
@@ -145,6 +155,31 @@ def test_an_isolated_build_gets_the_torch_of_this_environment(monkeypatch, tmp_p
     monkeypatch.delenv("TORCH_ROOT", raising=False)
     build_wheel.build(tmp_path, None, build_wheel.platform.machine())
     assert calls == [{"FLASHMHF_WHEEL": "1", "TORCH_ROOT": str(Path(torch.__file__).parent)}]
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "name", "accepted"),
+    [
+        ("x86_64", "manylinux_2_28_x86_64", "manylinux_2_28_x86_64", True),
+        ("aarch64", "auto", "manylinux_2_26_aarch64", True),
+        ("aarch64", "auto", "manylinux_2_34_aarch64", False),
+        ("aarch64", "auto", "linux_aarch64", False),
+    ],
+)
+def test_a_wheel_for_another_machine_must_serve_the_same_systems(machine, asked, name, accepted, tmp_path, monkeypatch):
+    build_wheel = script("build_wheel")
+    monkeypatch.setattr(build_wheel.platform, "machine", lambda: "x86_64")
+
+    def auditwheel(*command):
+        assert command[command.index("--plat") + 1] == asked
+        (Path(command[command.index("--wheel-dir") + 1]) / f"flashmhf-0.2.0-py3-none-{name}.whl").touch()
+
+    monkeypatch.setattr(build_wheel, "run", auditwheel)
+    if accepted:
+        assert build_wheel.repair(tmp_path / "any.whl", tmp_path, machine) == tmp_path / f"flashmhf-0.2.0-py3-none-{name}.whl"
+    else:
+        with pytest.raises(RuntimeError, match="needs a newer system than manylinux_2_28"):
+            build_wheel.repair(tmp_path / "any.whl", tmp_path, machine)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,10 +47,19 @@ def build(folder: Path, library: Path | None, machine: str) -> Path:
 
 
 def repair(wheel: Path, folder: Path, machine: str) -> Path:
-    """The wheel under the name manylinux_2_28; auditwheel fails where the library needs a newer system."""
+    """The wheel under the name manylinux_2_28; auditwheel fails where the library needs a newer system.
+
+    auditwheel takes a platform's name for its own machine only. For another it finds the oldest system that serves.
+    """
+    platform_name = f"manylinux_2_28_{machine}" if machine == platform.machine() else "auto"
     excluded = [argument for name in FROM_TORCH for argument in ("--exclude", name)]
-    run("auditwheel", "repair", "--plat", f"manylinux_2_28_{machine}", "--only-plat", *excluded, "--wheel-dir", folder, wheel)
-    return max(folder.glob(f"flashmhf-*manylinux_2_28_{machine}.whl"), key=lambda path: path.stat().st_mtime)
+    with tempfile.TemporaryDirectory() as scratch:
+        run("auditwheel", "repair", "--plat", platform_name, "--only-plat", *excluded, "--wheel-dir", scratch, wheel)
+        (repaired,) = Path(scratch).glob("flashmhf-*.whl")
+        found = re.search(rf"-manylinux_2_(\d+)_{machine}\.whl$", repaired.name)
+        if found is None or int(found[1]) > 28:
+            raise RuntimeError(f"{repaired.name}: the library needs a newer system than manylinux_2_28")
+        return Path(shutil.copy2(repaired, folder))
 
 
 def main(arguments: list[str] | None = None) -> int:
