@@ -1,26 +1,38 @@
 """Two GPUs against one: the operator and the module by heads, and whole-model training under FSDP2 and tensor parallelism.
 
-    python benchmarks/distributed.py --results benchmarks/results     # two H200s, under five minutes
+    python benchmarks/distributed.py --results benchmarks/results     # two H200s, about five minutes
     python benchmarks/distributed.py --smoke --results DIRECTORY      # two CPU processes over gloo, tiny: that it runs
 
-One process a device, all started here. The module and the operator run at the efficiency table's shape (T = 32,256) in bf16.
-FlashMHF-1.3B and SwiGLU-1.3B train on the same batches of 8 sequences of 4096 tokens with AdamW, bf16 autocast over float32 weights
-and every block compiled: one GPU (two micro-batches of 4), FSDP2 (4 a GPU) and tensor parallelism (two micro-batches of 4 on both).
+One process a device, all started here, NVLink multicast off. The parts, in the order in which they run:
+
+module      the operator and the module by heads at the efficiency table's shape (T = 32,256) in bf16, against one GPU
+async       the compiled module under sequence parallelism, without and with PyTorch's asynchronous tensor parallelism
+one         FlashMHF-1.3B on the first GPU and SwiGLU-1.3B on the second, at the same time
+<ffn> fsdp2, <ffn> tp2    the same trainings on both GPUs
+
+The trainings take the same batches of 8 sequences of 4096 tokens with AdamW, bf16 autocast over float32 weights and every block
+compiled: one GPU in two micro-batches of 4, FSDP2 in 4 a GPU, and tensor parallelism in two micro-batches of 4 on both.
 Written: distributed_<device>.json with times, speed-ups, tokens/s (median of the steps after the compiling ones), MFU, peak memory,
-every loss, and the bars of the project's scaling goal with whether each is met. Exit status 1 when one is not.
+every loss, and the bars of the project's scaling goal with whether each is met. The record is written anew after every part: a part
+that fails or that --limit leaves out has its reason there, and the parts after a failed one run in new processes. Exit status 1 when
+a part has no result or a bar is not met.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import gc
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +41,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import flashmhf
 from flashmhf.bench import environment
@@ -39,6 +51,10 @@ RANKS = 2
 WARM_UP = 3  # steps that hold the compilation
 OURS, BASELINE = "flashmhf", "swiglu"
 ONE, FSDP, TP = "one", "fsdp2", "tp2"
+PARTS = ("module", "async", ONE, f"{OURS} {FSDP}", f"{BASELINE} {FSDP}", f"{OURS} {TP}", f"{BASELINE} {TP}")
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=3)  # the longest wait is for the other process to compile and to train alone
+# A program that uses NVLink multicast can put the GPUs of a host that others share out of service.
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 BARS = {
     "fsdp2 tokens/s over 2 x one GPU, flashmhf": 0.94,
     "the same, flashmhf minus swiglu": -0.02,
@@ -58,7 +74,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", default="benchmarks/results", metavar="DIR")
     parser.add_argument("--smoke", action="store_true", help="CPU and gloo, tiny")
     parser.add_argument("--steps", type=int, default=50, help="of FlashMHF; SwiGLU, whose speed alone counts, trains 15 at most")
-    parser.add_argument("--parts", nargs="+", choices=("module", "training"), default=["module", "training"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of: {', '.join(PARTS)}")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="no part goes on after it")
     return parser.parse_args()
 
 
@@ -107,19 +124,52 @@ class Job:
             torch.cuda.reset_peak_memory_stats()
 
 
-def speed_ups(job: Job) -> dict[str, dict[str, float]]:
+def forward(module: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> Callable[[], object]:
+    def call():
+        with torch.no_grad():
+            return module(tokens)
+
+    return call
+
+
+def backward(module: nn.Module, tokens: torch.Tensor) -> Callable[[], object]:
+    leaf, grad = tokens.clone().requires_grad_(), torch.randn_like(tokens)
+
+    def call():
+        module(leaf).backward(grad)
+        module.zero_grad(set_to_none=True)
+        leaf.grad = None
+
+    return call
+
+
+def module_setup(job: Job) -> tuple[flashmhf.FlashMHF, Callable[..., nn.Module], torch.Tensor]:
+    """The module on one device, a function that makes sharded copies of it, and tokens [T, d_model]."""
     shape = OP_SMOKE if job.options.smoke else OP_SHAPE
     torch.manual_seed(0)
     settings = {"device": job.device, "dtype": job.dtype}
     size = shape["d_model"], shape["heads"], shape["subnets"], shape["subnet_dim"]
-    one, many = flashmhf.FlashMHF(*size, **settings), flashmhf.FlashMHF(*size, **settings)
-    many.load_state_dict(one.state_dict())
-    parallelize(many, job.mesh)
-    sequence = parallelize(flashmhf.FlashMHF(*size, **settings), job.mesh, sequence_dim=1)
-    x = torch.randn(8, shape["tokens"] // 8, shape["d_model"], **settings)
+    one = flashmhf.FlashMHF(*size, **settings)
+
+    def sharded(**options) -> nn.Module:
+        copy = flashmhf.FlashMHF(*size, **settings)
+        copy.load_state_dict(one.state_dict())
+        return parallelize(copy, job.mesh, **options)
+
+    return one, sharded, torch.randn(shape["tokens"], shape["d_model"], **settings)
+
+
+def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.01 * expected.abs().max().item())
+
+
+def speed_ups(job: Job) -> dict[str, dict[str, float]]:
+    one, sharded, tokens = module_setup(job)
+    many, sequence = sharded(), sharded(sequence_dim=1)
+    x = tokens.view(8, -1, one.d_model)
     mine = x.tensor_split(RANKS, 1)[job.rank].contiguous()
-    with torch.no_grad():
-        torch.testing.assert_close(many(x), one(x), rtol=0.1, atol=0.01 * one(x).abs().max().item())
+    check(forward(many, x)(), forward(one, x)())
+    check(forward(sequence, mine)(), forward(one, x)().tensor_split(RANKS, 1)[job.rank])
     results = {}
 
     def measure(name: str, one_pass: Callable, many_pass: Callable) -> None:
@@ -127,25 +177,7 @@ def speed_ups(job: Job) -> dict[str, dict[str, float]]:
         results[name] = {"one_ms": 1e3 * alone, "tp2_ms": 1e3 * both, "speed_up": alone / both}
         job.log(f"{name}: one {1e3 * alone:.3f} ms, tp2 {1e3 * both:.3f} ms, speed-up {alone / both:.3f}")
 
-    def forward(module: nn.Module, tokens: torch.Tensor) -> Callable[[], object]:
-        def call():
-            with torch.no_grad():
-                return module(tokens)
-
-        return call
-
-    def backward(module: nn.Module, tokens: torch.Tensor) -> Callable[[], object]:
-        leaf, grad = tokens.clone().requires_grad_(), torch.randn_like(tokens)
-
-        def call():
-            module(leaf).backward(grad)
-            module.zero_grad(set_to_none=True)
-            leaf.grad = None
-
-        return call
-
-    heads, head_dim = shape["heads"], shape["d_model"] // shape["heads"]
-    q = torch.randn(shape["tokens"], heads, head_dim, **settings)
+    q = torch.randn(len(tokens), one.num_heads, one.head_dim, device=job.device, dtype=job.dtype)
     weights = [getattr(one, name).detach() for name in ("k", "u", "v", "router")]
     d_q = distribute_tensor(q, job.mesh, [Shard(1)])
     d_weights = [distribute_tensor(weight, job.mesh, [Shard(0)]) for weight in weights]
@@ -157,8 +189,37 @@ def speed_ups(job: Job) -> dict[str, dict[str, float]]:
     measure("module forward and backward", backward(one, x), backward(many, x))
     measure("module forward, sequence parallel", forward(one, x), forward(sequence, mine))
     measure("module forward and backward, sequence parallel", backward(one, x), backward(sequence, mine))
-    replicated = distribute_tensor(x, job.mesh, [Replicate()])
-    assert replicated.to_local().shape == x.shape
+    return results
+
+
+def asynchronous(job: Job) -> dict[str, object]:
+    """Times of the compiled module under sequence parallelism; with symmetric memory, which fused operators the compiled code calls.
+
+    Symmetric memory is CUDA's: with --smoke the code is compiled without it.
+    """
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    one, sharded, tokens = module_setup(job)
+    mine = tokens.tensor_split(RANKS)[job.rank].contiguous()
+    expected = forward(one, tokens)()
+    results: dict[str, object] = {"one_ms": 1e3 * job.seconds(forward(one, tokens), together=False)}
+    for name, pipelined in (("compiled", False), ("compiled, asynchronous", True)):
+        job.free()
+        module = sharded(sequence_dim=0)
+        if pipelined and not job.options.smoke:
+            enable_symm_mem_for_group(job.mesh.get_group().group_name)
+        with config.patch(_micro_pipeline_tp=pipelined and not job.options.smoke):
+            # Not the module alone: its hooks, which hold the collectives, would be graphs of their own.
+            compiled = torch.compile(lambda x, module=module: module(x), fullgraph=True, dynamic=False)
+            call = forward(compiled, mine)
+            out, code = run_and_get_code(call)
+        check(out, expected.tensor_split(RANKS)[job.rank])
+        seconds = job.seconds(call, together=True)
+        fused = sorted(set(re.findall(r"symm_mem\.(fused_\w+)", "".join(code))))
+        results[name] = {"tp2_ms": 1e3 * seconds, "speed_up": results["one_ms"] / (1e3 * seconds), "fused_operators": fused}
+        job.log(f"{name}: {json.dumps(results[name])}")
     return results
 
 
@@ -184,14 +245,11 @@ def batches(vocabulary: int, sequences: int, length: int, steps: int):
         yield torch.cat([half, half], 1)
 
 
-def train(job: Job, kind: str, mode: str) -> dict[str, object] | None:
-    """Losses, speed, memory; None on a process that takes no part."""
+def train(job: Job, kind: str, mode: str) -> dict[str, object]:
+    """Losses, speed and memory of one training, on this process's device alone or on all."""
     from flashmhf.lm.flops import peak_flops, training_flops_per_token
 
     job.free()
-    if mode == ONE and job.rank:
-        dist.barrier()
-        return None
     started = time.perf_counter()
     length, sequences = (32, 4) if job.options.smoke else (4096, 8)
     steps = job.options.steps if kind == OURS else min(job.options.steps, 15)
@@ -206,7 +264,7 @@ def train(job: Job, kind: str, mode: str) -> dict[str, object] | None:
             fully_shard(layer, mesh=job.mesh, shard_placement_fn=shard_placement(RANKS))
     if mode == FSDP:
         fully_shard(model, mesh=job.mesh, shard_placement_fn=shard_placement(RANKS))
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-4, (0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-4, (0.9, 0.95), weight_decay=0.1, fused=True)
     losses, times = [], []
     for batch in batches(model.config.vocab_size, sequences, length, steps):
         batch = batch.to(job.device)
@@ -242,63 +300,139 @@ def train(job: Job, kind: str, mode: str) -> dict[str, object] | None:
         "seconds": time.perf_counter() - started,
     }
     shown = {key: value for key, value in result.items() if key != "losses"}
-    job.log(f"{kind} {mode}: {json.dumps(shown)} loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    if mode == ONE:
-        dist.barrier()
+    if job.rank == 0 or mode == ONE:
+        print(f"{kind} {mode}: {json.dumps(shown)} loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
     return result
 
 
-def judged(record: dict) -> list[dict[str, object]]:
-    """Each bar with what was measured."""
+def one_each(job: Job) -> dict[str, dict[str, object]]:
+    """Both models at the same time, one a device: neither has a host to itself, as when both devices train one model."""
+    results: list[dict[str, object] | None] = [None] * RANKS
+    kinds = OURS, BASELINE
+    dist.all_gather_object(results, train(job, kinds[job.rank], ONE))
+    return dict(zip(kinds, results, strict=True))
+
+
+def run_part(job: Job, part: str) -> object:
+    calls = {"module": speed_ups, "async": asynchronous, ONE: one_each}
+    return calls[part](job) if part in calls else train(job, *part.split())
+
+
+def judged(results: dict[str, dict]) -> list[dict[str, object]]:
+    """Each bar whose parts have results, with what was measured."""
     values = {}
     for name in ("module forward", "module forward and backward"):
-        if name in record["speed_ups"]:
-            values[f"{name}, tp2 speed-up"] = record["speed_ups"][name]["speed_up"]
-    runs = record["training"]
-    if runs:
-        speed = {(kind, mode): run["tokens_per_s"] for kind, modes in runs.items() for mode, run in modes.items()}
-        ratio = {kind: speed[kind, FSDP] / (RANKS * speed[kind, ONE]) for kind in runs}
+        if "module" in results:
+            values[f"{name}, tp2 speed-up"] = results["module"][name]["speed_up"]
+    runs = {tuple(part.split()): run for part, run in results.items() if part.endswith((FSDP, TP))}
+    runs |= {(kind, ONE): run for kind, run in results.get(ONE, {}).items()}
+    speed = {key: run["tokens_per_s"] for key, run in runs.items()}
+    ratio = {
+        kind: speed[kind, FSDP] / (RANKS * speed[kind, ONE]) for kind in (OURS, BASELINE) if {(kind, FSDP), (kind, ONE)} <= speed.keys()
+    }
+    if OURS in ratio:
         values["fsdp2 tokens/s over 2 x one GPU, flashmhf"] = ratio[OURS]
+    if len(ratio) == 2:
         values["the same, flashmhf minus swiglu"] = ratio[OURS] - ratio[BASELINE]
-        values["tokens/s, flashmhf over swiglu, one GPU"] = speed[OURS, ONE] / speed[BASELINE, ONE]
-        values["tokens/s, flashmhf over swiglu, fsdp2"] = speed[OURS, FSDP] / speed[BASELINE, FSDP]
+    for mode, where in ((ONE, "one GPU"), (FSDP, FSDP)):
+        if {(OURS, mode), (BASELINE, mode)} <= speed.keys():
+            values[f"tokens/s, flashmhf over swiglu, {where}"] = speed[OURS, mode] / speed[BASELINE, mode]
     rows = [{"bar": name, "at_least": BARS[name], "measured": value, "met": value >= BARS[name]} for name, value in values.items()]
-    for mode in (FSDP, TP) if runs else ():
-        pairs = zip(runs[OURS][mode]["losses"], runs[OURS][ONE]["losses"], strict=True)
-        gap = max(abs(one - other) for one, other in pairs)
-        rows.append({"bar": f"loss, {mode} against one GPU", "at_most": LOSS_TOLERANCE, "measured": gap, "met": gap <= LOSS_TOLERANCE})
+    for mode in (FSDP, TP):
+        if {(OURS, mode), (OURS, ONE)} <= runs.keys():
+            pairs = zip(runs[OURS, mode]["losses"], runs[OURS, ONE]["losses"], strict=True)
+            gap = max(abs(one - other) for one, other in pairs)
+            rows.append({"bar": f"loss, {mode} against one GPU", "at_most": LOSS_TOLERANCE, "measured": gap, "met": gap <= LOSS_TOLERANCE})
     return rows
 
 
-def process(rank: int, store: str, options: argparse.Namespace) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[str]) -> None:
+    """Runs ``parts`` and leaves a file of results for each in ``folder``, or the reason in error.txt."""
+    os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     if options.smoke:
         torch.set_num_threads(1)
     device = None if options.smoke else torch.device(f"cuda:{rank}")
-    backend = "gloo" if options.smoke else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS, device_id=device)
-    job = Job(rank, options)
-    record = {**environment.describe(job.device), "gpus": RANKS, "speed_ups": {}, "training": {}}
-    record["nccl"] = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    started = time.perf_counter()
-    if "module" in options.parts:
-        record["speed_ups"] = speed_ups(job)
-    if "training" in options.parts:
-        record["training"] = {kind: {mode: train(job, kind, mode) for mode in (ONE, FSDP, TP)} for kind in (OURS, BASELINE)}
-    record["seconds"] = time.perf_counter() - started
-    if rank == 0:
-        write(record, options)
+    try:
+        dist.init_process_group(
+            "gloo" if options.smoke else "nccl",
+            init_method=f"file://{folder / parts[0]}.store",
+            rank=rank,
+            world_size=RANKS,
+            device_id=device,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        job = Job(rank, options)
+        if rank == 0:
+            write(folder / "environment.json", environment.describe(job.device) | {"environment": ENVIRONMENT, "gpus": RANKS})
+        for part in parts:
+            job.log(f"--- {part}")
+            result = run_part(job, part)
+            if rank == 0:
+                write(folder / f"{part}.json", result)
+    except BaseException as error:
+        traceback.print_exc()
+        with contextlib.suppress(FileExistsError), open(folder / "error.txt", "x") as file:  # the other one's failure may follow from this
+            file.write(environment.brief(error))
+        os._exit(1)  # the other process waits in a collective, and so would this one's end
     dist.destroy_process_group()
 
 
-def write(record: dict, options: argparse.Namespace) -> None:
-    record["bars"] = judged(record)
-    for row in record["bars"]:
-        print(f"{'met    ' if row['met'] else 'NOT MET'} {row['bar']}: {row['measured']:.4g}", flush=True)
-    name = "cpu" if options.smoke else "h200" if "H200" in str(record["device"]) else "gpu"
-    folder = Path(options.results)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"distributed_{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+def write(path: Path, content: object) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+class Record:
+    """What the parts in ``folder`` have left so far, as one file."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        self.folder, self.options = folder, options
+        self.errors: dict[str, str] = {}
+        self.started = time.monotonic()
+
+    def done(self) -> list[str]:
+        return [part for part in PARTS if (self.folder / f"{part}.json").exists()]
+
+    def update(self) -> list[dict[str, object]]:
+        """Writes the record and returns its bars."""
+        described = self.folder / "environment.json"
+        if not described.exists():
+            return []
+        record = json.loads(described.read_text())
+        results = {part: json.loads((self.folder / f"{part}.json").read_text()) for part in self.done()}
+        bars = judged(results)
+        seconds = time.monotonic() - self.started
+        name = "cpu" if self.options.smoke else "h200" if "H200" in str(record["device"]) else "gpu"
+        output = Path(self.options.results)
+        output.mkdir(parents=True, exist_ok=True)
+        write(output / f"distributed_{name}.json", record | {"seconds": seconds, "results": results, "errors": self.errors, "bars": bars})
+        return bars
+
+
+def run_pair(record: Record, options: argparse.Namespace, parts: list[str]) -> str | None:
+    """Runs ``parts`` in a pair of processes; why it ended before the last one, or None."""
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=process, args=(rank, record.folder, options, parts)) for rank in range(RANKS)]
+    for child in children:
+        child.start()
+    reason, done = None, len(record.done())
+    while reason is None and any(child.is_alive() for child in children):
+        time.sleep(0.2)
+        if len(record.done()) > done:
+            done = len(record.done())
+            record.update()
+        if any(child.exitcode for child in children):
+            written = record.folder / "error.txt"
+            reason = written.read_text() if written.exists() else f"exit status {[child.exitcode for child in children]}"
+            written.unlink(missing_ok=True)
+        elif time.monotonic() - record.started > options.limit:
+            reason = f"not finished within --limit {options.limit:g}"
+    for child in children:
+        if reason is not None:
+            child.kill()  # it waits in a collective
+        child.join()
+    return reason
 
 
 def main() -> int:
@@ -306,22 +440,22 @@ def main() -> int:
     if not options.smoke and torch.cuda.device_count() < RANKS:
         print(f"error: {torch.cuda.device_count()} CUDA devices; this needs {RANKS}, or --smoke", file=sys.stderr)
         return 2
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        children = [context.Process(target=process, args=(rank, store, options)) for rank in range(RANKS)]
-        for child in children:
-            child.start()
-        while any(child.is_alive() for child in children):
-            if any(child.exitcode for child in children):
-                for child in children:
-                    child.terminate()  # the other one waits in a collective
-            time.sleep(0.2)
-    if any(child.exitcode for child in children):
-        return 1
-    name = "cpu" if options.smoke else "*"
-    record = json.loads(max(Path(options.results).glob(f"distributed_{name}.json"), key=os.path.getmtime).read_text())
-    return 0 if options.smoke or all(row["met"] for row in record["bars"]) else 1
+        record = Record(Path(folder), options)
+        parts = [part for part in PARTS if part in options.parts]
+        while parts:
+            reason = run_pair(record, options, parts)
+            parts = [part for part in parts if part not in record.done()]
+            late = time.monotonic() - record.started > options.limit
+            if parts:
+                failed, parts = (parts, []) if late else (parts[:1], parts[1:])
+                record.errors.update(dict.fromkeys(failed, reason or "no result"))
+        bars = record.update()
+    for row in bars:
+        print(f"{'met    ' if row['met'] else 'NOT MET'} {row['bar']}: {row['measured']:.4g}", flush=True)
+    for part, reason in record.errors.items():
+        print(f"NO RESULT {part}: {reason}", flush=True)
+    return 1 if record.errors or not (options.smoke or all(row["met"] for row in bars)) else 0
 
 
 if __name__ == "__main__":
