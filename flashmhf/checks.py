@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .reference import accumulate_dtype
+from .reference import ACTIVATIONS, accumulate_dtype
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -76,6 +76,13 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
             _shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
         if contiguous:
             _contiguous(name, tensor)
+
+
+def activation(value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"activation must be a str, got {type(value).__name__}")
+    if value not in ACTIVATIONS:
+        raise ValueError(f"activation is {value!r}; supported: {', '.join(map(repr, ACTIVATIONS))}")
 
 
 def weights(q: Tensor, k: Tensor, r: Tensor | None) -> None:

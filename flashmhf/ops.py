@@ -16,12 +16,14 @@ from .backends import BACKENDS, REFERENCE, definition, select
 from .backends.contract import Backend, Projection
 from .backends.tokens import collapse
 
-_BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True]'
+_BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True], str activation="silu"'
 _SCHEMAS = (
-    'forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, *, bool? deterministic=None, str backend="auto") -> Tensor',
+    'forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, *, bool? deterministic=None, str backend="auto", '
+    'str activation="silu") -> Tensor',
     "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, bool deterministic=False, "
     f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dr)",
-    'gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, *, bool? deterministic=None, str backend="auto") -> Tensor',
+    'gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, *, bool? deterministic=None, str backend="auto", '
+    'str activation="silu") -> Tensor',
     "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic=False, "
     f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dw)",
     "backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, "
@@ -33,15 +35,15 @@ for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _back_end(q: Tensor, k: Tensor, backend: str) -> Backend:
+def _back_end(q: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
     if backend == REFERENCE:
         return definition
-    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2], q.shape[-2] // k.shape[0])
+    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2], q.shape[-2] // k.shape[0], activation)
 
 
-def _back_end_of_module(x: Tensor, k: Tensor, backend: str) -> Backend:
+def _back_end_of_module(x: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
     """For x [..., H d_h] before its heads are split."""
-    return select(backend, x.device, x.dtype, k.shape[3], k.shape[2], x.shape[-1] // (k.shape[0] * k.shape[3]))
+    return select(backend, x.device, x.dtype, k.shape[3], k.shape[2], x.shape[-1] // (k.shape[0] * k.shape[3]), activation)
 
 
 def _resolve(deterministic: bool | None) -> bool:
@@ -52,23 +54,25 @@ def _resolve(deterministic: bool | None) -> bool:
 # weights need not be contiguous.
 
 
-def _check_forward(q, k, u, v, r, backend):
+def _check_forward(q, k, u, v, r, backend, activation):
+    checks.activation(activation)
     checks.operands(q, k, u, v, contiguous=backend != REFERENCE)
     checks.weights(q, k, r)
 
 
-def _check_gated(q, k, u, v, w, eps, backend):
+def _check_gated(q, k, u, v, w, eps, backend, activation):
+    checks.activation(activation)
     checks.operands(q, k, u, v, contiguous=backend != REFERENCE)
     checks.router(q, w, eps, k, contiguous=backend != REFERENCE)
 
 
-def _check_backward(grad_out, q, k, u, v, r, backend):
-    _check_forward(q, k, u, v, r, backend)
+def _check_backward(grad_out, q, k, u, v, r, backend, activation):
+    _check_forward(q, k, u, v, r, backend, activation)
     checks.upstream_gradient(grad_out, q)
 
 
-def _check_gated_backward(grad_out, q, k, u, v, w, eps, backend):
-    _check_gated(q, k, u, v, w, eps, backend)
+def _check_gated_backward(grad_out, q, k, u, v, w, eps, backend, activation):
+    _check_gated(q, k, u, v, w, eps, backend, activation)
     checks.upstream_gradient(grad_out, q)
 
 
@@ -80,57 +84,61 @@ def _is_empty(q: Tensor, backend: str) -> bool:
 # Kernels at the CPU and CUDA keys
 
 
-def _forward(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
-    _check_forward(q, k, u, v, r, backend)
-    module = _back_end(q, k, backend)
+def _forward(q, k, u, v, r=None, *, deterministic=None, backend="auto", activation="silu"):
+    _check_forward(q, k, u, v, r, backend, activation)
+    module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _fake_forward(q, k, u, v, r)
-    return module.forward(q, k, u, v, r, deterministic=_resolve(deterministic))
+    return module.forward(q, k, u, v, r, deterministic=_resolve(deterministic), activation=activation)
 
 
-def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
-    _check_gated(q, k, u, v, w, eps, backend)
-    module = _back_end(q, k, backend)
+def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto", activation="silu"):
+    _check_gated(q, k, u, v, w, eps, backend, activation)
+    module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _fake_forward(q, k, u, v)
-    return module.gated_forward(q, k, u, v, w, eps, deterministic=_resolve(deterministic))
+    return module.gated_forward(q, k, u, v, w, eps, deterministic=_resolve(deterministic), activation=activation)
 
 
-def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r, backend)
-    module = _back_end(q, k, backend)
+def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
+    _check_backward(grad_out, q, k, u, v, r, backend, activation)
+    module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _zeros(_fake_backward(grad_out, q, k, u, v, r, needs=needs))
-    return module.backward(grad_out, q, k, u, v, r, deterministic=deterministic, needs=tuple(needs))
+    return module.backward(grad_out, q, k, u, v, r, deterministic=deterministic, needs=tuple(needs), activation=activation)
 
 
-def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend)
-    module = _back_end(q, k, backend)
+def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
+    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend, activation)
+    module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _zeros(_fake_gated_backward(grad_out, q, k, u, v, w, eps, needs=needs))
-    return module.gated_backward(grad_out, q, k, u, v, w, eps, deterministic=deterministic, needs=tuple(needs))
+    return module.gated_backward(grad_out, q, k, u, v, w, eps, deterministic=deterministic, needs=tuple(needs), activation=activation)
 
 
-def _backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r, backend)
+def _backward_accumulate(
+    grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"
+):
+    _check_backward(grad_out, q, k, u, v, r, backend, activation)
     checks.accumulators(k, dk=dk, du=du, dv=dv)
-    module = _back_end(q, k, backend)
+    module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _fake_backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, needs=needs)
-    return module.backward_accumulate_(grad_out, q, k, u, v, r, dk, du, dv, deterministic=deterministic, needs=tuple(needs))
+    return module.backward_accumulate_(
+        grad_out, q, k, u, v, r, dk, du, dv, deterministic=deterministic, needs=tuple(needs), activation=activation
+    )
 
 
 # Fake kernels: the same checks, then the results' shapes
 
 
-def _fake_forward(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
-    _check_forward(q, k, u, v, r, backend)
+def _fake_forward(q, k, u, v, r=None, *, deterministic=None, backend="auto", activation="silu"):
+    _check_forward(q, k, u, v, r, backend, activation)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _fake_gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
-    _check_gated(q, k, u, v, w, eps, backend)
+def _fake_gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto", activation="silu"):
+    _check_gated(q, k, u, v, w, eps, backend, activation)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -145,18 +153,20 @@ def _zeros(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.zero_() for x in results)
 
 
-def _fake_backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r, backend)
+def _fake_backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
+    _check_backward(grad_out, q, k, u, v, r, backend, activation)
     return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v)), _empty(r, q, needs[0]))
 
 
-def _fake_gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend)
+def _fake_gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
+    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend, activation)
     return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v, w)))
 
 
-def _fake_backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True)):
-    _check_backward(grad_out, q, k, u, v, r, backend)
+def _fake_backward_accumulate(
+    grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"
+):
+    _check_backward(grad_out, q, k, u, v, r, backend, activation)
     checks.accumulators(k, dk=dk, du=du, dv=dv)
     return _empty(q, q, needs[0]), _empty(r, q, needs[0])
 
@@ -219,53 +229,53 @@ def _call_differentiable(call: Callable, differentiate: Callable, *tensors: Tens
         return call(*tensors)
 
 
-def _forward_autograd(q, k, u, v, r=None, *, deterministic=None, backend="auto"):
+def _forward_autograd(q, k, u, v, r=None, *, deterministic=None, backend="auto", activation="silu"):
     if backend == REFERENCE:
-        return _forward(q, k, u, v, r, backend=backend)
+        return _forward(q, k, u, v, r, backend=backend, activation=activation)
     # The flag is read now: in backward the caller's setting may be another.
     deterministic = _resolve(deterministic)
 
     def call(*tensors):
-        return torch.ops.flashmhf.forward(*tensors, deterministic=deterministic, backend=backend)
+        return torch.ops.flashmhf.forward(*tensors, deterministic=deterministic, backend=backend, activation=activation)
 
     def differentiate(saved, needed, grad_out):
         needs = [needed[0] or needed[4], any(needed[1:4])]
-        return torch.ops.flashmhf.backward(grad_out, *saved, deterministic, backend=backend, needs=needs)
+        return torch.ops.flashmhf.backward(grad_out, *saved, deterministic, backend=backend, needs=needs, activation=activation)
 
     return _call_differentiable(call, differentiate, q, k, u, v, r)
 
 
-def _gated_forward_autograd(q, k, u, v, w, eps, *, deterministic=None, backend="auto"):
+def _gated_forward_autograd(q, k, u, v, w, eps, *, deterministic=None, backend="auto", activation="silu"):
     if backend == REFERENCE:
-        return _gated_forward(q, k, u, v, w, eps, backend=backend)
+        return _gated_forward(q, k, u, v, w, eps, backend=backend, activation=activation)
     deterministic = _resolve(deterministic)
 
     def call(*tensors):
-        return torch.ops.flashmhf.gated_forward(*tensors, eps, deterministic=deterministic, backend=backend)
+        return torch.ops.flashmhf.gated_forward(*tensors, eps, deterministic=deterministic, backend=backend, activation=activation)
 
     def differentiate(saved, needed, grad_out):
         needs = [needed[0], any(needed[1:])]
-        return torch.ops.flashmhf.gated_backward(grad_out, *saved, eps, deterministic, backend=backend, needs=needs)
+        return torch.ops.flashmhf.gated_backward(grad_out, *saved, eps, deterministic, backend=backend, needs=needs, activation=activation)
 
     return _call_differentiable(call, differentiate, q, k, u, v, w)
 
 
-def _backward_autograd(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True)):
+def _backward_autograd(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
     if backend == REFERENCE:
-        return _backward(grad_out, q, k, u, v, r, backend=backend, needs=needs)
+        return _backward(grad_out, q, k, u, v, r, backend=backend, needs=needs, activation=activation)
 
     def call(*tensors):
-        return torch.ops.flashmhf.backward(*tensors, deterministic, backend=backend, needs=needs)
+        return torch.ops.flashmhf.backward(*tensors, deterministic, backend=backend, needs=needs, activation=activation)
 
     return _call_differentiable(call, _refuse_second_derivative, grad_out, q, k, u, v, r)
 
 
-def _gated_backward_autograd(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True)):
+def _gated_backward_autograd(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
     if backend == REFERENCE:
-        return _gated_backward(grad_out, q, k, u, v, w, eps, backend=backend, needs=needs)
+        return _gated_backward(grad_out, q, k, u, v, w, eps, backend=backend, needs=needs, activation=activation)
 
     def call(*tensors):
-        return torch.ops.flashmhf.gated_backward(*tensors, eps, deterministic, backend=backend, needs=needs)
+        return torch.ops.flashmhf.gated_backward(*tensors, eps, deterministic, backend=backend, needs=needs, activation=activation)
 
     return _call_differentiable(call, _refuse_second_derivative, grad_out, q, k, u, v, w)
 
@@ -371,17 +381,25 @@ for _name, _batched in (
 # What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation by operation
 
 
-def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Tensor, *rest) -> Tensor:
+def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Tensor, *rest, activation: str) -> Tensor:
     device_type = q.device.type
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
-        return kernel(q, k, u, v, *rest, backend=REFERENCE)
+        return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
     q, k, u, v = _cast((q, k, u, v), torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
-        return kernel(q, k, u, v, *rest, backend=REFERENCE)
+        return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
 
 
 def flash_mhf(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, backend: str = "auto", deterministic: bool | None = None
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e, without the T x d_ff intermediate (paper, section 3.2).
 
@@ -393,6 +411,7 @@ def flash_mhf(
             the definition, which materialises T x d_ff per head and which PyTorch differentiates, transforms and exports in every way.
         deterministic: bitwise equal gradients from run to run; None follows ``torch.are_deterministic_algorithms_enabled()``,
             read now, not in backward.
+        activation: "silu" (the paper's), "gelu" (with erf), "relu" or "relu2" (its square); hopper has "silu" only.
 
     Returns [..., H, d_h] in q's dtype, contiguous. Differentiable once in q, k, u, v, r; with backend="reference" any number of times.
 
@@ -401,8 +420,8 @@ def flash_mhf(
     """
     checks.tensors(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
     if backend == REFERENCE:
-        return _without_dispatcher(_forward, q, k, u, v, r)
-    return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend)
+        return _without_dispatcher(_forward, q, k, u, v, r, activation=activation)
+    return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation)
 
 
 def gated_flash_mhf(
@@ -415,18 +434,19 @@ def gated_flash_mhf(
     *,
     backend: str = "auto",
     deterministic: bool | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """:func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H, d_h, E]."""
     if backend == REFERENCE:
-        return _without_dispatcher(_gated_forward, q, k, u, v, w, eps)
-    return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend)
+        return _without_dispatcher(_gated_forward, q, k, u, v, w, eps, activation=activation)
+    return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)
 
 
 PROJECT_TOKENS = max(module.PROJECT_TOKENS for module in BACKENDS.values())
 
 
 def few_token_projection(
-    x: Tensor, k: Tensor, projections: Iterable[tuple[Tensor, Tensor | None]], backend: str = "auto"
+    x: Tensor, k: Tensor, projections: Iterable[tuple[Tensor, Tensor | None]], backend: str = "auto", activation: str = "silu"
 ) -> Callable[..., Tensor] | None:
     """``project(x, w, bias=None, *, weights_ready=False)`` of the back end that serves k [H_kv, E, d_e, d_h] in x's dtype on x's device.
 
@@ -436,7 +456,7 @@ def few_token_projection(
     """
     if len(x) > PROJECT_TOKENS:
         return None
-    module = _back_end_of_module(x, k, backend)
+    module = _back_end_of_module(x, k, backend, activation)
     if any(module.refuse_projection(x, w, bias) is not None for w, bias in projections):
         return None
     return module.project
@@ -452,10 +472,11 @@ def inference_layer(
     eps: float,
     out_proj: Projection,
     backend: str = "auto",
+    activation: str = "silu",
 ) -> Tensor | None:
     """The module's values, [..., d_model] -> [..., d_model], by the back end's one operator for them, without autograd.
 
     None where the back end has no such operator or does not take these tensors as they are. Raises NotImplementedError for an explicit
     back end that cannot run.
     """
-    return _back_end_of_module(x, k, backend).layer(x, in_proj, k, u, v, w, eps, out_proj)
+    return _back_end_of_module(x, k, backend, activation).layer(x, in_proj, k, u, v, w, eps, out_proj)

@@ -9,8 +9,40 @@ K, U and V have H_kv heads, and H is a multiple of H_kv: heads h of a group, tho
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+
+def _silu(m: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(m)
+    a = m * s
+    return a, s + a * (1 - s)
+
+
+def _gelu(m: Tensor) -> tuple[Tensor, Tensor]:
+    cdf = 0.5 * (1 + torch.erf(m * math.sqrt(0.5)))
+    return m * cdf, cdf + m * torch.exp(-0.5 * m * m) * (1 / math.sqrt(2 * math.pi))
+
+
+def _relu(m: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.relu(m), (m > 0).to(m.dtype)
+
+
+def _relu2(m: Tensor) -> tuple[Tensor, Tensor]:
+    a = torch.relu(m)
+    return a * a, 2 * a
+
+
+# name -> (the function, the function with its slope). 0 maps to 0 in all of them: units of zero weights add nothing.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
+    "silu": (torch.nn.functional.silu, _silu),
+    "gelu": (torch.nn.functional.gelu, _gelu),
+    "relu": (torch.relu, _relu),
+    "relu2": (lambda m: torch.relu(m).square(), _relu2),
+}
 
 
 def _by_group(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,20 +65,21 @@ def _sum_over_tokens(activation: Tensor, x: Tensor) -> Tensor:
     return torch.einsum("...hgej,...hgd->hejd", activation, x)
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e (paper, section 3.2).
 
     q [..., H, D]; k, u, v [H_kv, E, J, D]; r [..., H, E] or None (weights 1). Returns [..., H, D] in q's dtype.
+    activation: a name of ACTIVATIONS in place of SiLU.
     """
     q = _by_group(q, k)
-    activation = torch.nn.functional.silu(_scores(q, k)) * _scores(q, u)
+    p = ACTIVATIONS[activation][0](_scores(q, k)) * _scores(q, u)
     if r is not None:
-        activation = (activation * _by_group(r, k)[..., None]).to(q.dtype)
-    return _sum_over_units(activation, v)
+        p = (p * _by_group(r, k)[..., None]).to(q.dtype)
+    return _sum_over_units(p, v)
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`forward` written out (paper, appendix on the backward pass).
 
@@ -54,11 +87,10 @@ def backward(
     """
     q, grad_out = _by_group(q, k), _by_group(grad_out, k)
     m, n, g = _scores(q, k), _scores(q, u), _scores(grad_out, v)
-    s = torch.sigmoid(m)
-    a = m * s
+    a, slope = ACTIVATIONS[activation][1](m)
     weight = 1 if r is None else _by_group(r, k)[..., None]
     dn = (g * a * weight).to(q.dtype)
-    dm = (g * n * (s + a * (1 - s)) * weight).to(q.dtype)
+    dm = (g * n * slope * weight).to(q.dtype)
     p = (a * n * weight).to(q.dtype)
     dq = _sum_over_units(dm, k) + _sum_over_units(dn, u)
     dk, du, dv = _sum_over_tokens(dm, q), _sum_over_tokens(dn, q), _sum_over_tokens(p, grad_out)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +80,8 @@ def poisoned_memory() -> Iterator[None]:
 class Problem:
     """Inputs of the operator with the exact (float64) and the materialising same-precision results.
 
-    q, grad_out [..., H, d_h]; k, u, v [H_kv, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights; eps, the router's.
+    q, grad_out [..., H, d_h]; k, u, v [H_kv, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights; eps, the router's;
+    activation, a name of ``reference.ACTIVATIONS``.
     """
 
     q: Tensor
@@ -90,6 +92,7 @@ class Problem:
     w: Tensor
     grad_out: Tensor
     eps: float
+    activation: str = "silu"
 
     @property
     def group(self) -> int:
@@ -102,6 +105,7 @@ class Problem:
 
     def _evaluate(self, function: Callable, *tensors) -> tuple:
         """(materialising result in the inputs' precision, exact result in float64) of a reference function."""
+        function = partial(function, activation=self.activation)
         exact = function(*(x.double() if isinstance(x, Tensor) else x for x in tensors))
         return function(*tensors), exact
 
@@ -118,7 +122,8 @@ class Problem:
         for head in range(q.shape[1]):
             one, kv = slice(head, head + 1), slice(head // self.group, head // self.group + 1)
             gate = None if r is None else r[:, one].double()
-            heads.append(reference.forward(q[:, one].double(), *(x[kv].double() for x in (self.k, self.u, self.v)), gate))
+            operands = q[:, one].double(), *(x[kv].double() for x in (self.k, self.u, self.v)), gate
+            heads.append(reference.forward(*operands, activation=self.activation))
         return torch.cat(heads, 1)
 
     def exact_backward(self, head: int) -> tuple[Tensor, ...]:
@@ -131,7 +136,8 @@ class Problem:
         parts = []
         for e in range(self.k.shape[1]):
             gate = None if self.r is None else self.r[..., one, e : e + 1].double()
-            parts.append(reference.backward(grad_out, q, *(x[one, e : e + 1].double() for x in (self.k, self.u, self.v)), gate))
+            operands = q, *(x[one, e : e + 1].double() for x in (self.k, self.u, self.v)), gate
+            parts.append(reference.backward(grad_out, *operands, activation=self.activation))
         dq, dk, du, dv, dr = zip(*parts, strict=True)
         weights = (torch.cat(x, 1)[0] for x in (dk, du, dv))
         return sum(dq)[..., 0, :], *weights, dr[0] if self.r is None else torch.cat(dr, -1)[..., 0, :]
@@ -154,15 +160,17 @@ class Problem:
         return self._evaluate(gated_backward, self.grad_out, *self.operands, self.w, self.eps)
 
 
-def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float) -> Tensor:
+def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, activation: str = "silu") -> Tensor:
     """Router and operator, materialised, in the inputs' precision."""
-    return reference.forward(q, k, u, v, reference.gate(q, w, eps))
+    return reference.forward(q, k, u, v, reference.gate(q, w, eps), activation=activation)
 
 
-def gated_backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float) -> tuple[Tensor, ...]:
+def gated_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, activation: str = "silu"
+) -> tuple[Tensor, ...]:
     """dq, dk, du, dv, dw of :func:`gated_forward`."""
     r = reference.gate(q, w, eps)
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r)
+    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r, activation=activation)
     dq_gate, dw = reference.gate_backward(dr, q, w, eps)
     return dq + dq_gate.to(dq.dtype), dk, du, dv, dw.to(w.dtype)
 

@@ -42,7 +42,7 @@ def check_all(target, p, names=("forward", "backward", "gated_forward", "gated_b
     for name in names:
         args, outputs = calls[name]
         baseline, exact = getattr(p, name)()
-        actual = target.call(name, *args)
+        actual = target.call(name, *args, activation=p.activation)
         if len(outputs) == 1:
             actual, baseline, exact = (actual,), (baseline,), (exact,)
         for output, a, b, e in zip(outputs, actual, baseline, exact, strict=True):

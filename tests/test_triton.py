@@ -42,7 +42,9 @@ def run(p, **changes):
     x = {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, **changes}
     grad_out = x.pop("grad_out", p.grad_out)
     with poisoned_memory():
-        return back_end.forward(**x), *back_end.backward(grad_out, **x, deterministic=True)
+        return back_end.forward(**x, activation=p.activation), *back_end.backward(
+            grad_out, **x, deterministic=True, activation=p.activation
+        )
 
 
 def check(p):
@@ -82,6 +84,15 @@ def test_subnet_dims(subnet_dim):
 @pytest.mark.parametrize("subnets", [1, 5])
 def test_gates(gate, subnets):
     check(make((3, 23), 2, 64, subnets, 48, HALF, gate=gate))
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2"])
+def test_activations(activation, dtype):
+    p = make(70, 2, 32, 3, 48, dtype)
+    p.activation = activation
+    check(p)
 
 
 @runs_kernels

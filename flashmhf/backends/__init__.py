@@ -26,7 +26,7 @@ def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> None:
 
 
 @functools.cache
-def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1) -> Backend:
+def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> Backend:
     """The back end for this device, dtype and shape; ``group`` heads of q share a head of k, u and v.
 
     Raises ValueError for an unknown name and NotImplementedError for an explicit back end that cannot run, with the reason.
@@ -34,12 +34,12 @@ def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e
     if backend != "auto":
         check_name(backend)
         chosen = definition if backend == REFERENCE else BACKENDS[backend]
-        reason = chosen.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group)
+        reason = chosen.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group, activation=activation)
         if reason is not None:
             raise NotImplementedError(f"backend={backend!r} cannot run: {reason}")
         return chosen
     for name, candidate in BACKENDS.items():
-        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group)
+        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group, activation=activation)
         if reason is None:
             return candidate
         if name == "hopper":
@@ -80,15 +80,17 @@ def _lines(reasons: dict[str, str | None]) -> list[str]:
     return [f"{name:<7} {'usable' if reason is None else f'not usable: {reason}'}" for name, reason in reasons.items()]
 
 
-def _reasons(device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1) -> dict[str, str | None]:
-    return {name: module.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group) for name, module in BACKENDS.items()}
+def _reasons(
+    device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1, activation: str = "silu"
+) -> dict[str, str | None]:
+    return {name: module.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group, activation=activation) for name, module in BACKENDS.items()}
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None) -> Info:
+def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None, *, activation: str = "silu") -> Info:
     """Which back end serves q [..., H, d_h] and k [H_kv, E, d_e, d_h], and why each other does not.
 
     Without arguments: what this machine has, judged by the current CUDA device (else the CPU) with bf16 (fp32 on a CPU), d_h = 128 and
@@ -106,12 +108,13 @@ def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None) -> Info:
         for index in range(torch.cuda.device_count() if on_gpu else 0):
             if index != device.index:
                 other = torch.device("cuda", index)
-                others[f"{other} ({_device_name(other)})"] = _reasons(other, *case)
+                others[f"{other} ({_device_name(other)})"] = _reasons(other, *case, activation=activation)
     else:
         checks.tensors(q=q, k=k)
         checks.operands(q, k, k, k)
         device, case = q.device, (q.dtype, k.shape[3], k.shape[2], q.shape[-2] // k.shape[0])
-    reasons = _reasons(device, *case)
+    checks.activation(activation)
+    reasons = _reasons(device, *case, activation=activation)
     details: dict[str, object] = {"device": _device_name(device), "torch": torch.__version__}
     if hopper.library() is None:
         details["hopper library"] = hopper.build_info()

@@ -25,14 +25,16 @@ class Backend(Protocol):
     PROJECT_TOKENS: int
     """The most tokens that ``project`` takes; 0 for a back end without such a kernel."""
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1) -> str | None:
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu"
+    ) -> str | None:
         """None where the back end can run; else the reason, naming the argument, what it got and what is supported.
 
         group: the heads of q that share a head of k, u and v.
         """
         ...
 
-    def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str) -> Tensor:
         """S [..., H, d_h] in q's dtype, contiguous."""
         ...
 
@@ -47,11 +49,14 @@ class Backend(Protocol):
         *,
         deterministic: bool,
         needs: tuple[bool, bool],
+        activation: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(dq, dk, du, dv, dr); an empty tensor for what ``needs`` leaves out, and for dr where r is None."""
         ...
 
-    def gated_forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool) -> Tensor:
+    def gated_forward(
+        self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str
+    ) -> Tensor:
         """``forward`` with R = gate(q, w, eps)."""
         ...
 
@@ -67,6 +72,7 @@ class Backend(Protocol):
         *,
         deterministic: bool,
         needs: tuple[bool, bool],
+        activation: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(dq, dk, du, dv, dw); dq includes the gradient through the router."""
         ...
@@ -85,6 +91,7 @@ class Backend(Protocol):
         *,
         deterministic: bool,
         needs: tuple[bool, bool],
+        activation: str,
     ) -> tuple[Tensor, Tensor]:
         """(dq, dr); adds the weight gradients into dk, du, dv, which are fp32 (fp64 for fp64 operands)."""
         ...

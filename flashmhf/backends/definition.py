@@ -13,14 +13,14 @@ from .. import reference
 from .contract import PROJECT_TOKENS, layer, project, refuse_projection  # noqa: F401  (this back end has no such kernels)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1) -> str | None:
-    """Every device, floating dtype and size is supported."""
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> str | None:
+    """Every device, floating dtype, size and activation is supported."""
     return None
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str = "silu") -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
-    return reference.forward(q, k, u, v, r).contiguous()
+    return reference.forward(q, k, u, v, r, activation=activation).contiguous()
 
 
 def backward(
@@ -33,9 +33,10 @@ def backward(
     *,
     deterministic: bool,
     needs: tuple[bool, bool],
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor."""
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r)
+    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r, activation=activation)
     return _select(q, needs, (dq, dr), (dk, du, dv))
 
 
@@ -59,18 +60,21 @@ def backward_accumulate_(
     *,
     deterministic: bool,
     needs: tuple[bool, bool],
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
     """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
-    dq, *weight_grads, dr = backward(grad_out, q, k, u, v, r, deterministic=deterministic, needs=needs)
+    dq, *weight_grads, dr = backward(grad_out, q, k, u, v, r, deterministic=deterministic, needs=needs, activation=activation)
     if needs[1]:
         for buffer, grad in zip((dk, du, dv), weight_grads, strict=True):
             buffer += grad
     return dq, dr
 
 
-def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool) -> Tensor:
+def gated_forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
+) -> Tensor:
     """:func:`forward` with R = gate(q, w, eps)."""
-    return forward(q, k, u, v, reference.gate(q, w, eps), deterministic=deterministic)
+    return forward(q, k, u, v, reference.gate(q, w, eps), deterministic=deterministic, activation=activation)
 
 
 def gated_backward(
@@ -84,8 +88,9 @@ def gated_backward(
     *,
     deterministic: bool,
     needs: tuple[bool, bool],
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, du, dv, dw); dq includes the gradient through the router."""
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, reference.gate(q, w, eps))
+    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, reference.gate(q, w, eps), activation=activation)
     dq_gate, dw = reference.gate_backward(dr, q, w, eps)
     return _select(q, needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(w.dtype)))

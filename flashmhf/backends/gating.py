@@ -43,8 +43,10 @@ def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, 
 def forward_by(forward: Callable) -> Callable:
     """A back end's ``gated_forward`` from its ``forward``: R is computed first."""
 
-    def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool) -> Tensor:
-        return forward(q, k, u, v, gate(q, w, eps), deterministic=deterministic)
+    def gated_forward(
+        q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
+    ) -> Tensor:
+        return forward(q, k, u, v, gate(q, w, eps), deterministic=deterministic, activation=activation)
 
     return gated_forward
 
@@ -66,6 +68,7 @@ def backward_by(backward: Callable) -> Callable:
         *,
         deterministic: bool,
         needs: tuple[bool, bool],
+        activation: str = "silu",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         needs_tokens, needs_weights = needs
         dq, dk, du, dv, dr = backward(
@@ -78,6 +81,7 @@ def backward_by(backward: Callable) -> Callable:
             deterministic=deterministic,
             needs=(True, needs_weights),
             dq_dtype=reference.accumulate_dtype(q.dtype),
+            activation=activation,
         )
         dw = gate_backward(dr, q, w, eps, dq, needs_weights)
         return dq.to(q.dtype) if needs_tokens else q.new_empty(0), dk, du, dv, dw

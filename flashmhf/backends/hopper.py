@@ -62,7 +62,7 @@ def build_info() -> dict:
     return json.loads(torch.ops.flashmhf_hopper.build_info())
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> str | None:
     """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
     if device.type != "cuda":
         return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
@@ -75,6 +75,8 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, gro
         return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
     if d_e % SUBNET_DIM_MULTIPLE:
         return f"d_e is {d_e}; supported: multiples of {SUBNET_DIM_MULTIPLE}"
+    if activation != "silu":
+        return f"activation is {activation!r}; supported: 'silu' (the triton and eager back ends have all)"
     if group != 1:
         return f"{group} heads of q share a head of k; supported: one each (grouped heads: the triton and eager back ends)"
     return library()
@@ -110,25 +112,46 @@ def _check_layout(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) 
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str = "silu") -> Tensor:
     _check_layout(q, k, u, v, r)
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, deterministic)
 
 
-def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool) -> Tensor:
+def gated_forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
+) -> Tensor:
     _check_layout(q, k, u, v, None)
     return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, deterministic)
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, needs: tuple[bool, bool]
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    *,
+    deterministic: bool,
+    needs: tuple[bool, bool],
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_layout(q, k, u, v, r)
     return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, deterministic, *needs)
 
 
 def gated_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, needs: tuple[bool, bool]
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    *,
+    deterministic: bool,
+    needs: tuple[bool, bool],
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_layout(q, k, u, v, None)
     return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, w, eps, deterministic, *needs)
@@ -147,6 +170,7 @@ def backward_accumulate_(
     *,
     deterministic: bool,
     needs: tuple[bool, bool],
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
     _check_layout(q, k, u, v, r)
     return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, deterministic, *needs, dk, du, dv)

@@ -18,7 +18,7 @@ from .. import gating
 from ..contract import PROJECT_TOKENS, layer, project, refuse_projection  # noqa: F401  (this back end has no such kernels)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 SUBNET_DIM_MULTIPLE = 16
 MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 
@@ -31,7 +31,7 @@ def _launch():
     return launch
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> str | None:
     """None when the Triton kernels can run, else the reason, naming the argument, its value and what is supported."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted):
@@ -58,9 +58,11 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, gro
     return None
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False) -> Tensor:
+def forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False, activation: str = "silu"
+) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
-    return _launch().forward(q, k, u, v, r)
+    return _launch().forward(q, k, u, v, r, activation)
 
 
 def backward(
@@ -74,10 +76,13 @@ def backward(
     deterministic: bool = False,
     needs: tuple[bool, bool] = (True, True),
     dq_dtype: torch.dtype | None = None,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
-    dq, dr = _token_grads(grad_out, q, k, u, v, r, needs[0], dq_dtype or q.dtype, deterministic)
-    weight_grads = _launch().weight_grads(grad_out, q, k, u, v, r, None) if needs[1] else tuple(q.new_empty(0) for _ in range(3))
+    dq, dr = _token_grads(grad_out, q, k, u, v, r, needs[0], dq_dtype or q.dtype, deterministic, activation)
+    weight_grads = (
+        _launch().weight_grads(grad_out, q, k, u, v, r, None, activation) if needs[1] else tuple(q.new_empty(0) for _ in range(3))
+    )
     return dq, *weight_grads, dr
 
 
@@ -94,17 +99,20 @@ def backward_accumulate_(
     *,
     deterministic: bool = False,
     needs: tuple[bool, bool] = (True, True),
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
     """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
     if needs[1]:
-        _launch().weight_grads(grad_out, q, k, u, v, r, (dk, du, dv))
-    return _token_grads(grad_out, q, k, u, v, r, needs[0], q.dtype, deterministic)
+        _launch().weight_grads(grad_out, q, k, u, v, r, (dk, du, dv), activation)
+    return _token_grads(grad_out, q, k, u, v, r, needs[0], q.dtype, deterministic, activation)
 
 
-def _token_grads(grad_out, q, k, u, v, r, needed: bool, dq_dtype: torch.dtype, deterministic: bool) -> tuple[Tensor, Tensor]:
+def _token_grads(
+    grad_out, q, k, u, v, r, needed: bool, dq_dtype: torch.dtype, deterministic: bool, activation: str
+) -> tuple[Tensor, Tensor]:
     if not needed:
         return q.new_empty(0), q.new_empty(0)
-    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, deterministic)
+    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, deterministic, activation)
 
 
 gated_forward = gating.forward_by(forward)

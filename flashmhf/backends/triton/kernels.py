@@ -1,8 +1,8 @@
 """The paper's three Triton kernels: forward; dQ and dR; dK, dU and dV (arXiv 2512.06989, appendix A).
 
 Legend: T tokens, t a block of BT of them, D = d_h (BD: the next power of two, columns past D are zero), j a block of BI inter units
-of one sub-network. m = q.k, n = q.u, g = grad_out.v, s = sigmoid(m), a = m s; every product accumulates in fp32. H heads h of q, of
-which GROUP share a head of K, U and V.
+of one sub-network. m = q.k, n = q.u, g = grad_out.v, a = SiLU(m) or another activation; every product accumulates in fp32. H heads h of
+q, of which GROUP share a head of K, U and V.
 
 K and U tiles lie on top of each other in shared memory ([2 BI, BD], K rows first), so one product gives [m | n] and one product
 takes [dm | dn]: half as many waits on the tensor cores, and the left operand is read once for both. The two halves of an
@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
@@ -28,6 +30,24 @@ def sigmoid(x, RECIPROCAL: tl.constexpr):
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 / denominator
+
+
+@triton.jit
+def activate(m, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr):
+    """(a, its slope)."""
+    if ACTIVATION == "silu":
+        s = sigmoid(m, RECIPROCAL)
+        a = m * s
+        return a, s + a * (1.0 - s)
+    elif ACTIVATION == "gelu":
+        cdf = 0.5 + 0.5 * tl.erf(m * SQRT_HALF)
+        return m * cdf, cdf + m * tl.exp2(m * m * (-0.5 * LOG2_E)) * INVERSE_SQRT_2_PI
+    elif ACTIVATION == "relu":
+        return tl.maximum(m, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(m > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        a = tl.maximum(m, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return a * a, 2.0 * a
 
 
 @triton.jit
@@ -157,6 +177,7 @@ def forward_kernel(
     BI: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
     BEHIND: tl.constexpr,
@@ -188,7 +209,10 @@ def forward_kernel(
             v_j = load_tile(v, row_behind, j_behind, d_e, D, BD, BI, DESCRIPTORS)
             total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
         m, n = halves(mn, BT, BI, SWAPPED)
-        p = m * n * sigmoid(m, RECIPROCAL)
+        if ACTIVATION == "silu":
+            p = m * n * sigmoid(m, RECIPROCAL)
+        else:
+            p = activate(m, ACTIVATION, RECIPROCAL)[0] * n
         if r is not None:
             p *= tl.load(r_rows + e * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
         if not BEHIND:
@@ -246,10 +270,11 @@ def token_grads_kernel(
     BI: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
 ):
-    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r (s + a (1 - s)) and dn = g a r. Grid as in the forward."""
+    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r. Grid as in the forward."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
     share = tl.program_id(2)
@@ -272,9 +297,8 @@ def token_grads_kernel(
         mn = tl.dot(q_t, ku.T, input_precision="ieee")
         g = tl.dot(grad_t, v_j.T, input_precision="ieee")
         m, n = halves(mn, BT, BI, SWAPPED)
-        s = sigmoid(m, RECIPROCAL)
-        a = m * s
-        n_slope = n * (s + a * (1.0 - s))
+        a, slope = activate(m, ACTIVATION, RECIPROCAL)
+        n_slope = n * slope
         last = j + 1 == tiles
         if r is not None:
             dr_sum += tl.sum(g * (a * n), axis=1)
@@ -334,6 +358,7 @@ def weight_grads_kernel(
     DESCRIPTORS: tl.constexpr,
     TOKEN_DESCRIPTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
     ADD: tl.constexpr,
@@ -370,9 +395,8 @@ def weight_grads_kernel(
             mn = tl.dot(q_t, ku.T, input_precision="ieee")
             g = tl.dot(grad_t, v_j.T, input_precision="ieee")
             m, n = halves(mn, BT, BI, SWAPPED)
-            s = sigmoid(m, RECIPROCAL)
-            a = m * s
-            n_slope = n * (s + a * (1.0 - s))
+            a, slope = activate(m, ACTIVATION, RECIPROCAL)
+            n_slope = n * slope
             if r is not None:
                 r_t = r_column_of_e + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT)
                 weight = tl.load(r_t, mask=t < T, other=0.0).to(tl.float32)[:, None]

@@ -173,11 +173,13 @@ def _token_result(kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[
     return result[0] if splits == 1 else result.sum(0).to(dtype)
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu") -> Tensor:
     with _launching(q.device):
         config = _config(q, "forward", k.shape[2])
         arguments = _Weights(k, u, v, config.inter).arguments() | _Rows(q, "q").arguments() | _gate_arguments(r)
-        return _token_result(kernels.forward_kernel, q, k, config, {"q": q, "BEHIND": config.behind, **arguments}, "out", q.dtype)
+        return _token_result(
+            kernels.forward_kernel, q, k, config, {"q": q, "ACTIVATION": activation, "BEHIND": config.behind, **arguments}, "out", q.dtype
+        )
 
 
 def _gate_arguments(r: Tensor | None) -> dict[str, object]:
@@ -185,13 +187,21 @@ def _gate_arguments(r: Tensor | None) -> dict[str, object]:
 
 
 def token_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, dq_dtype: torch.dtype, deterministic: bool
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    dq_dtype: torch.dtype,
+    deterministic: bool,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
     """(dq, dr); dr is empty when r is None."""
     with _launching(q.device):
         config = _config(q, "token_grads", k.shape[2])
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
-        arguments = {"grad_out": grad_out, "q": q, "dr": dr, **_gate_arguments(r)}
+        arguments = {"grad_out": grad_out, "q": q, "dr": dr, "ACTIVATION": activation, **_gate_arguments(r)}
         arguments |= _Rows(grad_out, "g").arguments() | _Rows(q, "q").arguments()
         arguments |= _Weights(k, u, v, config.inter, ordered=deterministic).arguments()
         dq = _token_result(kernels.token_grads_kernel, q, k, config, arguments, "dq", dq_dtype)
@@ -206,6 +216,7 @@ def weight_grads(
     v: Tensor,
     r: Tensor | None,
     buffers: tuple[Tensor, Tensor, Tensor] | None,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
     with _launching(q.device):
@@ -239,6 +250,7 @@ def weight_grads(
             **_shapes(q, k, config),
             TOKEN_DESCRIPTORS=by_maps,
             ADD=buffers is not None and splits == 1,
+            ACTIVATION=activation,
         )
         if splits == 1:
             return dk, du, dv
