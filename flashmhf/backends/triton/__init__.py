@@ -75,8 +75,8 @@ def backward(
     *,
     deterministic: bool = False,
     needs: tuple[bool, bool] = (True, True),
-    dq_dtype: torch.dtype | None = None,
     activation: str = "silu",
+    dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
     dq, dr = _token_grads(grad_out, q, k, u, v, r, needs[0], dq_dtype or q.dtype, deterministic, activation)
