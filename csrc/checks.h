@@ -21,9 +21,9 @@ namespace flashmhf {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Sizes of a problem; q is [..., H, d_h] with T tokens in its leading dimensions.
+// Sizes of a problem; q is [..., H, d_h] with T tokens in its leading dimensions, and `group` of its heads share one of k, u and v.
 struct ProblemSizes {
-    int64_t tokens, heads, head_dim, subnets, subnet_dim;
+    int64_t tokens, heads, head_dim, subnets, subnet_dim, group;
 };
 
 inline std::string shape_of(const Tensor &x) {
@@ -38,11 +38,11 @@ inline void check_same_device(const Tensor &x, const char *name, const Tensor &q
     STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " must be on the same CUDA device as q");
 }
 
-// k, u, v: [H, E, d_e, d_h], contiguous, in q's type.
+// k, u, v: [H_kv, E, d_e, d_h], contiguous, in q's type.
 inline void check_weights(const Tensor &x, const char *name, const Tensor &k, const Tensor &q) {
     STD_TORCH_CHECK(x.scalar_type() == q.scalar_type(), name, " must have the dtype of q");
     check_same_device(x, name, q);
-    STD_TORCH_CHECK(x.dim() == 4, name, " must be [H, E, d_e, d_h], is ", shape_of(x));
+    STD_TORCH_CHECK(x.dim() == 4, name, " must be [H_kv, E, d_e, d_h], is ", shape_of(x));
     for (int i = 0; i < 4; ++i) STD_TORCH_CHECK(x.size(i) == k.size(i), name, " is ", shape_of(x), " but k is ", shape_of(k));
     STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
     STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
@@ -55,10 +55,11 @@ inline ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tenso
     check_weights(k, "k", k, q);
     check_weights(u, "u", k, q);
     check_weights(v, "v", k, q);
-    ProblemSizes sizes{1, q.size(q.dim() - 2), q.size(q.dim() - 1), k.size(1), k.size(2)};
+    ProblemSizes sizes{1, q.size(q.dim() - 2), q.size(q.dim() - 1), k.size(1), k.size(2), 1};
     for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
-    STD_TORCH_CHECK(k.size(0) == sizes.heads && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k is ", shape_of(k));
-    STD_TORCH_CHECK(sizes.heads >= 1 && sizes.subnets >= 1, "H and E must be at least 1");
+    STD_TORCH_CHECK(sizes.heads >= 1 && k.size(0) >= 1 && sizes.subnets >= 1, "H, H_kv and E must be at least 1");
+    STD_TORCH_CHECK(sizes.heads % k.size(0) == 0 && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k is ", shape_of(k));
+    sizes.group = sizes.heads / k.size(0);
     STD_TORCH_CHECK(supported_head_dim(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: 64, 96, 128, 256");
     STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
     return sizes;
@@ -143,7 +144,8 @@ inline Shape shape_of_call(const TokenAxes &axes, const ProblemSizes &sizes) {
             .heads = static_cast<int>(sizes.heads),
             .head_dim = static_cast<int>(sizes.head_dim),
             .subnets = static_cast<int>(sizes.subnets),
-            .subnet_dim = sizes.subnet_dim};
+            .subnet_dim = sizes.subnet_dim,
+            .group = static_cast<int>(sizes.group)};
 }
 
 inline void check_readable(const Tensor &q, const TokenAxes &axes) {

@@ -30,14 +30,16 @@ template <int d_h> py::dict policy() {
 }
 
 py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim,
-                      const std::array<int, flashmhf::max_slices> &clusters) {
-    const flashmhf::ForwardPlan plan = flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim}, {clusters});
+                      const std::array<int, flashmhf::max_slices> &clusters, int group, bool may_bundle) {
+    const flashmhf::ForwardPlan plan =
+        flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters}, may_bundle);
     const flashmhf::ForwardSchedule &s = plan.schedule;
     py::dict d;
     d["cluster_size"] = plan.cluster_size;
     d["row_ctas"] = plan.row_ctas;
     d["slices"] = s.slices;
     d["consumers"] = plan.consumers;
+    d["bundle"] = plan.bundle;
     d["row_tiles"] = plan.row_tiles;
     d["blocks"] = plan.blocks;
     d["subnet_tiles"] = plan.subnet_tiles;
@@ -104,9 +106,9 @@ py::dict workspace(const flashmhf::BackwardWorkspace &w) {
 }
 
 py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens,
-                          bool weights, bool gate, bool router, bool deterministic, int sms) {
+                          bool weights, bool gate, bool router, bool deterministic, int sms, int group) {
     const flashmhf::BackwardTask task{tokens, weights, gate || router, router, deterministic};
-    const flashmhf::BackwardPlan plan = flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim}, task, {sms});
+    const flashmhf::BackwardPlan plan = flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim, group}, task, {sms});
     py::list sizes, workspaces;
     for (int i = 0; i < plan.groups.count; ++i) {
         sizes.append(py::make_tuple(plan.groups.begin(i), plan.groups.begin(i) + plan.groups.size(i)));
@@ -167,7 +169,7 @@ PYBIND11_MODULE(_plan, m) {
           "Raises ValueError for shapes beyond the kernels' index range.");
     m.def("plan_head_groups", &plan_head_groups, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
           py::arg("subnets"), py::arg("subnet_dim"), py::arg("tokens") = true, py::arg("weights") = true, py::arg("gate") = false,
-          py::arg("router") = false, py::arg("deterministic") = false, py::arg("sms") = 132,
+          py::arg("router") = false, py::arg("deterministic") = false, py::arg("sms") = 132, py::arg("group") = 1,
           "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the "
           "fp32\n"
           "workspace of each launch: where its buffers begin, in floats, or None.");
@@ -185,6 +187,7 @@ PYBIND11_MODULE(_plan, m) {
     m.def(
         "plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
         py::arg("subnet_dim"), py::arg("clusters") = std::array<int, flashmhf::max_slices>{132, 66, 39, 30, 22, 17, 15, 15},
+        py::arg("group") = 1, py::arg("may_bundle") = true,
         "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
         "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");

@@ -38,12 +38,7 @@ for _schema in _SCHEMAS:
 def _back_end(q: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
     if backend == REFERENCE:
         return definition
-    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2], q.shape[-2] // k.shape[0], activation)
-
-
-def _back_end_of_module(x: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
-    """For x [..., H d_h] before its heads are split."""
-    return select(backend, x.device, x.dtype, k.shape[3], k.shape[2], x.shape[-1] // (k.shape[0] * k.shape[3]), activation)
+    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2], activation)
 
 
 def _resolve(deterministic: bool | None) -> bool:
@@ -456,7 +451,7 @@ def few_token_projection(
     """
     if len(x) > PROJECT_TOKENS:
         return None
-    module = _back_end_of_module(x, k, backend, activation)
+    module = _back_end(x, k, backend, activation)
     if any(module.refuse_projection(x, w, bias) is not None for w, bias in projections):
         return None
     return module.project
@@ -479,4 +474,4 @@ def inference_layer(
     None where the back end has no such operator or does not take these tensors as they are. Raises NotImplementedError for an explicit
     back end that cannot run.
     """
-    return _back_end_of_module(x, k, backend, activation).layer(x, in_proj, k, u, v, w, eps, out_proj)
+    return _back_end(x, k, backend, activation).layer(x, in_proj, k, u, v, w, eps, out_proj)

@@ -9,7 +9,7 @@ import torch
 from test_operator import FORWARD_GRADS, check_all, dtypes_of, token_views
 
 import flashmhf
-from flashmhf import backends, reference
+from flashmhf import reference
 from flashmhf.testing import problem
 
 # (leading dimensions, H, d_h, E, d_e), H_kv: groups of 2, 3, 4 and 8, all heads one group, ragged tokens, tails of d_e, many sub-networks
@@ -23,14 +23,6 @@ GROUPS = [
     (((33,), 8, 64, 35, 16), 1),
 ]
 IDS = [f"{'x'.join(map(str, s[0]))}-H{s[1]}-kv{kv}-dh{s[2]}-E{s[3]}-de{s[4]}" for s, kv in GROUPS]
-
-
-@pytest.fixture
-def target(target):
-    reason = backends.BACKENDS[target.backend].why_not(torch.device(target.device), target.dtypes[-1], d_h=64, d_e=64, group=2)
-    if reason:
-        pytest.skip(f"{target.backend}: {reason}")
-    return target
 
 
 def repeated(x, heads):

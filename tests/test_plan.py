@@ -193,3 +193,22 @@ def test_the_measured_constants_are_those_of_the_cost_models():
     assert {"combine", "behind_waves", "next_item", "stream_numerator"} <= set(script.in_code("forward"))
     assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(script.in_code("backward"))
     assert script.main(["no such folder"]) == 2
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 100, 1536, 32256])
+def test_heads_of_a_group_are_planned_like_sequences_of_one_head(group, tokens):
+    grouped = plan.plan_forward(1, tokens, 16, 128, 22, 384, group=group, may_bundle=False)
+    assert grouped == plan.plan_forward(group, tokens, 16 // group, 128, 22, 384)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group", "bundle"),
+    [(1, 1, 1), (16, 2, 2), (16, 3, 1), (16, 4, 4), (16, 6, 2), (16, 8, 4), (17, 4, 2), (32, 8, 2), (33, 4, 1)],
+)
+def test_few_tokens_of_up_to_four_heads_share_a_row_tile(tokens, group, bundle):
+    p = plan.plan_forward(1, tokens, 48, 128, 22, 384, group=group)
+    assert (p["bundle"], p["row_tiles"]) == (bundle, 1)
+    assert p["blocks"] * p["consumers"] * p["row_ctas"] >= group // bundle
+    assert not p["flags"] or bundle == 1
+    assert plan.plan_forward(2, tokens, 48, 128, 22, 384, group=group)["bundle"] == 1, "heads take the place of the sequences"

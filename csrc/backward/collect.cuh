@@ -40,7 +40,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
                              static_cast<int>(rows), p.accumulate, thread, 128);
 }
 
-// dr_sums [H, E, batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.
+// dr_sums [H / group, E, group * batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.
 template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
     constexpr int chunk = 32;
     __shared__ float sums[chunk][tile_rows + 1];
@@ -49,7 +49,9 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
     const int block = blockIdx.y * gridDim.x + blockIdx.x, tile = block / p.heads, head = block - tile * p.heads;
     const TokenTile tokens(tile, p.row_tiles);
     const int64_t first = static_cast<int64_t>(tokens.tile) * tile_rows;
-    const int64_t columns = static_cast<int64_t>(p.batch) * p.row_tiles * tile_rows;
+    const int tiles = p.batch * p.row_tiles, weight_head = head / p.group;
+    const int64_t columns = static_cast<int64_t>(p.group) * tiles * tile_rows;
+    const int64_t first_column = static_cast<int64_t>((head - weight_head * p.group) * tiles + tile) * tile_rows;
     const int rows = static_cast<int>(min(static_cast<int64_t>(tile_rows), p.length - first));
     for (int e = 0; e < p.subnets; e += chunk) {
         const int count = min(chunk, p.subnets - e);
@@ -57,9 +59,8 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
 #pragma unroll 2
         for (int i = threadIdx.x; i < count * (tile_rows / 4); i += 256) {
             const int row = i / (tile_rows / 4), column = i % (tile_rows / 4) * 4;
-            const float4 v =
-                __ldcs(reinterpret_cast<const float4 *>(p.dr_sums + (static_cast<int64_t>(head) * p.subnets + e + row) * columns +
-                                                        static_cast<int64_t>(tile) * tile_rows + column));
+            const float4 v = __ldcs(reinterpret_cast<const float4 *>(
+                p.dr_sums + (static_cast<int64_t>(weight_head) * p.subnets + e + row) * columns + first_column + column));
             sums[row][column] = v.x;
             sums[row][column + 1] = v.y;
             sums[row][column + 2] = v.z;

@@ -1,5 +1,7 @@
 #include "backward/launch.h"
 
+#include <stdexcept>
+
 #include "backward/policy.h"
 #include "common/tensor_map.h"
 
@@ -15,14 +17,21 @@ TokenTensor from_head(TokenTensor x, int head, int bytes) {
     x.data = at(x.data, head * x.head_stride, bytes);
     return x;
 }
+// x of one sequence with the heads of a group as sequences of one head.
+TokenTensor heads_as_sequences(TokenTensor x, int group) {
+    x.batch_stride = x.head_stride;
+    x.head_stride *= group;
+    return x;
+}
 
 HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan &call, int index, float *workspace) {
     const BackwardTask &task = call.task;
     const HeadGroupPlan &plan = call.launches[index];
     const BackwardWorkspace &places = call.workspaces[index];
-    const int first = call.groups.begin(index), d_h = problem.shape.head_dim;
+    const int group = problem.shape.group, first_weights = call.groups.begin(index), first = first_weights * group,
+              d_h = problem.shape.head_dim;
     Shape shape = problem.shape;
-    shape.heads = call.groups.size(index);
+    shape.heads = call.groups.size(index) * group;
     auto floats = [&](int64_t place) { return place == BackwardWorkspace::none ? nullptr : workspace + place; };
 
     // This group's heads of each tensor.
@@ -30,8 +39,9 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     const int gate_bytes = gate_is_float(problem.gate) ? int{sizeof(float)} : element_bytes;
     const int sum_bytes = problem.accumulate ? int{sizeof(float)} : element_bytes;
     const TokenTensor q = from_head(problem.q, first, element_bytes), grad_out = from_head(problem.grad_out, first, element_bytes);
-    const void *k = at(problem.k, first * weights_of_head, element_bytes), *u = at(problem.u, first * weights_of_head, element_bytes),
-               *v = at(problem.v, first * weights_of_head, element_bytes);
+    const int64_t weights_before = first_weights * weights_of_head;
+    const void *k = at(problem.k, weights_before, element_bytes), *u = at(problem.u, weights_before, element_bytes),
+               *v = at(problem.v, weights_before, element_bytes);
 
     HeadGroupLaunch launch{};
     launch.bf16 = problem.bf16;
@@ -52,6 +62,7 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     p.subnet_dim = static_cast<int>(shape.subnet_dim);
     p.subnet_tiles = plan.subnet_tiles;
     p.dq_heads = problem.shape.heads;
+    p.group = group;
     p.whole = plan.whole;
     p.parts = plan.parts;
     p.token_parts = plan.token_parts;
@@ -62,9 +73,9 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     p.dr_added = reinterpret_cast<uint32_t *>(floats(places.dr_added));
     p.weight_parts = floats(places.weight_parts);
     p.dq = at(problem.dq, int64_t{first} * d_h, element_bytes);
-    p.dk = at(problem.dk, first * weights_of_head, sum_bytes);
-    p.du = at(problem.du, first * weights_of_head, sum_bytes);
-    p.dv = at(problem.dv, first * weights_of_head, sum_bytes);
+    p.dk = at(problem.dk, weights_before, sum_bytes);
+    p.du = at(problem.du, weights_before, sum_bytes);
+    p.dv = at(problem.dv, weights_before, sum_bytes);
     if (task.router) {
         const int64_t row = int64_t{shape.heads} * shape.subnets;  // R of a token
         RouterParams &g = launch.router;
@@ -86,7 +97,7 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
         g.scale = floats(places.scale);
         g.sums = p.query_sums;
         g.sums_floats = places.sums_floats;
-        g.dr_sums = p.dr_sums;
+        g.dr_sums = group == 1 ? p.dr_sums : nullptr;  // of groups: in another order, and turned into g.dr
         g.dr = floats(places.dr);
         g.dw_parts = floats(places.dw_parts);
         g.dw_part_count = plan.router_parts;
@@ -109,9 +120,21 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
         p.dr_heads = p.dq_heads;
     }
 
+    // The view of the inter-stationary kernels.
+    Shape view = shape;
+    BackwardParams &of_groups = launch.group_params = p;
+    if (group > 1) {
+        view.heads = of_groups.heads = shape.weight_heads();
+        view.batch = of_groups.batch = group;
+        of_groups.r_batch = p.r_head;
+        of_groups.r_head = group * p.r_head;
+    }
+
     auto weights = [&](const char *name, const void *x, int rows) { return weight_map(name, problem.bf16, shape, x, rows); };
     launch.q = token_map("q", problem.bf16, shape, q);
     launch.grad_out = token_map("grad_out", problem.bf16, shape, grad_out);
+    launch.group_q = group == 1 ? launch.q : token_map("q", problem.bf16, view, heads_as_sequences(q, group));
+    launch.group_grad_out = group == 1 ? launch.grad_out : token_map("grad_out", problem.bf16, view, heads_as_sequences(grad_out, group));
     launch.k = weights("k", k, tile_inter);
     launch.u = weights("u", u, tile_inter);
     launch.v = weights("v", v, tile_inter);
@@ -142,6 +165,7 @@ BackwardTask backward_task(const BackwardProblem &problem) {
 }
 
 BackwardLaunch prepare_backward(const BackwardProblem &problem, const BackwardPlan &plan, float *workspace) {
+    if (problem.shape.group > 1 && problem.shape.batch > 1) throw std::invalid_argument("grouped heads need one sequence");
     BackwardLaunch launch;
     for (int i = 0; i < plan.groups.count; ++i) launch.groups.push_back(prepare_heads(problem, plan, i, workspace));
     return launch;

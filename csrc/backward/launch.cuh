@@ -14,14 +14,14 @@ namespace flashmhf {
 namespace {
 
 template <int d_h, int outputs, typename T> cudaError_t launch_inter(const HeadGroupLaunch &l, bool early, cudaStream_t stream) {
-    const BackwardMaps maps{l.q, l.grad_out, l.k, l.u, l.v};
+    const BackwardMaps maps{l.group_q, l.group_grad_out, l.k, l.u, l.v};
     using P = InterPolicy<d_h, outputs>;
     // both CTAs of a pair need the same head and the same tokens
     const bool pairs = P::pairs && l.params.subnets * l.params.subnet_tiles % 2 == 0 && l.plan.whole % 2 == 0;
     if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, sizeof(InterShared<d_h, outputs, T>)))
         return error;
     return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
-                           sizeof(InterShared<d_h, outputs, T>), stream, maps, l.params);
+                           sizeof(InterShared<d_h, outputs, T>), stream, maps, l.group_params);
 }
 
 template <int d_h, typename T>

@@ -22,6 +22,9 @@ struct HeadGroupLaunch {
     CUtensorMap k, u, v;                    // boxes of tile_inter rows
     CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
     BackwardParams params;
+    // The same for the inter-stationary kernels: heads that share one of K, U and V are one head, and these heads its sequences.
+    CUtensorMap group_q, group_grad_out;
+    BackwardParams group_params;
     RouterParams router;  // router.w is null where there is none
     size_t sums_bytes;    // to be cleared from params.query_sums on; with a router flashmhf_gate_rows does it
 };

@@ -67,11 +67,17 @@ void zero_outputs(const Outputs &out) {
 
 void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool deterministic) {
     if (sizes.tokens == 0 || (!out.needs_tokens && !out.needs_weights)) return zero_outputs(out);
-    const Tensor &q = in.q;
+    Tensor q = in.q;
     Tensor grad_out = in.grad_out;
     std::optional<Tensor> r = in.r;
     int64_t g_batch, g_token;
-    const TokenAxes axes = all_token_axes(q, r, grad_out, g_batch, g_token);
+    TokenAxes axes = all_token_axes(q, r, grad_out, g_batch, g_token);
+    if (sizes.group > 1 && axes.batch > 1) {  // the heads of a group take the place of the sequences
+        q = torch::stable::contiguous(q);
+        grad_out = torch::stable::contiguous(grad_out);
+        if (r) *r = torch::stable::contiguous(*r);
+        axes = all_token_axes(q, r, grad_out, g_batch, g_token);
+    }
     check_readable(q, axes);
 
     auto gate_of = [](const Tensor &x, Gate as_float, Gate as_half) { return x.scalar_type() == ScalarType::Float ? as_float : as_half; };

@@ -9,6 +9,7 @@ struct BackwardParams {
     int batch;                         // sequences; a tile of tokens never crosses them
     int64_t length;                    // tokens of a sequence
     int row_tiles;                     // of a sequence: ceil(length / 64)
+    int group;                         // neighbouring heads that share one of K, U and V
     int64_t dense_batch, dense_token;  // strides of the contiguous [T, ...] outputs, in tokens
     int heads, subnets;                // H, E
     int subnet_dim;                    // d_e
@@ -23,12 +24,12 @@ struct BackwardParams {
     // others `parts` CTAs that divide the tokens.
     int whole, parts;
     float *query_sums;  // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
-    float *dr_sums;     // [H, E, batch * row_tiles * 64] fp32, zeroed; null without R
+    float *dr_sums;     // [H / group, E, group * batch * row_tiles * 64] fp32, zeroed; null without R
     // Ordered accumulation: CTAs that have added to a tile, zeroed. Null: any order.
     uint32_t *query_added;  // [H][batch * row_tiles]
     uint32_t *dr_added;     // [H * E][batch * row_tiles]
     float *weight_parts;    // [items - whole][parts][dK, dU, dV][64 * d_h] fp32 in fragment order
-    void *dk, *du, *dv;     // [H, E, d_e, d_h] in the element type, or fp32 buffers to add to
+    void *dk, *du, *dv;     // [H / group, E, d_e, d_h] in the element type, or fp32 buffers to add to
     bool accumulate;
 
     // Token-stationary kernel. `token_parts` CTAs divide the sub-networks of a token block.

@@ -28,8 +28,8 @@ double launch_time(const Shape &shape, const HeadGroupPlan &plan, const Backward
     }
 }
 
-Shape with_heads(Shape shape, int heads) {
-    shape.heads = heads;
+Shape with_weight_heads(Shape shape, int weight_heads) {
+    shape.heads = weight_heads * shape.group;
     return shape;
 }
 
@@ -37,8 +37,8 @@ Shape with_heads(Shape shape, int heads) {
 
 HeadGroupPlan plan_head_group(const Shape &shape, const BackwardDevice &device, const BackwardCostModel &cost) {
     const int sms = device.sms;
-    const int64_t row_tiles = ceil_div(shape.length, tile_rows), tiles = shape.batch * row_tiles;
-    const int64_t subnet_tiles = ceil_div(shape.subnet_dim, tile_inter), items = shape.heads * shape.subnets * subnet_tiles;
+    const int64_t row_tiles = ceil_div(shape.length, tile_rows), head_tiles = shape.batch * row_tiles, tiles = shape.group * head_tiles;
+    const int64_t subnet_tiles = ceil_div(shape.subnet_dim, tile_inter), items = shape.weight_heads() * shape.subnets * subnet_tiles;
     if (tiles >= (int64_t{1} << 30) || items * max_parts >= (int64_t{1} << 31) || shape.heads > 65535 ||
         shape.length >= (int64_t{1} << 31) - 128)
         throw std::invalid_argument("the backward kernels index fewer than 2^31 tokens of a sequence, 2^30 tiles and 65,536 heads");
@@ -57,7 +57,7 @@ HeadGroupPlan plan_head_group(const Shape &shape, const BackwardDevice &device, 
     plan.whole = static_cast<int>(parts > 1 ? items - rest : items);
     plan.inter_time = static_cast<double>(waves + (rest ? rest_time(parts) : 0));
 
-    const int64_t blocks = ceil_div(tiles, 2), ctas = blocks * shape.heads;
+    const int64_t blocks = ceil_div(head_tiles, 2), ctas = blocks * shape.heads;
     plan.token_blocks = static_cast<int>(blocks);
     int64_t token_parts = 1;
     double shortest = 0;
@@ -69,7 +69,7 @@ HeadGroupPlan plan_head_group(const Shape &shape, const BackwardDevice &device, 
     plan.token_parts = static_cast<int>(token_parts);
     plan.token_time = shortest * 2 * 5 / 8;  // two token tiles, five of the eight products
     plan.gate_rows_parts = static_cast<int>(ceil_div(gate_rows_ctas * sms, shape.heads));
-    plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, tiles));
+    plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, head_tiles));
     return plan;
 }
 
@@ -94,7 +94,7 @@ BackwardWorkspace backward_workspace(const Shape &shape, const HeadGroupPlan &pl
     w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
     w.r = take(task.router, tokens * shape.subnets);
     w.scale = take(task.router, tokens);
-    w.dr = take(task.router && !one_kernel, tokens * shape.subnets);
+    w.dr = take(task.router && (!one_kernel || shape.group > 1), tokens * shape.subnets);
     w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * shape.head_dim * shape.subnets);
     w.floats = end;
     return w;
@@ -111,16 +111,17 @@ Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const Backw
 
 HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernels kernels, const BackwardDevice &device,
                             const BackwardCostModel &cost) {
+    const int weight_heads = shape.weight_heads();
     struct Candidate {
         double time;
         int64_t floats;
     };
     auto evaluate = [&](int64_t count) {  // groups of floor(H / count) and ceil(H / count) heads
         Candidate all{0, 0};
-        const int64_t small = shape.heads / count, large_groups = shape.heads % count;
+        const int64_t small = weight_heads / count, large_groups = weight_heads % count;
         for (const auto &[heads, groups] : {std::pair{small, count - large_groups}, std::pair{small + 1, large_groups}}) {
             if (groups == 0) continue;
-            const Shape group = with_heads(shape, static_cast<int>(heads));
+            const Shape group = with_weight_heads(shape, static_cast<int>(heads));
             const HeadGroupPlan plan = plan_head_group(group, device, cost);
             all.time += groups * (launch_time(group, plan, task, kernels, cost) + cost.launch_tiles(shape.head_dim));
             all.floats = std::max(all.floats, backward_workspace(group, plan, task, kernels).floats);
@@ -128,15 +129,15 @@ HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernel
         return all;
     };
     std::vector<Candidate> candidates{evaluate(1)};
-    if (candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes) return {shape.heads, 1};
-    for (int64_t count = 2; count <= std::min<int64_t>(shape.heads, max_groups); ++count) candidates.push_back(evaluate(count));
+    if (candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes) return {weight_heads, 1};
+    for (int64_t count = 2; count <= std::min<int64_t>(weight_heads, max_groups); ++count) candidates.push_back(evaluate(count));
     double shortest = candidates[0].time;
     for (const Candidate &c : candidates) shortest = std::min(shortest, c.time);
     int best = -1;
     for (int i = 0; i < static_cast<int>(candidates.size()); ++i)
         if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats))
             best = i;
-    return {shape.heads, best + 1};
+    return {weight_heads, best + 1};
 }
 
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, const BackwardCostModel &cost) {
@@ -145,13 +146,14 @@ BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const B
 
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, Kernels kernels, int groups,
                            const BackwardCostModel &cost) {
-    if (groups < 0 || groups > shape.heads) throw std::invalid_argument("groups must be between 0 and the number of heads");
+    if (groups < 0 || groups > shape.weight_heads())
+        throw std::invalid_argument("groups must be between 0 and the number of heads of K, U and V");
     BackwardPlan plan{};
     plan.task = task;
     plan.kernels = kernels;
-    plan.groups = groups ? HeadGroups{shape.heads, groups} : plan_head_groups(shape, task, kernels, device, cost);
+    plan.groups = groups ? HeadGroups{shape.weight_heads(), groups} : plan_head_groups(shape, task, kernels, device, cost);
     for (int i = 0; i < plan.groups.count; ++i) {
-        const Shape group = with_heads(shape, plan.groups.size(i));
+        const Shape group = with_weight_heads(shape, plan.groups.size(i));
         plan.launches.push_back(plan_head_group(group, device, cost));
         plan.workspaces.push_back(backward_workspace(group, plan.launches.back(), task, kernels));
         plan.time += launch_time(group, plan.launches.back(), task, kernels, cost) + cost.launch_tiles(shape.head_dim);

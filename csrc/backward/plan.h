@@ -28,11 +28,11 @@ enum class Kernels {
     pair,  // a token-stationary kernel for dQ and dR, an inter-stationary one for dK, dU and dV: no atomics; each alone where one is needed
 };
 
-// One launch: a group of heads.
+// One launch: a group of heads of K, U and V, with all heads of q that share them.
 struct HeadGroupPlan {
     int row_tiles;                  // of tile_rows tokens, of a sequence
     int subnet_tiles;               // of tile_inter rows, of a sub-network
-    int items;                      // H * E * subnet_tiles: CTAs of an inter-stationary kernel when nothing is split
+    int items;                      // weight heads * E * subnet_tiles: CTAs of an inter-stationary kernel when nothing is split
     int whole, parts;               // items taken by one CTA each; CTAs that divide the tokens of each of the others
     int token_blocks;               // of two row tiles: CTAs of a head of the token-stationary kernel
     int token_parts;                // CTAs that divide the sub-networks of a token block
@@ -62,12 +62,12 @@ struct BackwardWorkspace {
     int64_t dr_sums;                 // right behind `query`; all up to sums_floats is cleared at once
     int64_t query_added, dr_added;   // counters of ordered accumulation
     int64_t weight_parts;            // of split items
-    int64_t r, scale, dr, dw_parts;  // the router's; no dr beside dr_sums
+    int64_t r, scale, dr, dw_parts;  // the router's; no dr beside dr_sums, but for groups of heads
     int64_t sums_floats;             // of all that is cleared
     int64_t floats;                  // of everything
 };
 
-// Heads are independent. A call takes them in groups of nearly equal size, one launch after the other in the same workspace.
+// Heads of K, U and V are independent. A call takes them in groups of nearly equal size, one launch after the other in the same workspace.
 struct HeadGroups {
     int heads, count;
     int begin(int group) const { return static_cast<int>(static_cast<int64_t>(heads) * group / count); }

@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
                 }
             }
             Ring<P::stages> ring;
+            const int first_weights = head / p.group * p.subnets;
             int subnet = first_subnet, row = 0;
 #pragma unroll 1
             for (int it = 0; it < count; ++it) {
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
                 auto &stage = stages[ring.slot];
 #pragma unroll
                 for (int c = 0; c < d_h; c += P::panel_cols) {
-                    const int3 at = {c, row, head * p.subnets + subnet};
+                    const int3 at = {c, row, first_weights + subnet};
                     tma::load_async(&stage.ku.data[c * 2 * P::inter], &maps.k, at, shared.stage_full[ring.slot]);
                     tma::load_async(&stage.ku.data[c * 2 * P::inter + P::inter * P::panel_cols], &maps.u, at, shared.stage_full[ring.slot]);
                     tma::load_async(&stage.v.data[c * P::inter], &maps.v, at, shared.stage_full[ring.slot]);

@@ -5,11 +5,14 @@
 
 namespace flashmhf {
 
-// T = batch * length tokens (a tile never crosses two sequences), H heads of d_h, E sub-networks of width d_e.
+// T = batch * length tokens (a tile never crosses two sequences), H heads of d_h, E sub-networks of width d_e. `group` neighbouring heads
+// share a head of K, U and V.
 struct Shape {
     int64_t batch, length;
     int heads, head_dim, subnets;
     int64_t subnet_dim;
+    int group = 1;
+    int weight_heads() const { return heads / group; }  // of K, U and V
 };
 
 // A tensor [batch, length, H, ...] whose last dimension is contiguous. Strides in elements.

@@ -71,7 +71,7 @@ CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const vo
     return tensor_map(what, weights, map_type(bf16),
                       {{d_h, 1, panel_cols_of(d_h)},
                        {shape.subnet_dim, d_h, box_rows},
-                       {int64_t{shape.heads} * shape.subnets, shape.subnet_dim * d_h, 1}},
+                       {int64_t{shape.weight_heads()} * shape.subnets, shape.subnet_dim * d_h, 1}},
                       swizzle_bytes_of(d_h));
 }
 

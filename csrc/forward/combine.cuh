@@ -17,7 +17,7 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_f
     const int row = fragment_row(threadIdx.x);
     kittens::pdl::arrive();  // the next kernel, which waits for this one before it touches what this one writes
     kittens::pdl::wait();
-    if (first == last || !holds_token(p, tile.sequence, tile.token + row)) return;
+    if (first == last || !holds_token(p, tile.sequence, tile.token + p.token_of(row))) return;
 
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8

@@ -76,7 +76,7 @@ template <int d_h, typename T> struct ForwardConsumer {
     __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
         const int part = item.part;
-        const bool stores = holds_token(p, item.sequence, item.token + fragment_row(warpgroup::laneid()));
+        const bool stores = holds_token(p, item.sequence, item.token + p.token_of(fragment_row(warpgroup::laneid())));
         if (part < 0) stage_output(shared.q[wg], o);
         release_q();
         if (P::may_slice && p.schedule.slices > 1) {

@@ -23,7 +23,8 @@ __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const Forwa
 
 // Where the output has a row and a column of a row tile.
 template <int d_h, typename T> __device__ __forceinline__ T *output_at(const ForwardParams &p, const RowTile &tile, int row, int column) {
-    return static_cast<T *>(p.out) + tile.sequence * p.out_batch + (tile.token + row) * p.out_token + tile.head * d_h + column;
+    return static_cast<T *>(p.out) + tile.sequence * p.out_batch + (tile.token + p.token_of(row)) * p.out_token +
+           (tile.head + p.head_of(row)) * d_h + column;
 }
 template <typename T> __device__ __forceinline__ void store_pair(T *dst, float x, float y) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
@@ -34,7 +35,7 @@ template <int d_h, typename T>
 __device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, const RowTile &tile, int row, int column) {
     T *dst = output_at<d_h, T>(p, tile, row, column);
     store_pair(dst, sum.x, sum.y);
-    if (holds_token(p, tile.sequence, tile.token + row + 8)) store_pair(dst + 8 * p.out_token, sum.z, sum.w);
+    if (holds_token(p, tile.sequence, tile.token + p.token_of(row + 8))) store_pair(dst + 8 * p.out_token, sum.z, sum.w);
 }
 
 // Sharers of an item add their sums in pieces of 8 columns of a row tile, 128 float4s as above: piece i (of all warpgroups) goes to CTA
@@ -69,7 +70,7 @@ __device__ __forceinline__ void add_slice_sums(const float4 *slice_sums, const F
     for (int number = warpgroup; number < pieces.of_cta(rank); number += p.consumers) {
         const int i = number * pieces.slices + rank;
         const RowTile tile(p, kittens::clusterIdx().x, 0, i / pieces.of_tile);
-        if (!holds_token(p, tile.sequence, tile.token + row)) continue;
+        if (!holds_token(p, tile.sequence, tile.token + p.token_of(row))) continue;
         float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
         for (int c = 0; c < pieces.slices; ++c) add(sum, slice_sums[(number * pieces.slices + c) * 128 + thread]);

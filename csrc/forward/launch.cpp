@@ -26,7 +26,20 @@ uint64_t launch_token() {
 
 bool bulk_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % tma_alignment == 0; }
 
+// fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
+bool gate_in_tiles(const ForwardProblem &problem) {
+    const Shape &s = problem.shape;
+    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
+    return problem.gate == Gate::r_float && s.head_dim <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
+           strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(problem.r.data);
+}
+
 }  // namespace
+
+bool may_bundle(const ForwardProblem &problem) {
+    if (!gate_is_given(problem.gate)) return true;
+    return gate_in_tiles(problem) && problem.r.head_stride * 4 % tma_alignment == 0;
+}
 
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const Shape &s = problem.shape;
@@ -37,11 +50,21 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     ForwardLaunch launch{};
     launch.bf16 = problem.bf16;
     launch.plan = plan;
-    launch.q = token_map("q", problem.bf16, s, problem.q);
+    // A bundle's heads are the last axis: rows of a tile are tokens of its first head, then of the next.
+    auto rows = [&](const char *what, const TokenTensor &x) {
+        if (plan.bundle == 1) return token_map(what, problem.bf16, s, x);
+        return tensor_map(what, x.data, map_type(problem.bf16),
+                          {{d_h, 1, panel_cols_of(d_h)},
+                           {s.heads, x.head_stride, 1},
+                           {s.length, x.token_stride, tile_rows / plan.bundle},
+                           {plan.bundle, x.head_stride, plan.bundle}},
+                          swizzle_bytes_of(d_h));
+    };
+    launch.q = rows("q", problem.q);
     launch.k = weights("k", problem.k);
     launch.u = weights("u", problem.u);
     launch.v = weights("v", problem.v);
-    launch.out = token_map("the output", problem.bf16, s, out);
+    launch.out = rows("the output", out);
 
     ForwardParams &p = launch.params;
     p.schedule = plan.schedule;
@@ -52,6 +75,11 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.length = s.length;
     p.row_tiles = plan.row_tiles;
     p.blocks = plan.blocks;
+    p.bundle = plan.bundle;
+    p.bundles = s.group / plan.bundle;
+    p.head_tiles = static_cast<int>(s.batch) * plan.row_tiles;
+    p.tile_shift = plan.bundle == 1 ? 6 : plan.bundle == 2 ? 5 : 4;
+    static_assert(tile_rows == 64);
     p.subnets = s.subnets;
     p.subnet_tiles = plan.subnet_tiles;
     p.out = problem.out;
@@ -63,7 +91,8 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.r_token = problem.r.token_stride;
     p.r_head = problem.r.head_stride;
     p.eps = problem.eps;
-    if (has_router(problem.gate)) {  // W of a head, where there is room and a bulk copy can read it
+    // W of a head, where there is room, a bulk copy can read it, and all rows of a CTA are of one head.
+    if (has_router(problem.gate) && (s.group == 1 || (plan.bundle == 1 && p.head_tiles % plan.consumers == 0))) {
         const int64_t bytes = int64_t{d_h} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
         const int room = plan.schedule.slices > 1 ? plan.spare_gate : plan.pieces;
         if (bytes <= room && bulk_aligned(p.gate_data)) p.router_bytes = static_cast<int>(bytes);
@@ -74,15 +103,12 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
     if (plan.flags) p.token = launch_token();
 
-    // fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
-    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
-    p.gate_tiles = problem.gate == Gate::r_float && d_h <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
-                   strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(p.gate_data);
+    p.gate_tiles = gate_in_tiles(problem);
+    const MapAxis outer = plan.bundle == 1 ? MapAxis{s.batch, problem.r.batch_stride, 1} : MapAxis{plan.bundle, s.subnets, plan.bundle};
     if (p.gate_tiles)
-        launch.r = tensor_map(
-            "r", p.gate_data, MapType::fp32,
-            {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
-            128);
+        launch.r =
+            tensor_map("r", p.gate_data, MapType::fp32,
+                       {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r.token_stride, tile_rows / plan.bundle}, outer}, 128);
     return launch;
 }
 

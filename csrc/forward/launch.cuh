@@ -19,7 +19,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
         return error;
     if (l.plan.partials == 0 || l.plan.flags) return cudaSuccess;
 
-    const int64_t tiles = l.params.batch * int64_t{l.plan.row_tiles}, of_item = l.plan.row_ctas * l.plan.consumers;
+    const int64_t tiles = int64_t{l.params.bundles} * l.params.head_tiles, of_item = l.plan.row_ctas * l.plan.consumers;
     const dim3 grid(static_cast<unsigned>(s.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
     return launch_kernel(true, flashmhf_forward_combine<d_h, T>, grid, 128, 0, stream, l.params);
 }

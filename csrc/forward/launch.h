@@ -18,6 +18,8 @@ struct ForwardLaunch {
     int shared_memory;  // bytes a CTA
 };
 
+// Whether a row tile may hold the gates of several heads.
+bool may_bundle(const ForwardProblem &problem);
 // workspace: of plan.workspace() floats, or null when it has none. Throws std::runtime_error when the driver refuses a tensor map.
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream);

@@ -40,7 +40,7 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
 
     Device device;
     check_cuda(describe_device(problem.shape.head_dim, &device));
-    const ForwardPlan plan = plan_forward(problem.shape, device);
+    const ForwardPlan plan = plan_forward(problem.shape, device, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     if (plan.partials) workspace = torch::stable::new_empty(q, {plan.workspace()}, ScalarType::Float);
     const ForwardLaunch launch = prepare_forward(problem, plan, workspace ? static_cast<float *>(workspace->data_ptr()) : nullptr);

@@ -15,8 +15,8 @@ struct ForwardParams {
     int consumers;                 // consumer warpgroups of a CTA, a row tile each
     int batch;                     // sequences; a row tile never crosses them
     int64_t length;                // tokens of a sequence
-    int row_tiles;                 // of a sequence: ceil(length / 64)
-    int blocks;                    // work items of a head: ceil(batch * row_tiles / (row_ctas * consumers))
+    int row_tiles;                 // of a sequence: ceil(length / tokens of a row tile)
+    int blocks;                    // work items of a head of K, U and V
     int subnets;                   // E
     int subnet_tiles;              // ceil(d_e / 64)
     void *out;                     // where sums of parts go; the rest through the tensor map
@@ -30,6 +30,16 @@ struct ForwardParams {
     float *partials;                   // [splits][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
     uint64_t *flags;                   // [splits][2][row_ctas], when the clusters add them up: `token` where a part has been stored
     uint64_t token;  // of 64 random bits, of this launch and its replays alone: whatever the workspace holds, it is not that
+    // Heads that share a head of K, U and V. Their row tiles are numbered one head (or bundle) behind the other.
+    int bundles;     // of a head of K, U and V
+    int head_tiles;  // row tiles of a bundle: batch * row_tiles
+    // A row tile has 64 tokens of a head, or, where these are few, 32 tokens of two heads or 16 of four: a bundle. Row r is token
+    // r % 2^tile_shift of head r / 2^tile_shift. A warp's 16 rows are of one head. Bundles of several heads have one sequence.
+    int bundle, tile_shift;
+#ifdef __CUDACC__
+    __device__ __forceinline__ int head_of(int row) const { return row >> tile_shift; }
+    __device__ __forceinline__ int token_of(int row) const { return row & ((1 << tile_shift) - 1); }
+#endif
 };
 
 }  // namespace flashmhf

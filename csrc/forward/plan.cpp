@@ -55,6 +55,14 @@ int plan_slices(int64_t items, int heads, int inter_tiles, int head_dim, const D
     return 1;
 }
 
+// Heads of a row tile. A warp's 16 rows must be of one head, so at most four.
+int plan_bundle(const Shape &shape, bool may_bundle) {
+    int bundle = 1;
+    if (may_bundle && shape.batch == 1)
+        while (bundle < 4 && shape.group % (2 * bundle) == 0 && 2 * bundle * shape.length <= tile_rows) bundle *= 2;
+    return bundle;
+}
+
 ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim, bool may_add_parts, const ForwardCostModel &cost) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
@@ -82,27 +90,30 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
 
 }  // namespace
 
-ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardCostModel &cost) {
+ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost) {
     ForwardPlan plan{};
     const Footprint footprint = footprint_of(shape.head_dim);
     plan.shared_memory = footprint.shared_memory - footprint.pieces;
     plan.pieces = footprint.pieces;
     plan.spare_gate = footprint.spare_gate;
-    plan.row_tiles = checked(ceil_div(shape.length, tile_rows), "the sequence length");
+    plan.bundle = plan_bundle(shape, may_bundle);
+    plan.row_tiles = checked(ceil_div(shape.length, tile_rows / plan.bundle), "the sequence length");
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
     const int inter_tiles = checked(static_cast<int64_t>(plan.subnet_tiles) * shape.subnets, "E * d_e");
 
-    const int64_t tiles = shape.batch * plan.row_tiles;
+    // A head of K, U and V takes the tokens of its group one head behind the other, so one read from memory serves them all.
+    const int heads = shape.weight_heads();
+    const int64_t tiles = shape.batch * plan.row_tiles * (shape.group / plan.bundle);
     plan.consumers = static_cast<int>(std::min<int64_t>(footprint.consumers, tiles));
     const int64_t single = ceil_div(tiles, footprint.consumers), paired = 2 * ceil_div(tiles, 2 * footprint.consumers);
 
     // Few items: clusters that divide the inter range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
     // when a head has few row tiles.
-    const int slices = !footprint.may_slice ? 1 : plan_slices(single * shape.heads, shape.heads, inter_tiles, shape.head_dim, device, cost);
+    const int slices = !footprint.may_slice ? 1 : plan_slices(single * heads, heads, inter_tiles, shape.head_dim, device, cost);
     plan.row_ctas = slices == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
     plan.cluster_size = slices * plan.row_ctas;
     plan.blocks = checked(ceil_div(tiles, footprint.consumers * plan.row_ctas), "the number of tokens");
-    const int items = checked(static_cast<int64_t>(plan.blocks) * shape.heads, "tokens * heads");
+    const int items = checked(static_cast<int64_t>(plan.blocks) * heads, "tokens * heads");
     checked(static_cast<int64_t>(items) * footprint.consumers * plan.row_ctas, "tokens * heads");
     checked(static_cast<int64_t>(shape.heads) * shape.subnets, "H * E");
     if (items == 0) return plan;
@@ -116,7 +127,8 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
         plan.schedule.remainder = inter_tiles % slices;
         return plan;
     }
-    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim, footprint.may_add_parts, cost);
+    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim,
+                                  footprint.may_add_parts && plan.bundle == 1, cost);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
     if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * 2 * plan.row_ctas;

@@ -19,8 +19,9 @@ struct ForwardPlan {
     int cluster_size;  // CTAs
     int row_ctas;      // of a cluster that take rows of their own: 1, or 2 that multicast to each other
     int consumers;     // row tiles of a CTA
-    int row_tiles;     // of 64 tokens, of a sequence
-    int blocks;        // work items of a head
+    int bundle;        // heads of a row tile: 1, or 2 or 4 of few tokens each that share a head of K, U and V
+    int row_tiles;     // of tile_rows / bundle tokens, of a sequence
+    int blocks;        // work items of a head of K, U and V
     int subnet_tiles;  // of 64 rows, of a sub-network
     ForwardSchedule schedule;
     int64_t partials;                                           // fp32 elements of workspace; 0: nothing is split
@@ -31,8 +32,9 @@ struct ForwardPlan {
     int spare_gate;  // Size of the second gate buffer, which caches W when each cluster has one item.
 };
 
-// Throws std::invalid_argument for a head dimension without a policy and for shapes beyond the index range.
-ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardCostModel &cost = {});
+// may_bundle: the gate can be brought for a row tile of several heads. Throws std::invalid_argument for a head dimension without a policy
+// and for shapes beyond the index range.
+ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost = {});
 
 // The work of every cluster, for the tests: (cluster, slice, item, begin, end, part).
 struct PlannedWork {

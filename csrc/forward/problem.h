@@ -9,7 +9,7 @@ struct ForwardProblem {
     bool bf16;  // otherwise fp16
     Shape shape;
     TokenTensor q;
-    const void *k, *u, *v;  // [H, E, d_e, d_h], contiguous
+    const void *k, *u, *v;  // [weight heads, E, d_e, d_h], contiguous
     Gate gate;
     TokenTensor r;  // where the gate is given
     const void *w;  // where a router computes it: [H, d_h, E], contiguous

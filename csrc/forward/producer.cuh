@@ -118,13 +118,18 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
 
 // The row tile of a warpgroup.
 struct RowTile {
-    int head, sequence, token;  // token: the first one
+    int head, sequence, token;  // the first head and token
     // rank: among the CTAs of a cluster that take rows
     __device__ __forceinline__ RowTile(const ForwardParams &p, int item, int rank, int warpgroup) {
-        head = item / p.blocks;
-        const TokenTile tile(((item - head * p.blocks) * p.row_ctas + rank) * p.consumers + warpgroup, p.row_tiles);
-        sequence = tile.sequence;
-        token = tile.token();
+        const int weight_head = item / p.blocks;
+        int index = ((item - weight_head * p.blocks) * p.row_ctas + rank) * p.consumers + warpgroup;
+        const int bundle = min(index / p.head_tiles, p.bundles - 1);
+        index -= bundle * p.head_tiles;
+        head = (weight_head * p.bundles + bundle) * p.bundle;
+        const TokenTile tile(index, p.row_tiles);
+        // Behind the last tile: no sequence, and no head of a bundle, which its tensor maps have in place of the sequences.
+        sequence = tile.sequence * p.bundle;
+        token = tile.tile << p.tile_shift;
     }
 };
 __device__ __forceinline__ bool holds_token(const ForwardParams &p, int sequence, int token) {

@@ -1,6 +1,6 @@
 // Launches the backward kernels on one shape without Python or PyTorch: checks every gradient against plain fp64 kernels and times them.
 //
-//   backward_harness [name=value ...]     T=4096 H=16 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 deterministic=0|1
+//   backward_harness [name=value ...]     T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 deterministic=0|1
 //                                         needs=both|tokens|weights accumulate=0|1 launches=20 check=1
 //   and, instead of what the planner chooses,   kernels=auto|fused|ordered|pair groups=<groups of heads>
 //
@@ -45,7 +45,7 @@ __global__ void token_reference(double *dq, double *dr, const T *q, const T *g, 
         double dr_sum = 0;
         for (int64_t first = 0; first < s.subnet_dim; first += chunk) {
             const int count = static_cast<int>(min(int64_t{chunk}, s.subnet_dim - first));
-            const int64_t at = ((head * s.subnets + e) * s.subnet_dim + first) * d;
+            const int64_t at = ((head / s.group * s.subnets + e) * s.subnet_dim + first) * d;
             __syncthreads();
             if (thread < count) {
                 const int64_t mine = at + int64_t{thread} * d;
@@ -64,26 +64,28 @@ __global__ void token_reference(double *dq, double *dr, const T *q, const T *g, 
     if (thread < d) dq[blockIdx.x * int64_t{d} + thread] = sum;
 }
 
-// dK, dU, dV of row blockIdx.x * stride of [H * E * d_e].
+// dK, dU, dV of row blockIdx.x * stride of [weight heads * E * d_e].
 template <typename T>
 __global__ void weight_reference(double *dk, double *du, double *dv, const T *q, const T *g, const T *k, const T *u, const T *v,
                                  const double *gate, Shape s, int64_t stride) {
     __shared__ double dm[chunk], dn[chunk], p[chunk];
     const int64_t row = blockIdx.x * stride, subnet = row / s.subnet_dim, head = subnet / s.subnets, e = subnet % s.subnets;
     const int d = s.head_dim, thread = threadIdx.x;
-    double sums[3] = {};  // of column `thread`
-    for (int64_t first = 0; first < s.length; first += chunk) {
-        const int count = static_cast<int>(min(int64_t{chunk}, s.length - first));
+    double sums[3] = {};                        // of column `thread`
+    const int64_t tokens = s.length * s.group;  // one head of the group after the other
+    auto token_of = [&](int64_t i) { return i % s.length * s.heads + head * s.group + i / s.length; };
+    for (int64_t first = 0; first < tokens; first += chunk) {
+        const int count = static_cast<int>(min(int64_t{chunk}, tokens - first));
         __syncthreads();
         if (thread < count) {
-            const int64_t token = (first + thread) * s.heads + head;
+            const int64_t token = token_of(first + thread);
             const Element x = element(q + token * d, g + token * d, k + row * d, u + row * d, v + row * d, gate[token * s.subnets + e], d);
             dm[thread] = x.dm, dn[thread] = x.dn, p[thread] = x.p;
         }
         __syncthreads();
         if (thread < d)
             for (int j = 0; j < count; ++j) {
-                const int64_t at = ((first + j) * s.heads + head) * d + thread;
+                const int64_t at = token_of(first + j) * d + thread;
                 const double x = float(q[at]);
                 sums[0] += dm[j] * x, sums[1] += dn[j] * x, sums[2] += p[j] * double(float(g[at]));
             }
@@ -129,7 +131,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     const std::string needs = options.choice("needs", {"both", "tokens", "weights"});
     const bool tokens = needs != "weights", weights = needs != "tokens", accumulate = !std::is_same_v<T, WeightGrad>;
     const bool given = flashmhf::gate_is_given(gate), router = flashmhf::has_router(gate);
-    const int64_t rows = s.length * s.heads, inter = s.heads * s.subnets * s.subnet_dim, d = s.head_dim;
+    const int64_t rows = s.length * s.heads, inter = s.weight_heads() * s.subnets * s.subnet_dim, d = s.head_dim;
     if (rows == 0) throw std::invalid_argument("T=0 and H=0 leave nothing to launch");
 
     const float scale = 1.f / std::sqrt(float(d));
@@ -188,7 +190,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     std::printf(
         "groups %d, items %d of which %d whole and the others in %d parts, token tiles %d, inter time %.0f, token time %.0f, workspace "
         "%.1f MB\n",
-        plan.groups.count, first.items, first.whole, first.parts, static_cast<int>(s.batch) * first.row_tiles, first.inter_time,
+        plan.groups.count, first.items, first.whole, first.parts, static_cast<int>(s.batch) * s.group * first.row_tiles, first.inter_time,
         first.token_time, plan.workspace() * 4e-6);
 
     const int launches = static_cast<int>(options.number("launches"));
@@ -202,7 +204,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
 
     // Every row where dW, which sums over all tokens, is checked.
     const auto [sampled, stride] = sample(rows, problem.dw ? rows : 2048, s.heads);
-    const auto [sampled_inter, inter_stride] = sample(inter, 2048, s.heads);
+    const auto [sampled_inter, inter_stride] = sample(inter, 2048, s.weight_heads());
     const Buffer<double> gates(rows * s.subnets), sums(rows);
     gate_values<T><<<(rows + 127) / 128, 128>>>(gates, sums, q, given ? static_cast<const float *>(r) : nullptr,
                                                 router ? static_cast<const float *>(w) : nullptr, 1e-20, s);
@@ -257,6 +259,7 @@ int main(int argc, char **argv) {
         const Arguments options(argc, argv,
                                 {{"T", "4096"},
                                  {"H", "16"},
+                                 {"group", "1"},
                                  {"d_h", "128"},
                                  {"E", "22"},
                                  {"d_e", "384"},

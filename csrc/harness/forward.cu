@@ -1,6 +1,6 @@
 // Launches the forward kernel on one shape without Python or PyTorch: checks it against a plain fp64 kernel and times it.
 //
-//   forward_harness [name=value ...]      T=4096 H=16 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 launches=20 check=1
+//   forward_harness [name=value ...]      T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 launches=20 check=1
 //   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)
 //
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
@@ -21,7 +21,7 @@ __global__ void reference(double *out, const T *q, const T *k, const T *u, const
     for (int i = threadIdx.x; i < d; i += blockDim.x) acc[i] = 0;
     __syncthreads();
     for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
-        const int64_t at = (head * s.subnets * s.subnet_dim + j) * d;
+        const int64_t at = (head / s.group * s.subnets * s.subnet_dim + j) * d;
         double m = 0, n = 0;
         for (int i = 0; i < d; ++i) {
             const double x = float(q[row * d + i]);
@@ -38,7 +38,7 @@ __global__ void reference(double *out, const T *q, const T *k, const T *u, const
 template <typename T> int run(const Arguments &options) {
     const Shape s = shape_of(options);
     const flashmhf::Gate gate = gate_of(options);
-    const int64_t rows = s.length * s.heads, weights = s.heads * s.subnets * s.subnet_dim * s.head_dim;
+    const int64_t rows = s.length * s.heads, weights = s.weight_heads() * s.subnets * s.subnet_dim * s.head_dim;
     const float scale = 1.f / std::sqrt(float(s.head_dim));
     const auto q = Buffer<T>::random(rows * s.head_dim, 1.f, 1), k = Buffer<T>::random(weights, scale, 2),
                u = Buffer<T>::random(weights, scale, 3),
@@ -71,15 +71,16 @@ template <typename T> int run(const Arguments &options) {
     override_cost("next_item", cost.next_item);
     flashmhf::Device device;
     check(flashmhf::describe_device(s.head_dim, &device));
-    const flashmhf::ForwardPlan plan = flashmhf::plan_forward(s, device, cost);
+    const flashmhf::ForwardPlan plan = flashmhf::plan_forward(s, device, may_bundle(problem), cost);
     const Buffer<float> workspace(plan.workspace());
     const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
     const flashmhf::ForwardSchedule &schedule = plan.schedule;
     std::printf(
-        "clusters %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f MB of partial sums, added by "
+        "heads of a row tile %d, clusters %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f MB of "
+        "partial sums, added by "
         "%s\n",
-        schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles, schedule.rest, schedule.splits,
-        plan.partials * 4e-6,
+        plan.bundle, schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles, schedule.rest,
+        schedule.splits, plan.partials * 4e-6,
         plan.flags      ? "forward"
         : plan.partials ? "combine"
                         : "nobody");
@@ -103,6 +104,7 @@ int main(int argc, char **argv) {
         const Arguments options(argc, argv,
                                 {{"T", "4096"},
                                  {"H", "16"},
+                                 {"group", "1"},
                                  {"d_h", "128"},
                                  {"E", "22"},
                                  {"d_e", "384"},

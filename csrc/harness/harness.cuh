@@ -83,13 +83,15 @@ inline flashmhf::Shape shape_of(const Arguments &options) {
     for (const char *name : {"H", "E"})
         if (options.number(name) < 1) throw std::invalid_argument(std::string(name) + " must be at least 1");
     if (!flashmhf::supported_head_dim(options.number("d_h"))) throw std::invalid_argument("d_h must be 64, 96, 128 or 256");
+    if (options.number("group") < 1 || options.number("H") % options.number("group")) throw std::invalid_argument("group must divide H");
     if (options.number("d_e") < 16 || options.number("d_e") % 16) throw std::invalid_argument("d_e must be a multiple of 16");
     return {.batch = 1,
             .length = options.number("T"),
             .heads = static_cast<int>(options.number("H")),
             .head_dim = static_cast<int>(options.number("d_h")),
             .subnets = static_cast<int>(options.number("E")),
-            .subnet_dim = options.number("d_e")};
+            .subnet_dim = options.number("d_e"),
+            .group = static_cast<int>(options.number("group"))};
 }
 inline flashmhf::Gate gate_of(const Arguments &options) {
     const std::string gate = options.choice("gate", {"r", "ones", "w"});

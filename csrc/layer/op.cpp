@@ -21,10 +21,10 @@ Tensor linear(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bia
 Tensor layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const Tensor &k, const Tensor &u, const Tensor &v,
              const Tensor &w, double eps, const Tensor &out_w, const std::optional<Tensor> &out_bias) {
     STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
-    STD_TORCH_CHECK(x.dim() >= 1 && k.dim() == 4 && x.size(x.dim() - 1) == k.size(0) * k.size(3),
-                    "x must be [..., H d_h] with the H and d_h of k; x is ", shape_of(x), " but k is ", shape_of(k));
+    STD_TORCH_CHECK(x.dim() >= 1 && w.dim() == 3 && x.size(x.dim() - 1) == w.size(0) * w.size(1),
+                    "x must be [..., H d_h] with the H and d_h of w; x is ", shape_of(x), " but w is ", shape_of(w));
     const DeviceScope scope(x.get_device_index(), "flashmhf layer");
-    const int64_t d_model = x.size(x.dim() - 1), heads = k.size(0), head_dim = k.size(3);
+    const int64_t d_model = x.size(x.dim() - 1), heads = w.size(0), head_dim = w.size(1);
     const Tensor rows = torch::stable::reshape(x, {-1, d_model});
     // The kernel for few tokens reads x by TMA; what it cannot read goes to cuBLAS.
     const bool readable_rows = rows.stride(1) == 1 && rows.stride(0) * element_bytes % tma_alignment == 0 && aligned(rows.data_ptr());

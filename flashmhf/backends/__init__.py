@@ -26,20 +26,20 @@ def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> None:
 
 
 @functools.cache
-def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> Backend:
-    """The back end for this device, dtype and shape; ``group`` heads of q share a head of k, u and v.
+def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu") -> Backend:
+    """The back end for this device, dtype and shape.
 
     Raises ValueError for an unknown name and NotImplementedError for an explicit back end that cannot run, with the reason.
     """
     if backend != "auto":
         check_name(backend)
         chosen = definition if backend == REFERENCE else BACKENDS[backend]
-        reason = chosen.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group, activation=activation)
+        reason = chosen.why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
         if reason is not None:
             raise NotImplementedError(f"backend={backend!r} cannot run: {reason}")
         return chosen
     for name, candidate in BACKENDS.items():
-        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group, activation=activation)
+        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
         if reason is None:
             return candidate
         if name == "hopper":
@@ -80,10 +80,8 @@ def _lines(reasons: dict[str, str | None]) -> list[str]:
     return [f"{name:<7} {'usable' if reason is None else f'not usable: {reason}'}" for name, reason in reasons.items()]
 
 
-def _reasons(
-    device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, group: int = 1, activation: str = "silu"
-) -> dict[str, str | None]:
-    return {name: module.why_not(device, dtype, d_h=d_h, d_e=d_e, group=group, activation=activation) for name, module in BACKENDS.items()}
+def _reasons(device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu") -> dict[str, str | None]:
+    return {name: module.why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation) for name, module in BACKENDS.items()}
 
 
 def _device_name(device: torch.device) -> str:
@@ -112,7 +110,7 @@ def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None, *, activa
     else:
         checks.tensors(q=q, k=k)
         checks.operands(q, k, k, k)
-        device, case = q.device, (q.dtype, k.shape[3], k.shape[2], q.shape[-2] // k.shape[0])
+        device, case = q.device, (q.dtype, k.shape[3], k.shape[2])
     checks.activation(activation)
     reasons = _reasons(device, *case, activation=activation)
     details: dict[str, object] = {"device": _device_name(device), "torch": torch.__version__}

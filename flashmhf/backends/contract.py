@@ -25,13 +25,8 @@ class Backend(Protocol):
     PROJECT_TOKENS: int
     """The most tokens that ``project`` takes; 0 for a back end without such a kernel."""
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu"
-    ) -> str | None:
-        """None where the back end can run; else the reason, naming the argument, what it got and what is supported.
-
-        group: the heads of q that share a head of k, u and v.
-        """
+    def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
+        """None where the back end can run; else the reason, naming the argument, what it got and what is supported."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str) -> Tensor:

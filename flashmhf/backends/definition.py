@@ -13,7 +13,7 @@ from .. import reference
 from .contract import PROJECT_TOKENS, layer, project, refuse_projection  # noqa: F401  (this back end has no such kernels)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """Every device, floating dtype, size and activation is supported."""
     return None
 

@@ -36,7 +36,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
 }
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """Every device, floating dtype, size and activation is supported."""
     return None
 

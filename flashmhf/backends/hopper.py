@@ -62,7 +62,7 @@ def build_info() -> dict:
     return json.loads(torch.ops.flashmhf_hopper.build_info())
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
     if device.type != "cuda":
         return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
@@ -77,8 +77,6 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, gro
         return f"d_e is {d_e}; supported: multiples of {SUBNET_DIM_MULTIPLE}"
     if activation != "silu":
         return f"activation is {activation!r}; supported: 'silu' (the triton and eager back ends have all)"
-    if group != 1:
-        return f"{group} heads of q share a head of k; supported: one each (grouped heads: the triton and eager back ends)"
     return library()
 
 
@@ -232,9 +230,10 @@ def _takes_layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor
     for bias in (in_bias, out_bias):
         if bias is not None and (bias.dtype != dtype or bias.device != device or bias.shape != (d_model,) or not bias.is_contiguous()):
             return False
-    heads, subnets, _, head_dim = k.shape
+    kv_heads, subnets, _, head_dim = k.shape
+    heads = d_model // head_dim
     router = w.dtype in (dtype, torch.float32) and w.device == device and w.shape == (heads, head_dim, subnets) and w.is_contiguous()
-    return router and heads * head_dim == d_model
+    return router and heads * head_dim == d_model and heads % kv_heads == 0
 
 
 def layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, out_proj: Projection) -> Tensor | None:

@@ -31,7 +31,7 @@ def _launch():
     return launch
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, group: int = 1, activation: str = "silu") -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """None when the Triton kernels can run, else the reason, naming the argument, its value and what is supported."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted):
