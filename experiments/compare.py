@@ -37,11 +37,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from muon import Muon
 from torch import Tensor, nn
 
 import flashmhf
-from flashmhf.nn.optim import roles
+from flashmhf.nn.optim import roles, vocabulary_weights
 
 MEAN_OF = 10  # steps in one recorded loss
 TOLERANCE = 0.01
@@ -264,20 +263,24 @@ def optimizer_groups(run: Run, model: Model) -> list[dict[str, object]]:
     return groups
 
 
-def make_optimizers(run: Run, model: Model, device: str) -> list[torch.optim.Optimizer]:
-    """AdamW alone, or Muon for the blocks' matrices with AdamW for the rest."""
-    groups, matrices, fused = optimizer_groups(run, model), [], device == "cuda"
-    if run.optimizer not in ("adamw", "muon"):
-        raise ValueError(f"{run.name}: optimizer is {run.optimizer!r}; supported: adamw, muon")
-    if run.optimizer == "muon":
-        others = []
-        for group in groups:
-            for chosen, is_matrix in ((matrices, True), (others, False)):
-                members = [each for each in group["params"] if (each.dim() >= 2 and each is not model.embedding.weight) == is_matrix]
-                chosen.extend([group | {"params": members}] if members else [])
-        groups = others
-    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=run.betas, fused=fused)]
-    return [*found, Muon(matrices)] if matrices else found
+def make_optimizer(run: Run, model: Model, device: str) -> torch.optim.Optimizer:
+    groups = optimizer_groups(run, model)
+    match run.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(groups, betas=run.betas, fused=device == "cuda")
+        case "muon":
+            return flashmhf.Muon(muon_groups(groups, vocabulary_weights(model)), betas=run.betas)
+    raise ValueError(f"{run.name}: optimizer is {run.optimizer!r}; supported: adamw, muon")
+
+
+def muon_groups(groups: list[dict], vocabulary: set[int]) -> list[dict]:
+    """Each group in two, those whose matrices Muon takes and the rest."""
+    divided = []
+    for group in groups:
+        for muon in (True, False):
+            members = [each for each in group["params"] if (each.dim() >= 2 and id(each) not in vocabulary) == muon]
+            divided += [group | {"params": members, "muon": muon}] if members else []
+    return divided
 
 
 def schedule(run: Run, step: int) -> float:
@@ -313,9 +316,8 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float
     check_size(run, model)
     if compiled:
         model.compile_parts()
-    optimizers = make_optimizers(run, model, device)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    peaks = [group["lr"] for group in groups]
+    optimizer = make_optimizer(run, model, device)
+    peaks = [group["lr"] for group in optimizer.param_groups]
     window = torch.arange(run.context + 1, device=device)
     last = len(tokens.train) - run.context
     starts = torch.randint(last, (run.steps, run.batch), generator=torch.Generator().manual_seed(run.seed)).to(device)
@@ -323,7 +325,7 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float
     autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     warm_steps, begin = min(5, run.steps // 2), time.monotonic()
     for step in range(run.steps):
-        for group, peak in zip(groups, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * schedule(run, step)
         for chosen in starts[step].split(run.micro_batch):
             with autocast:
@@ -332,9 +334,8 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float
             (loss * share).backward()
             losses[step] += loss.detach() * share
         norms[step] = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if step + 1 == warm_steps or step % 100 == 0:  # elsewhere the host runs ahead
             _wait(device)
             if time.monotonic() > deadline:

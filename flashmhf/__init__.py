@@ -2,7 +2,7 @@
 
 from . import distributed, flops, reference
 from .backends import info
-from .nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
+from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
 from .ops import flash_mhf
 from .router import gate
 
@@ -14,6 +14,7 @@ __all__ = [
     "DenseMoE",
     "FlashMHF",
     "MHFFN",
+    "Muon",
     "ParametricKV",
     "SwiGLU",
     "convert",

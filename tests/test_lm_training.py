@@ -21,6 +21,7 @@ from lm_runs import Batches, StopAt, options, same_run, write_text
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
+import flashmhf
 from flashmhf.lm import FFN_TYPES, checkpoints, data, metrics, tokenizer, training
 from flashmhf.lm.training import Options
 
@@ -256,6 +257,36 @@ def test_groups_of_the_optimizer(ffn, grouped, text, tmp_path):
         assert [decay for _, decay in groups] == pytest.approx(decays)
         assert [rate / groups[0][0] for rate, _ in groups] == pytest.approx(ratio)
     assert json.loads((output / "run.json").read_text())["param_groups"] is grouped
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_muon_trains_and_resumes(grouped, text, tmp_path):
+    """Its groups have param_groups' rates; a run that was interrupted ends with the weights of one that was not."""
+    seen = []
+
+    class Groups(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            assert isinstance(optimizer.optimizer, flashmhf.Muon)  # in accelerate's wrapper
+            seen.append({(group["muon"], round(group["lr"] / optimizer.param_groups[0]["lr"], 6)) for group in optimizer.param_groups})
+
+    settings = dict(optimizer="muon", steps=4, warmup=1, learning_rate=2e-3, save_every=2, param_groups=grouped)
+    whole = training.start(options(tmp_path / "whole", text, **settings), bar=False, callbacks=[Groups()]).output
+    assert all(rules == ({(True, 1.0), (False, 1.0)} | ({(True, 0.3)} if grouped else set())) for rules in seen) and seen
+    parts = options(tmp_path / "parts", text, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        training.start(parts, bar=False, callbacks=[StopAt(3)])
+    training.resume(tmp_path / "parts", bar=False)
+    first, second = (load_file(output / "model.safetensors") for output in (whole, tmp_path / "parts"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_muon_with_an_optimizer_of_transformers_is_refused(text, tmp_path):
+    for settings, message in (
+        (dict(optimizer="muon", arguments={"optim": "adafactor"}), "cannot set optim with optimizer 'muon'"),
+        (dict(optimizer="lion"), "optimizer is 'lion'; supported: adamw, muon"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training.start(options(tmp_path / "run", text, **settings), bar=False)
 
 
 def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypatch):

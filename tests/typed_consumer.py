@@ -4,7 +4,21 @@ import torch
 from torch import Tensor, nn
 
 import flashmhf
-from flashmhf import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU, convert, flash_mhf, gate, info, param_groups, reference, replace_ffn
+from flashmhf import (
+    MHFFN,
+    DenseMoE,
+    FlashMHF,
+    Muon,
+    ParametricKV,
+    SwiGLU,
+    convert,
+    flash_mhf,
+    gate,
+    info,
+    param_groups,
+    reference,
+    replace_ffn,
+)
 
 x: Tensor = torch.ones(2, 8, 128)
 ffn = FlashMHF(128, 2, 3, 64, q_norm=True, backend="auto", deterministic=True, device="cpu", dtype=torch.float32)
@@ -25,4 +39,5 @@ names: list[str] = replace_ffn(nn.Sequential(SwiGLU(128, 256)), num_heads=2)
 trained: FlashMHF = FlashMHF.from_swiglu(SwiGLU(128, 256))
 trained.reset_parameters("official")
 optimizer = torch.optim.AdamW(param_groups(trained, 1e-3, weight_decay=0.1))
+muon: torch.optim.Optimizer = Muon(param_groups(trained, 1e-3, weight_decay=0.1, muon=True), momentum=0.9)
 version: str = flashmhf.__version__

@@ -139,7 +139,8 @@ def _add_train(subparsers) -> None:
     optimiser("--learning-rate", type=float, help="the peak (the preset's)")
     optimiser("--min-learning-rate", type=float, help="where the cosine ends (1e-5)")
     optimiser("--warmup", type=float, help="share of the steps (0.015), or steps from 1 on")
-    optimiser("--weight-decay", type=float, help="of AdamW (0.1)")
+    optimiser("--optimizer", choices=("adamw", "muon"), help="muon: Muon for the blocks' matrices, AdamW for the rest (adamw)")
+    optimiser("--weight-decay", type=float, help="of the optimizer (0.1)")
     optimiser("--betas", type=float, nargs=2, metavar="BETA", help="of AdamW (0.9 0.95)")
     optimiser("--max-grad-norm", type=float, help="gradients are clipped to it (1.0)")
     optimiser(

@@ -82,6 +82,7 @@ class Options:
     eval_fraction: the end of the tokens, held out; its loss is recorded every ``eval_every`` steps and at the end.
     precision: "bf16" (autocast, float32 weights), "fp32", "auto" (bf16 on GPUs).
     device: "cpu", "cuda", or "auto" for a GPU where there is one.
+    optimizer: "adamw", or "muon": flashmhf.Muon for the blocks' matrices and AdamW for the rest.
     param_groups: the groups of flashmhf.param_groups (FlashMHF's in_proj and out_proj learn at 0.3 of the learning rate: ours, not the
         paper's), or one learning rate for all.
     model, arguments: further FlashMHFConfig and TrainingArguments settings.
@@ -108,6 +109,7 @@ class Options:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
+    optimizer: str = "adamw"
     param_groups: bool = True
     eval_fraction: float = 0.0
     eval_every: int = 1000
@@ -183,11 +185,17 @@ class Options:
                 value=self.min_learning_rate,
                 peak=self.learning_rate,
             )
-        for name, supported in (("precision", ("auto", "bf16", "fp32")), ("device", ("auto", "cpu", "cuda"))):
+        for name, supported in (
+            ("precision", ("auto", "bf16", "fp32")),
+            ("device", ("auto", "cpu", "cuda")),
+            ("optimizer", ("adamw", "muon")),
+        ):
             if getattr(self, name) not in supported:
                 raise OptionError(
                     f"{{{name}}} is {{value!r}}; supported: {{supported}}", value=getattr(self, name), supported=", ".join(supported)
                 )
+        if self.optimizer != "adamw" and "optim" in self.arguments:
+            raise OptionError("{arguments} cannot set optim with {optimizer} {value!r}", value=self.optimizer)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise OptionError("{device} is 'cuda'; this PyTorch sees no CUDA GPU")
         self._check_settings("model", "FlashMHFConfig", [entry.name for entry in fields(FlashMHFConfig)], _OWN_SETTINGS)

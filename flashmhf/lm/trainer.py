@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..nn import param_groups
+from ..nn import Muon, param_groups
+from ..nn.optim import PROJECTION_RATE
 from . import checkpoints
 from .callbacks import EvaluationStopped, StopCallback
 from .errors import OptionError
@@ -32,11 +33,12 @@ class RunTrainer(Trainer):
     checkpoint: the one that training continues from, or None.
     stop: the callback that ends training on a signal.
     grouped: whether parameters are grouped by flashmhf.param_groups, or decayed and undecayed by transformers.
+    muon: whether flashmhf.Muon trains the matrices; grouped by flashmhf.param_groups, at one rate where not ``grouped``.
     """
 
-    def __init__(self, *, keep: int, checkpoint: Path | None, stop: StopCallback, grouped: bool, **kwargs):
+    def __init__(self, *, keep: int, checkpoint: Path | None, stop: StopCallback, grouped: bool, muon: bool = False, **kwargs):
         super().__init__(**kwargs)
-        self.keep, self.checkpoint, self.stop, self.grouped = keep, checkpoint, stop, grouped
+        self.keep, self.checkpoint, self.stop, self.grouped, self.muon = keep, checkpoint, stop, grouped, muon
         self.add_callback(stop)
         self.add_callback(_Restore(self))
         if self.model.config.tie_word_embeddings:
@@ -45,8 +47,13 @@ class RunTrainer(Trainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As the Trainer's, with our groups. Raises OptionError for an optimizer that makes groups of its own."""
+        model = self.model if model is None else model
+        args = self.args
+        if self.muon and self.optimizer is None:
+            rate = PROJECTION_RATE if self.grouped else 1.0
+            groups = param_groups(model, args.learning_rate, args.weight_decay, projection_rate=rate, muon=True)
+            self.optimizer = Muon(groups, args.learning_rate, args.weight_decay, betas=(args.adam_beta1, args.adam_beta2))
         if self.grouped and self.optimizer is None:
-            model = self.model if model is None else model
             optimizer, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
             if not isinstance(optimizer, type) or settings.keys() & {"params", "model", "optimizer_dict"}:
                 raise OptionError("{param_groups} is True; optim={name} makes its own groups, turn it off", name=self.args.optim)

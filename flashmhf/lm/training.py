@@ -304,6 +304,7 @@ class _Run:
         trainer = RunTrainer(
             keep=options.keep,
             grouped=options.param_groups,
+            muon=options.optimizer == "muon",
             checkpoint=checkpoint,
             stop=stop,
             model=model,

@@ -3,7 +3,19 @@
 from . import convert
 from .baselines import MHFFN, DenseMoE, ParametricKV, SwiGLU
 from .flashmhf import FlashMHF, default_subnet_dim
+from .muon import Muon
 from .optim import param_groups
 from .swap import replace_ffn
 
-__all__ = ["MHFFN", "DenseMoE", "FlashMHF", "ParametricKV", "SwiGLU", "convert", "default_subnet_dim", "param_groups", "replace_ffn"]
+__all__ = [
+    "MHFFN",
+    "DenseMoE",
+    "FlashMHF",
+    "Muon",
+    "ParametricKV",
+    "SwiGLU",
+    "convert",
+    "default_subnet_dim",
+    "param_groups",
+    "replace_ffn",
+]

@@ -32,8 +32,10 @@ def roles(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def param_groups(model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float = PROJECTION_RATE) -> list[dict[str, Any]]:
-    """Parameter groups of ``model`` for an optimizer with decoupled weight decay, such as ``torch.optim.AdamW``.
+def param_groups(
+    model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float = PROJECTION_RATE, muon: bool = False
+) -> list[dict[str, Any]]:
+    """Parameter groups of ``model`` for an optimizer with decoupled weight decay, such as ``torch.optim.AdamW`` or :class:`flashmhf.Muon`.
 
     in_proj and out_proj of :class:`FlashMHF` layers learn at ``projection_rate`` of ``lr``. M = Q K^T is a product of two learned
     matrices, W_in and K, and so is what a token receives, V W_out; where both learn at Adam's full rate, products move twice as fast
@@ -44,18 +46,36 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float, *, projection
         model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
         lr, weight_decay: of all others.
         projection_rate: above 0.
+        muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of vectors, embeddings and
+            output layers (linear layers with as many output features as an embedding of ``model`` has rows).
 
-    Returns groups with "params", "lr" and "weight_decay"; empty ones are left out. Raises ValueError for a rate that is not positive.
+    Returns groups with "params", "lr" and "weight_decay", and "muon" where asked for; empty ones are left out.
+
+    Raises ValueError for a rate that is not positive.
     """
     if not projection_rate > 0:
         raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")
     flash = {id(parameter) for module in model.modules() if isinstance(module, FlashMHF) for parameter in module.parameters()}
-    kinds: dict[str, list[Tensor]] = {"plain": [], "projection": [], "undecayed": []}
+    rates = {"plain": (lr, weight_decay), "projection": (lr * projection_rate, weight_decay / projection_rate), "undecayed": (lr, 0.0)}
+    vocabulary = vocabulary_weights(model) if muon else set()
+    groups: dict[tuple[str, bool], list[Tensor]] = {(kind, is_matrix): [] for kind in rates for is_matrix in (False, True)}
     parameters = dict(model.named_parameters())
     for name, role in roles(model).items():
-        if role == "projection" and id(parameters[name]) not in flash or role not in kinds:
+        parameter = parameters[name]
+        if role == "projection" and id(parameter) not in flash or role not in rates:
             role = "plain"
-        if parameters[name].requires_grad:
-            kinds[role].append(parameters[name])
-    rates = {"plain": (lr, weight_decay), "projection": (lr * projection_rate, weight_decay / projection_rate), "undecayed": (lr, 0.0)}
-    return [{"params": kinds[kind], "lr": rate, "weight_decay": decay} for kind, (rate, decay) in rates.items() if kinds[kind]]
+        if parameter.requires_grad:
+            groups[role, muon and parameter.dim() >= 2 and id(parameter) not in vocabulary].append(parameter)
+    return [
+        {"params": members, "lr": rates[kind][0], "weight_decay": rates[kind][1]} | ({"muon": is_matrix} if muon else {})
+        for (kind, is_matrix), members in groups.items()
+        if members
+    ]
+
+
+def vocabulary_weights(model: nn.Module) -> set[int]:
+    """The ids of the weights of embeddings, and of linear layers with as many output features as an embedding has rows."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {module.num_embeddings for module in embeddings}
+    outputs = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in sizes]
+    return {id(module.weight) for module in (*embeddings, *outputs)}

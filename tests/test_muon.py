@@ -1,0 +1,129 @@
+"""flashmhf.Muon: what one update does, its states, and its groups."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import flashmhf
+from flashmhf.nn.muon import RMS, orthogonalise
+
+
+@pytest.mark.parametrize("rows, columns", [(24, 8), (8, 24)])
+def test_orthogonalised_matrices_have_singular_values_near_one(rows, columns):
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(3, rows, columns, generator=generator) * torch.tensor([1e-3, 1.0, 30.0])[:, None, None]
+    values = torch.linalg.svdvals(orthogonalise(matrices).float())
+    assert (values > 0.5).all() and (values < 1.5).all()
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    assert nn.functional.cosine_similarity(orthogonalise(matrices).float().flatten(1), (u @ vh).flatten(1)).min() > 0.95
+
+
+def test_a_step_moves_each_matrix_of_a_stack_by_the_rate():
+    stack = nn.Parameter(torch.full((2, 3, 16, 8), 2.0))
+    optimizer = flashmhf.Muon([{"params": [stack], "muon": True}], lr=0.1, weight_decay=0.5)
+    stack.grad = torch.randn(stack.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    moved = (stack.detach() - 2 * (1 - 0.1 * 0.5)) / (0.1 * RMS * 4)  # 4: the root of the longer side
+    values = torch.linalg.svdvals(moved)
+    assert (values > 0.5).all() and (values < 1.5).all()
+    assert ((moved * stack.grad).sum((-2, -1)) < 0).all()
+
+
+def test_two_dimensional_parameters_move_as_in_torch():
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no torch.optim.Muon")
+    torch.manual_seed(2)
+    ours = nn.Parameter(torch.randn(32, 20))
+    theirs = nn.Parameter(ours.detach().clone())
+    optimizers = [
+        flashmhf.Muon([{"params": [ours], "muon": True}], lr=0.02, weight_decay=0.1),
+        torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ]
+    start = ours.detach().clone()
+    for _ in range(4):
+        gradient = torch.randn_like(ours)
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    assert (ours - theirs).norm() < 0.03 * (theirs - start).norm()  # torch rounds momentum to bf16 elsewhere
+
+
+def test_other_groups_move_as_with_adamw():
+    torch.manual_seed(3)
+    ours = nn.Linear(6, 5)
+    theirs = copy.deepcopy(ours)
+    settings = {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.9)}
+    optimizers = [flashmhf.Muon(ours.parameters(), **settings), torch.optim.AdamW(theirs.parameters(), **settings)]
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.ffn, self.head = nn.Embedding(50, 64), flashmhf.FlashMHF(64, 2, 2, 16, backend="eager"), nn.Linear(64, 50)
+
+    def forward(self, ids):
+        return self.head(self.ffn(self.embedding(ids)))
+
+
+def test_groups_of_a_model():
+    model = Model()
+    model.ffn.u.requires_grad_(False)
+    rule = {id(p): (group["muon"], group["lr"]) for group in flashmhf.param_groups(model, 1.0, 0.1, muon=True) for p in group["params"]}
+    assert rule[id(model.embedding.weight)] == rule[id(model.head.weight)] == rule[id(model.head.bias)] == (False, 1.0)
+    assert rule[id(model.ffn.k)] == rule[id(model.ffn.router)] == (True, 1.0) and id(model.ffn.u) not in rule
+    assert rule[id(model.ffn.in_proj.weight)] == (True, 0.3)
+    assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
+
+
+def test_training_continues_from_a_state_dict_with_equal_bits():
+    torch.manual_seed(4)
+    model, ids = Model(), torch.randint(50, (3, 40))
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(ids[step % 3]), ids[(step + 1) % 3]).backward()
+            optimizer.step()
+
+    optimizer = flashmhf.Muon(flashmhf.param_groups(model, 1e-2, 0.1, muon=True))
+    train(model, optimizer, range(2))
+    again = copy.deepcopy(model)
+    other = flashmhf.Muon(flashmhf.param_groups(again, 1e-2, 0.1, muon=True))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, range(2, 5))
+    train(again, other, range(2, 5))
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"muon=True holds a parameter of shape \[4\]"):
+        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": True}])
+    for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0)):
+        with pytest.raises(ValueError, match=f"{name} is"):
+            flashmhf.Muon([nn.Parameter(torch.zeros(4))], **{name: value})
+
+
+@pytest.mark.gpu
+def test_a_step_on_the_gpu_is_that_of_the_cpu():
+    torch.manual_seed(5)
+    model = Model()
+    there = copy.deepcopy(model).cuda()
+    ids = torch.randint(50, (40,))
+    for each, chosen in ((model, ids), (there, ids.cuda())):
+        optimizer = flashmhf.Muon(flashmhf.param_groups(each, 1e-2, 0.1, muon=True))
+        assert all(group["fused"] == (each is there) for group in optimizer.param_groups)
+        nn.functional.cross_entropy(each(chosen), chosen).backward()
+        optimizer.step()
+    for (name, a), b in zip(model.named_parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(a, b.cpu(), atol=1e-3, rtol=2e-2, msg=name)
