@@ -113,10 +113,11 @@ def test_aot_inductor(target, tmp_path):
         arguments = [what, target.backend, target.device, str(tmp_path / f"{what}.pt2")]
         return subprocess.run([sys.executable, "-c", AOT_INDUCTOR, *arguments], capture_output=True, text=True, timeout=250)
 
-    plain = run("plain")
-    if plain.returncode:
-        pytest.skip(f"AOTInductor fails here on a plain Linear (exit status {plain.returncode})")
     done = run("flashmhf")
+    if done.returncode:
+        plain = run("plain")
+        if plain.returncode:
+            pytest.skip(f"AOTInductor fails here on a plain Linear (exit status {plain.returncode})")
     assert done.returncode == 0, done.stderr
 
 

@@ -22,9 +22,17 @@ from lm_runs import ROOT, StopAt, environment, options, same_run, write_text
 from transformers import TrainerCallback
 
 from flashmhf.app import cli
-from flashmhf.lm import conversion, data, evaluation, metrics, training
+from flashmhf.lm import callbacks, conversion, data, evaluation, metrics, training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
+
+
+@pytest.fixture(scope="module")
+def no_pictures():
+    """loss.png takes a quarter of such a short run; test_lm_training.py looks at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks, "draw_losses", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="module")

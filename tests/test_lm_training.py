@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import Batches, StopAt, options, same_run, write_text
+from lm_runs import Batches, StopAt, environment, options, same_run, write_text
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
@@ -92,8 +91,7 @@ class DieAt(TrainerCallback):
         if state.global_step == 7:
             die()
 
-where, output, text = sys.argv[1:]
-if where == "tokenising":
+def start():
     encode = data.encode
 
     def encode_some(*args):
@@ -101,23 +99,26 @@ if where == "tokenising":
         die()
 
     data.encode = encode_some
-elif where == "writing a checkpoint":
-    Trainer._save_rng_state = die  # weights and optimiser are written by then
-callbacks = [DieAt()] if where == "before the first checkpoint" else []
-if where == "tokenising":
     settings = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
     training.start(training.Options(output=output, data=[text], eval_fraction=0.1, eval_every=10, device="cpu", **settings), bar=False)
-else:
-    training.resume(output, bar=False, callbacks=callbacks)
+
+def step():
+    training.resume(output, bar=False, callbacks=[DieAt()])
+
+def save():
+    Trainer._save_rng_state = die  # weights and optimiser are written by then
+    training.resume(output, bar=False)
+
+output, text = sys.argv[1:]
+for death in (start, step, save):
+    process = os.fork()  # the libraries are imported once
+    if not process:
+        death()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    found = sorted(name for folder in (output, output + "/data") if os.path.isdir(folder) for name in os.listdir(folder))
+    print(death.__name__, status, *found)
 """
-
-
-def killed(where: str, output: Path, text: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, where, str(output), str(text)], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert process.returncode == -signal.SIGKILL, process.stderr
 
 
 @pytest.mark.slow
@@ -125,11 +126,13 @@ def test_killed_runs_resume_to_the_same_bits(uninterrupted, text, tmp_path):
     """SIGKILL while tokenising, before the first checkpoint and amid writing one; then weights, losses and batches are as without."""
     expected, seen = uninterrupted
     output = tmp_path / "run"
-    killed("tokenising", output, text)
-    assert not (output / "data" / "manifest.json").exists()
-    killed("before the first checkpoint", output, text)
-    assert not list(output.glob("checkpoint-*"))
-    killed("writing a checkpoint", output, text)
+    command = [sys.executable, "-c", KILLED, str(output), str(text)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = {line.split()[0]: line.split()[2:] for line in done.stdout.splitlines()}
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [[death, "-9"] for death in ("start", "step", "save")], done.stderr
+    assert "run.json" in found["start"] and "manifest.json" not in found["start"]
+    assert "manifest.json" in found["step"] and "checkpoint-10" not in found["step"]
     assert (output / "checkpoint-10" / "model.safetensors").exists() and not checkpoints.complete_checkpoints(output)
     batches = Batches()
     result = training.resume(output, bar=False, callbacks=[batches])
