@@ -3,11 +3,11 @@
 $ python tools/matrix.py                                             # every set, all tests
 $ python tools/matrix.py --sets 2.10/5.17/3.10 -- tests/test_nn.py   # one set, some tests
 $ python tools/matrix.py --wheel dist/flashmhf-*.whl                 # with the wheel of a release, CUDA library included
-$ python tools/matrix.py --check                                     # whether docs/compatibility.md says what the record says
+$ python tools/matrix.py --check                                     # whether the documents say what the record says
 
 A set names torch, transformers and Python; python3.X must be in the PATH or be given by --interpreters. The result of a set and selection
-replaces the earlier one in benchmarks/results/compatibility.json; docs/compatibility.md has the table. Environments are deleted afterwards:
-a CUDA build of torch takes up to 7 GB. Needs a network and the standard library.
+replaces the earlier one in benchmarks/results/compatibility.json, which docs/compatibility.md and README.md quote. Environments are deleted
+afterwards: a CUDA build of torch takes up to 7 GB. Needs a network and the standard library.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- compatibility: begin (tools/matrix.py) -->", "<!-- compatibility: end -->"
 # Oldest and newest of all three (Python 3.10 has no torch 2.15 and no transformers 5.21), and torch 2.14, which serving engines pin.
 SETS = ("2.10/5.17/3.10", "2.10/5.23/3.11", "2.13/5.23/3.12", "2.14/5.17/3.13", "2.15/5.23/3.14")
@@ -149,9 +150,7 @@ def result(program: str, versions: str, wheel: Path, tests: list[str], keep: Pat
 
 
 def table(rows: list[dict]) -> str:
-    """The block between the markers of docs/compatibility.md."""
-    if not rows:
-        return f"{BEGIN}\n{END}"
+    """What docs/compatibility.md says."""
     header = "torch | on disk | transformers | Python | tests | passed | failed | skipped | CUDA library | `import flashmhf` | date"
     selections = {row["selection"] for row in rows} - {"all"}
     lines = [f"| {header} |", "|" + " --- |" * len(header.split("|"))]
@@ -172,21 +171,38 @@ def table(rows: list[dict]) -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     notes = [f"Tests {number}: `pytest {selection}`.\n" for number, selection in enumerate(sorted(selections), 1)]
     failures = [f"torch {row['torch']}: {', '.join(f'`{name}`' for name in row['failed'])} failed." for row in rows if row["failed"]]
-    return "\n".join([BEGIN, "", *lines, "", *notes, *failures, END])
+    return "\n".join([*lines, "", *notes, *failures])
 
 
-def with_table(text: str, rows: list[dict]) -> str:
-    """``text`` with the block between the markers replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the text lacks the markers {BEGIN!r} and {END!r}")
-    return before + table(rows) + after
+def sentence(rows: list[dict]) -> str:
+    """What README.md quotes: the largest selection of every set."""
+    largest = {row["set"]: row for row in sorted(rows, key=lambda row: row["passed"] + len(row["failed"]))}
+    parts = [
+        f"torch {row['torch'].partition('+')[0]} on Python {row['python']} ({row['passed']} passed, {len(row['failed'])} failed)"
+        for _, row in sorted(largest.items())
+    ]
+    return f"CPU tests that ran with the wheel of a release: {', '.join(parts)}."
+
+
+BLOCKS = {PAGE: table, README: sentence}
+
+
+def documents(rows: list[dict]) -> dict[Path, str]:
+    """The texts of the pages with what the rows say between the markers."""
+    texts = {}
+    for path, block in BLOCKS.items():
+        before, begin, rest = path.read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"{path.name} lacks the markers {BEGIN!r} and {END!r}")
+        texts[path] = f"{before}{BEGIN}\n\n{block(rows)}\n{END}{after}"
+    return texts
 
 
 def write(rows: list[dict]) -> None:
     RECORD.write_text(json.dumps({"command": "python tools/matrix.py", "rows": rows}, indent=1) + "\n")
-    PAGE.write_text(with_table(PAGE.read_text(), rows))
+    for path, text in documents(rows).items():
+        path.write_text(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -195,12 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--interpreters", nargs="+", default=[], metavar="PYTHON3.X", help="programs that are not in the PATH")
     parser.add_argument("--wheel", type=Path, help="install this wheel (default: one of this source tree without the CUDA library)")
     parser.add_argument("--scratch", type=Path, help="where environments are made (default: the system's temporary folder)")
-    parser.add_argument("--check", action="store_true", help="run nothing; exit status 1 where page and record disagree")
+    parser.add_argument("--check", action="store_true", help="run nothing; exit status 1 where documents and record disagree")
     parser.add_argument("tests", nargs="*", help="arguments of pytest (default: all tests)")
     options = parser.parse_args(arguments)
     rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
     if options.check:
-        return int(with_table(PAGE.read_text(), rows) != PAGE.read_text())
+        return int(any(path.read_text() != text for path, text in documents(rows).items()))
     try:
         programs = {}
         for versions in options.sets:
