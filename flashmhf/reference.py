@@ -65,6 +65,12 @@ def _sum_over_tokens(activation: Tensor, x: Tensor) -> Tensor:
     return torch.einsum("...hgej,...hgd->hejd", activation, x)
 
 
+def normalise_heads(q: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS normalisation of q [..., H, D] over D with weight [H, D], in fp32 (fp64 for fp64 operands); the result has q's dtype."""
+    x = q.to(accumulate_dtype(q.dtype))
+    return (torch.rms_norm(x, x.shape[-1:], eps=eps) * weight.to(x.dtype)).to(q.dtype)
+
+
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e (paper, section 3.2).
 

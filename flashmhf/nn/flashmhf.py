@@ -47,8 +47,7 @@ class HeadRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(num_heads, head_dim, device=device, dtype=dtype))
 
     def forward(self, q: Tensor) -> Tensor:
-        x = q.to(reference.accumulate_dtype(q.dtype))
-        return (torch.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight.to(x.dtype)).to(q.dtype)
+        return reference.normalise_heads(q, self.weight, self.eps)
 
 
 class _MainGradForward(torch.autograd.Function):

@@ -1,0 +1,232 @@
+"""Feed-forward networks that hold the heads of one tensor-parallel rank, with loaders that take whole checkpoint tensors.
+
+They need no engine: an engine's model class gives them the rank and the all-reduce. Parameter names are those of ``flashmhf.nn``, so a
+checkpoint of the whole network loads into every rank. Inference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.arguments import epsilon, positive
+from ..nn.multihead import check_input
+from .operator import layer
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The place of a process among ``size`` tensor-parallel ones; ``all_reduce`` sums a tensor over them and returns the sum."""
+
+    index: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.size:
+            raise ValueError(f"index is {self.index}; supported: 0 to size - 1 = {self.size - 1}")
+        if self.size > 1 and self.all_reduce is None:
+            raise ValueError(f"all_reduce is None; size {self.size} needs a function that sums a tensor over the ranks")
+
+    def of(self, name: str, count: int) -> int:
+        """What this rank holds of ``count``. Raises ValueError where the ranks do not divide it."""
+        if count % self.size:
+            raise ValueError(f"{name} is {count}; supported: multiples of the tensor-parallel size {self.size}")
+        return count // self.size
+
+
+def _load(parameter: nn.Parameter, whole: Tensor, *, dim: int | None, rank: Rank) -> None:
+    """Copies this rank's part of a checkpoint's tensor along ``dim`` (None: all of it). Raises ValueError for another shape."""
+    expected = list(parameter.shape)
+    if dim is not None:
+        expected[dim] *= rank.size
+    if list(whole.shape) != expected:
+        raise ValueError(f"the checkpoint's tensor has shape {list(whole.shape)}; expected {expected}")
+    with torch.no_grad():
+        parameter.copy_(whole if dim is None else whole.tensor_split(rank.size, dim)[rank.index])
+
+
+def loadable(parameter: nn.Parameter, dim: int | None, rank: Rank) -> nn.Parameter:
+    """``parameter`` with the attribute that engines load it by: ``weight_loader(parameter, whole tensor)``."""
+    parameter.requires_grad_(False)
+    parameter.weight_loader = lambda target, whole: _load(target, whole, dim=dim, rank=rank)
+    return parameter
+
+
+class _HeadShard(nn.Module):
+    """in_proj by columns, the heads of this rank, out_proj by rows; out_proj's bias enters the sum over the ranks once."""
+
+    def __init__(self, d_model: int, num_heads: int, bias: bool, rank: Rank, device, dtype) -> None:
+        super().__init__()
+        self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
+        self.rank, self.head_dim = rank, self.d_model // self.num_heads
+        self.local_heads = rank.of("num_heads", self.num_heads)
+        inner = self.local_heads * self.head_dim
+        self.in_proj = nn.Linear(self.d_model, inner, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(inner, self.d_model, bias=bias, device=device, dtype=dtype)
+        for parameter, dim in ((self.in_proj.weight, 0), (self.in_proj.bias, 0), (self.out_proj.weight, 1), (self.out_proj.bias, None)):
+            if parameter is not None:
+                loadable(parameter, dim, rank)
+
+    def _weight(self, *shape: int, device, dtype) -> nn.Parameter:
+        return loadable(nn.Parameter(torch.empty(shape, device=device, dtype=dtype)), 0, self.rank)
+
+    @property
+    def out_bias(self) -> Tensor | None:
+        return self.out_proj.bias if self.rank.index == 0 else None
+
+    def reduce(self, y: Tensor) -> Tensor:
+        return y if self.rank.size == 1 else self.rank.all_reduce(y)
+
+    def load(self, whole: dict[str, Tensor]) -> None:
+        """Loads the state dict of the whole network. Raises ValueError for missing, unknown and misshapen tensors."""
+        parameters = dict(self.named_parameters())
+        if parameters.keys() != whole.keys():
+            raise ValueError(f"the state dict has {sorted(whole)}; expected {sorted(parameters)}")
+        for name, parameter in parameters.items():
+            parameter.weight_loader(parameter, whole[name])
+
+
+class FlashMHFShard(_HeadShard):
+    """:class:`flashmhf.FlashMHF` with H / size heads, as one operator ``flashmhf::layer`` and one all-reduce.
+
+    Args:
+        d_model, num_heads, num_subnets, subnet_dim, router_eps, q_norm, q_norm_eps, bias, backend: of the whole network.
+        rank: this process's; its size must divide num_heads.
+
+    Every number of tokens takes the fused kernels, compiled or not, and captures in CUDA graphs. Raises ValueError for sizes that do not
+    divide. ``load`` or the parameters' ``weight_loader`` fill it; it has no initialisation.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_subnets: int,
+        subnet_dim: int,
+        *,
+        router_eps: float = 1e-20,
+        q_norm: bool = False,
+        q_norm_eps: float = 1e-5,
+        bias: bool = False,
+        backend: str = "auto",
+        rank: Rank = Rank(),  # noqa: B008  frozen
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, num_heads, bias, rank, device, dtype)
+        self.router_eps, self.q_norm_eps = epsilon("router_eps", router_eps), epsilon("q_norm_eps", q_norm_eps)
+        self.backend = backend
+        heads, subnets, width = self.local_heads, positive("num_subnets", num_subnets), positive("subnet_dim", subnet_dim)
+        place = {"device": device, "dtype": dtype}
+        self.k, self.u, self.v = (self._weight(heads, subnets, width, self.head_dim, **place) for _ in range(3))
+        self.router = self._weight(heads, self.head_dim, subnets, **place)
+        self.q_norm = nn.ParameterDict({"weight": self._weight(heads, self.head_dim, **place)}) if q_norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model], equal on every rank."""
+        check_input(x, self.d_model)
+        y = torch.ops.flashmhf.layer(
+            x,
+            self.in_proj.weight,
+            self.in_proj.bias,
+            self.k,
+            self.u,
+            self.v,
+            self.router,
+            self.router_eps,
+            self.out_proj.weight,
+            self.out_bias,
+            q_norm=None if self.q_norm is None else self.q_norm["weight"],
+            q_norm_eps=self.q_norm_eps,
+            backend=self.backend,
+        )
+        return self.reduce(y)
+
+
+class MHFFNShard(_HeadShard):
+    """:class:`flashmhf.MHFFN` with H / size heads, by the same operator without a gate. Arguments as there and in FlashMHFShard."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        intermediate_dim: int,
+        *,
+        bias: bool = False,
+        backend: str = "auto",
+        rank: Rank = Rank(),  # noqa: B008  frozen
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, num_heads, bias, rank, device, dtype)
+        self.backend = "reference" if backend == "naive" else backend
+        width = positive("intermediate_dim", intermediate_dim)
+        self.k, self.u, self.v = (self._weight(self.local_heads, width, self.head_dim, device=device, dtype=dtype) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model], equal on every rank."""
+        check_input(x, self.d_model)
+        k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
+        y = layer(
+            x, (self.in_proj.weight, self.in_proj.bias), k, u, v, None, 0.0, (self.out_proj.weight, self.out_bias), backend=self.backend
+        )
+        return self.reduce(y)
+
+
+class ParametricKVShard(_HeadShard):
+    """:class:`flashmhf.ParametricKV` with H / size heads. Arguments as there and in FlashMHFShard."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv: int,
+        *,
+        bias: bool = False,
+        rank: Rank = Rank(),  # noqa: B008  frozen
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, num_heads, bias, rank, device, dtype)
+        shape = (self.local_heads, positive("num_kv", num_kv), self.head_dim)
+        self.k, self.v = (self._weight(*shape, device=device, dtype=dtype) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model], equal on every rank."""
+        check_input(x, self.d_model)
+        q = self.in_proj(x.reshape(-1, self.d_model)).unflatten(-1, (self.local_heads, self.head_dim))
+        mixed = nn.functional.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), self.k.unsqueeze(0), self.v.unsqueeze(0))
+        heads = mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], -1)
+        return self.reduce(nn.functional.linear(heads, self.out_proj.weight, self.out_bias))
+
+
+def served_feed_forward(config, rank: Rank = Rank()) -> nn.Module:  # noqa: B008  frozen
+    """The multi-head network that a :class:`flashmhf.lm.FlashMHFConfig` names, with the heads of ``rank``, empty.
+
+    Raises NotImplementedError for "swiglu" and "dense_moe", which engines build from their own linear layers.
+    """
+    sizes = (config.hidden_size, config.ffn_num_heads)
+    match config.ffn_type:
+        case "flashmhf":
+            return FlashMHFShard(
+                *sizes,
+                config.ffn_num_subnets,
+                config.ffn_subnet_dim,
+                router_eps=config.ffn_router_eps,
+                q_norm=config.ffn_q_norm,
+                q_norm_eps=config.rms_norm_eps,
+                bias=config.mlp_bias,
+                backend=config.ffn_backend,
+                rank=rank,
+            )
+        case "mh_ffn":
+            return MHFFNShard(*sizes, config.intermediate_size, bias=config.mlp_bias, backend=config.ffn_backend, rank=rank)
+        case "pkv":
+            return ParametricKVShard(*sizes, config.intermediate_size, bias=config.mlp_bias, rank=rank)
+    raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: flashmhf, mh_ffn, pkv")

@@ -1,0 +1,259 @@
+"""Layers for inference engines, without an engine: values, heads over ranks, compilation, CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import types
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashmhf
+from flashmhf import serving
+from flashmhf.serving import Rank
+
+D_MODEL, HEADS, SUBNETS, WIDTH = 256, 4, 3, 32
+TOKENS = (1, 7, 16, 64, 65, 300)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def networks(device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, tuple[torch.nn.Module, type, dict]]:
+    """The whole network, its class of shards and the shard's arguments."""
+    settings = {"device": device, "dtype": dtype}
+    sizes = (D_MODEL, HEADS, SUBNETS, WIDTH)
+    made = {
+        "flashmhf": (flashmhf.FlashMHF(*sizes, **settings), serving.FlashMHFShard, sizes, {}),
+        "q_norm": (flashmhf.FlashMHF(*sizes, q_norm=True, **settings), serving.FlashMHFShard, sizes, {"q_norm": True}),
+        "bias": (flashmhf.FlashMHF(*sizes, bias=True, **settings), serving.FlashMHFShard, sizes, {"bias": True}),
+        "mh_ffn": (flashmhf.MHFFN(D_MODEL, HEADS, 96, **settings), serving.MHFFNShard, (D_MODEL, HEADS, 96), {}),
+        "pkv": (flashmhf.ParametricKV(D_MODEL, HEADS, 96, **settings), serving.ParametricKVShard, (D_MODEL, HEADS, 96), {}),
+    }
+    for name in ("bias", "q_norm"):
+        for parameter in made[name][0].parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def shards(name: str, size: int, device: str = "cpu", dtype: torch.dtype = torch.float32):
+    """The whole network, and its shards for ``size`` ranks whose sum the caller takes."""
+    whole, kind, sizes, settings = networks(device, dtype)[name]
+    parts = []
+    for index in range(size):
+        rank = Rank(index, size, (lambda y: y) if size > 1 else None)
+        part = kind(*sizes, **settings, rank=rank, device=device, dtype=dtype)
+        part.load(copy.deepcopy(whole.state_dict()))
+        parts.append(part)
+    return whole, parts
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["flashmhf", "q_norm", "bias", "mh_ffn", "pkv"])
+def test_shards_sum_to_the_network(name, size):
+    whole, parts = shards(name, size)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, D_MODEL)
+        with torch.no_grad():
+            torch.testing.assert_close(sum(part(x) for part in parts), whole(x), rtol=1e-5, atol=1e-6)
+    assert sum(p.numel() for p in parts[0].parameters()) < sum(p.numel() for p in whole.parameters()) / size * 1.01 + 2 * D_MODEL
+
+
+def test_loader_takes_this_ranks_heads_and_refuses_other_shapes():
+    whole, (first, second) = shards("flashmhf", 2)
+    assert torch.equal(first.k, whole.k[:2]) and torch.equal(second.k, whole.k[2:])
+    assert torch.equal(second.in_proj.weight, whole.in_proj.weight[D_MODEL // 2 :])
+    assert torch.equal(second.out_proj.weight, whole.out_proj.weight[:, D_MODEL // 2 :])
+    with pytest.raises(ValueError, match=r"expected \[4, 3, 32, 64\]"):
+        first.k.weight_loader(first.k, whole.k[:2])
+    with pytest.raises(ValueError, match="state dict has"):
+        first.load({"k": whole.k})
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="num_heads is 4; supported: multiples of the tensor-parallel size 3"):
+        serving.FlashMHFShard(D_MODEL, HEADS, SUBNETS, WIDTH, rank=Rank(0, 3, lambda y: y))
+    with pytest.raises(ValueError, match="all_reduce is None"):
+        Rank(0, 2)
+    with pytest.raises(ValueError, match="index is 2"):
+        Rank(2, 2, lambda y: y)
+    _, (part,) = shards("flashmhf", 1)
+    with pytest.raises(ValueError, match="x has shape"):
+        part(torch.randn(3, D_MODEL + 1))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        part(torch.randn(3, D_MODEL, requires_grad=True))
+    in_proj, out_proj = (part.in_proj.weight[1:], None), (part.out_proj.weight, None)
+    with pytest.raises(ValueError, match="in_w has shape"):
+        serving.layer(torch.randn(3, D_MODEL), in_proj, part.k, part.u, part.v, None, 0.0, out_proj)
+
+
+def test_more_tokens_than_a_chunk(monkeypatch):
+    monkeypatch.setattr(serving.operator, "CHUNK_TOKENS", 100)
+    for name in ("flashmhf", "bias"):
+        whole, (part,) = shards(name, 1)
+        x = torch.randn(2, 151, D_MODEL)
+        with torch.no_grad():
+            torch.testing.assert_close(part(x), whole(x), rtol=1e-5, atol=1e-6)
+
+
+def test_no_tokens():
+    _, (part,) = shards("flashmhf", 1)
+    assert part(torch.randn(0, D_MODEL)).shape == (0, D_MODEL)
+
+
+def test_opcheck():
+    _, (part,) = shards("bias", 1)
+    x = torch.randn(5, D_MODEL)
+    weights = (part.in_proj.weight, part.in_proj.bias, part.k, part.u, part.v, part.router, 1e-20, part.out_proj.weight, part.out_proj.bias)
+    torch.library.opcheck(torch.ops.flashmhf.layer, (x, *weights))
+    torch.library.opcheck(torch.ops.flashmhf.layer, (x, *weights), {"q_norm": torch.rand(HEADS, D_MODEL // HEADS), "q_norm_eps": 1e-5})
+
+
+@pytest.mark.parametrize("name", ["flashmhf", "q_norm", "mh_ffn"])
+def test_one_node_for_every_number_of_tokens(name):
+    """A compiled layer is one operator, and another number of tokens compiles nothing."""
+    _, (part,) = shards(name, 1)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(part, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        for tokens in (2, 7, 64, 65, 300):
+            x = torch.randn(tokens, D_MODEL)
+            torch.testing.assert_close(compiled(x), part(x))
+    assert len(graphs) == 1
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function" and "unsqueeze" not in str(node.target)]
+    assert called == ["flashmhf.layer"]
+
+
+@pytest.fixture
+def big():
+    """The layer of the paper's efficiency table with random bf16 weights, and the module."""
+    settings = {"device": "cuda", "dtype": torch.bfloat16}
+    module = flashmhf.FlashMHF(2048, 16, 22, 384, **settings)
+    part = serving.FlashMHFShard(2048, 16, 22, 384, **settings)
+    part.load(module.state_dict())
+    return module, part
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1024])
+def test_equals_the_module_on_a_gpu(big, tokens):
+    module, part = big
+    x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(part(x), module(x))
+        assert torch.equal(torch.compile(part, fullgraph=True, dynamic=True)(x), module(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captures_in_a_cuda_graph(big, compiled):
+    module, part = big
+    function = torch.compile(part, fullgraph=True, dynamic=True) if compiled else part
+    for tokens in (1, 16, 64, 256):
+        x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            function(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = function(x)
+            for _ in range(3):
+                x.normal_()
+                graph.replay()
+                assert torch.equal(y, module(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_sum_to_the_network_on_a_gpu(size):
+    module = flashmhf.FlashMHF(2048, 16, 22, 384, device="cuda", dtype=torch.bfloat16)
+    double = copy.deepcopy(module).to(torch.float64)
+    parts = []
+    for index in range(size):
+        part = serving.FlashMHFShard(2048, 16, 22, 384, rank=Rank(index, size, lambda y: y), device="cuda", dtype=torch.bfloat16)
+        part.load(module.state_dict())
+        parts.append(part)
+    for tokens in (1, 16, 64, 256, 1024):
+        x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            exact = double(x.double())
+            error = (sum(part(x).float() for part in parts) - exact).norm() / exact.norm()
+            assert error <= 1.1 * (module(x).double() - exact).norm() / exact.norm()
+
+
+def test_plugins(monkeypatch):
+    """What the entry points name, with an engine in place of vLLM; transformers' own lookup finds the model class."""
+    transformers, tomllib = pytest.importorskip("transformers"), pytest.importorskip("tomllib")  # tomllib: Python 3.11
+    registered = {}
+
+    class ModelRegistry:
+        @staticmethod
+        def register_model(name, where):
+            registered[name] = where
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=ModelRegistry))
+    monkeypatch.delattr(transformers, "FlashMHFForCausalLM", raising=False)
+    project = tomllib.loads((Path(flashmhf.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        for _ in range(2):  # an engine may load its plug-ins twice
+            EntryPoint("flashmhf", project["entry-points"][group]["flashmhf"], group).load()()
+    assert registered == {"FlashMHFForCausalLM": "flashmhf.serving.vllm:FlashMHFForCausalLM"}
+    assert importlib.util.find_spec("flashmhf.serving.vllm")
+    assert transformers.FlashMHFForCausalLM.__module__ == "flashmhf.lm.modeling"
+
+
+def two_ranks(rank: int, folder: str, device: str) -> None:
+    """One process of two: its shard of FlashMHF with a real all-reduce, on a GPU compiled and in a CUDA graph, against the module."""
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    try:
+        torch.manual_seed(0)
+        sizes = (2048, 16, 22, 384) if device == "cuda" else (D_MODEL, HEADS, SUBNETS, WIDTH)
+        settings = {"device": place, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+        module = flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings)
+        torch.nn.init.normal_(module.out_proj.bias)
+
+        def all_reduce(y: torch.Tensor) -> torch.Tensor:
+            return torch.distributed._functional_collectives.all_reduce(y, "sum", torch.distributed.group.WORLD)
+
+        layer = serving.FlashMHFShard(*sizes, q_norm=True, bias=True, rank=Rank(rank, 2, all_reduce), **settings)
+        layer.load(module.state_dict())
+        assert len(layer.k) == sizes[1] // 2
+        functions = [layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="inductor" if device == "cuda" else "eager")]
+        with torch.no_grad():
+            for tokens, function in ((tokens, function) for tokens in (1, 16, 64, 256) for function in functions):
+                x = torch.randn(tokens, sizes[0], **settings)
+                tolerance = {"rtol": 2e-2, "atol": 2e-2} if device == "cuda" else {}
+                torch.testing.assert_close(function(x), module(x), **tolerance)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        y = function(x)
+                    x.copy_(torch.randn(tokens, sizes[0], **settings))
+                    graph.replay()
+                    torch.testing.assert_close(y, module(x), **tolerance)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_ranks(device, tmp_path):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), device), nprocs=2)
