@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
 
+from .decoding import RefuseNotFinite
 from .documents import is_unicode
 from .errors import OptionError
 from .evaluation import positions
+from .modeling import FlashMHFForCausalLM
 
 
 def printer(tokenizer) -> TextStreamer:
     """A ``streamer`` of :func:`generate` that prints the continuation word by word, and a line's end after it."""
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-class _RefuseNotFinite(LogitsProcessor):
-    """Without it the likeliest token of NaN is a token like any other, and drawing one ends in an assertion on the device."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not scores.isfinite().all():
-            raise OptionError("the model's logits are not finite: its weights are damaged, or its {dtype} has too small a range")
-        return scores
 
 
 def generate(
@@ -36,6 +29,8 @@ def generate(
     streamer: TextStreamer | None = None,
 ) -> str:
     """The continuation of ``prompt`` (without it), with the key-value cache; temperature 0 takes the likeliest token.
+
+    A model of this package on a GPU decodes with a static cache by CUDA graphs (flashmhf.lm.decoding).
 
     An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for
     settings out of range, a prompt without room or that is not Unicode, and a model whose probabilities are not finite.
@@ -59,12 +54,14 @@ def generate(
     settings = GenerationConfig(
         max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, **sampling
     )
+    if model.device.type == "cuda" and isinstance(model, FlashMHFForCausalLM):
+        settings.cache_implementation = "static"
     inputs = torch.tensor([ids], device=model.device)
     out = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         generation_config=settings,
         streamer=streamer,
-        logits_processor=LogitsProcessorList([_RefuseNotFinite()]),
+        logits_processor=LogitsProcessorList([RefuseNotFinite()]),
     )
     return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
+from . import decoding
 from .configuration import FlashMHFConfig
 
 _FEED_FORWARD = (DenseMoE, FlashMHF, MHFFN, ParametricKV, SwiGLU)
@@ -111,3 +112,11 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **model_kwargs):
+        """transformers' loop over tokens, or with a static cache :func:`flashmhf.lm.decoding.decode`."""
+        if decoding.takes(self, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs):
+            return decoding.decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        return super()._sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+        )

@@ -1,0 +1,132 @@
+"""Tokens a second of ``model.generate`` with a static cache and CUDA graphs: FlashMHF-1.3B against SwiGLU-1.3B, bf16, random weights.
+
+    $ python benchmarks/generate.py --out benchmarks/results/generate_h200.json
+
+A cell is a batch and a context, the tokens of each prompt. The rate is that of the tokens after the capture; the models take turns for
+ROUNDS rounds, and a round's rates are compared with each other. Host: the time a token in which the host does not wait for the device.
+``transformers`` is its own loop with the dynamic cache. Before a time is taken, 16 tokens are compared with that loop in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from flashmhf.bench import environment, suite
+from flashmhf.lm.presets import preset
+
+BATCHES, CONTEXTS, NEW, ROUNDS, SKIPPED = (1, 8, 32), (512, 4096), 96, 3, 8
+MODELS = {"flashmhf": "flashmhf-1.3b", "swiglu": "swiglu-1.3b"}
+
+
+class _Clock:
+    """A streamer that keeps the time at which each token reached the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+    def seconds(self) -> float:
+        """A token, after the first SKIPPED; the first entry is the prompt's."""
+        times = self.times[1 + SKIPPED :]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+
+class _Waiting:
+    """Adds up the time in which the host waits for events inside the block."""
+
+    def __enter__(self) -> _Waiting:
+        self.waits, self._original = [], torch.cuda.Event.synchronize
+
+        def synchronize(event: torch.cuda.Event) -> None:
+            begin = time.perf_counter()
+            self._original(event)
+            self.waits.append(time.perf_counter() - begin)
+
+        torch.cuda.Event.synchronize = synchronize
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.Event.synchronize = self._original
+
+    def seconds(self) -> float:
+        waits = self.waits[SKIPPED:]
+        return sum(waits) / len(waits)
+
+
+def generate(model, ids: torch.Tensor, new: int = NEW, **settings):
+    return model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=1, **settings)
+
+
+def prompt(batch: int, context: int) -> torch.Tensor:
+    return torch.randint(2, 50_000, (batch, context), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+
+def timed(model, ids: torch.Tensor) -> tuple[float, float]:
+    """(seconds a token, seconds a token in which the host worked)."""
+    clock = _Clock()
+    with _Waiting() as waiting:
+        generate(model, ids, cache_implementation="static", streamer=clock)
+    return clock.seconds(), clock.seconds() - waiting.seconds()
+
+
+def check(name: str) -> None:
+    """Raises AssertionError where the static cache gives other tokens than transformers' loop, in float32 with fewer layers."""
+    model = AutoModelForCausalLM.from_config(preset(name).config(num_hidden_layers=2)).to("cuda").eval()
+    ids = prompt(2, 100)
+    assert torch.equal(generate(model, ids, 16, cache_implementation="static"), generate(model, ids, 16)), name
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("this PyTorch sees no CUDA GPU")
+    for name in MODELS.values():
+        check(name)
+    models = {}
+    for key, name in MODELS.items():
+        with torch.device("cuda"):
+            models[key] = AutoModelForCausalLM.from_config(preset(name).config(max_position_embeddings=8192), dtype=torch.bfloat16).eval()
+    rows = []
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            ids = prompt(batch, context)
+            found: dict[str, list[tuple[float, float]]] = {}
+            for _ in range(ROUNDS):
+                for key, model in models.items():
+                    found.setdefault(key, []).append(timed(model, ids))
+            ratios = [theirs[0] / ours[0] for ours, theirs in zip(found["flashmhf"], found["swiglu"], strict=True)]
+            for key, measured in found.items():
+                seconds, host = (statistics.median(values) for values in zip(*measured, strict=True))
+                row = {"batch": batch, "context": context, "subject": key, "tokens_per_s": batch / seconds}
+                rows.append({**row, "ms_per_token": 1e3 * seconds, "host_ms_per_token": 1e3 * host})
+            rows[-2]["x_swiglu"] = statistics.median(ratios)
+            print(*rows[-2:], sep="\n", flush=True)
+    ids = prompt(1, CONTEXTS[0])
+    for key, model in models.items():
+        clock = _Clock()
+        generate(model, ids, streamer=clock)
+        rows.append({"batch": 1, "context": CONTEXTS[0], "subject": f"{key} transformers", "tokens_per_s": 1 / clock.seconds()})
+        print(rows[-1])
+    parameters = {key: sum(p.numel() for p in model.parameters()) for key, model in models.items()}
+    record = {**environment.describe(torch.device("cuda", 0)), "parameters": parameters, "new_tokens": NEW, "rows": rows}
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        suite.write_json(record, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
