@@ -10,11 +10,12 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import transformers
 from lm_runs import options, write_text
 from transformers import trainer
 
 from flashmhf.app import cli
-from flashmhf.lm import training
+from flashmhf.lm import evaluation, training
 from flashmhf.lm.presets import PRESETS, SCALES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,3 +136,32 @@ def test_a_resumed_tied_model_warns_of_nothing(text, tmp_path, monkeypatch):
     output = training.start(options(tmp_path / "run", text, steps=2, arguments={"report_to": []}), bar=False).output
     training.resume(output, bar=False)
     assert not warnings
+
+
+def test_chat_template(text, tmp_path, capsys):
+    """The tokenizer of a run has the template; a file that is none ends the command before anything is written."""
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    for given, expected in (("plain", "user: Hi\nassistant:"), (str(template), "<Hi>")):
+        output = tmp_path / f"run-{len(given)}"
+        result = training.start(options(output, text, steps=1, chat_template=given, arguments={"report_to": []}), bar=False)
+        loaded = evaluation.load(str(result.output), device="cpu")[1]
+        assert loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True) == expected
+    for content, message in (("{% for", "chat.jinja"), ("{{ bos_token }}", "leaves the messages out")):
+        template.write_text(content)
+        arguments = ["train", "--output", str(tmp_path / "new"), "--preset", "tiny", "--data", str(text), "--chat-template", str(template)]
+        assert cli.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert "--chat-template is" in error and message in error and error.count("\n") == 1
+        assert not (tmp_path / "new").exists()
+
+
+def test_serve_refuses_and_warns(run, monkeypatch, capsys, caplog):
+    assert cli.main(["serve", "--model", "./nothing"]) == 2
+    assert "nothing does not exist" in capsys.readouterr().err
+    served = []
+    monkeypatch.setattr("transformers.cli.serve.Serve", lambda **settings: served.append(settings))
+    assert cli.main(["--device", "cpu", "serve", "--model", str(run), "--port", "8123"]) == 0
+    assert served[0]["force_model"] == str(run) and served[0]["port"] == 8123 and served[0]["device"] == "cpu"
+    assert "has no chat template" in caplog.text
+    assert transformers.FlashMHFForCausalLM.from_pretrained(run).config.model_type == "flashmhf"

@@ -1,4 +1,4 @@
-"""The sub-commands ``train``, ``eval`` and ``generate``. transformers is imported only when one of them runs."""
+"""The sub-commands ``train``, ``eval``, ``generate`` and ``serve``. transformers is imported only when one of them runs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def register(subparsers) -> None:
     _add_train(subparsers)
     _add_eval(subparsers)
     _add_generate(subparsers)
+    _add_serve(subparsers)
 
 
 def _command(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -129,6 +130,7 @@ def _add_train(subparsers) -> None:
     text("--split", help="its split (train)")
     text("--text-field", help="field or column that holds the text (text)")
     text("--tokenizer", metavar="PATH", help="tokenizer directory, file or name; without it one is trained on the data")
+    text("--chat-template", metavar="FILE", help="Jinja template that the tokenizer gets for chats, or 'plain' (none)")
     text("--vocab-size", type=int, help="size of the vocabulary (the preset's)")
     text("--length", type=int, help="tokens in a sequence (the preset's)")
     text("--eval-fraction", type=float, help="share of the tokens held out at the end (0)")
@@ -290,4 +292,30 @@ def _generate(args: argparse.Namespace) -> int:
         generation.generate(model, tokenizer, prompt, streamer=generation.printer(tokenizer), **settings)
     else:
         print(prompt + generation.generate(model, tokenizer, prompt, **settings))
+    return 0
+
+
+def _add_serve(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model with the OpenAI interface",
+        description="Serve a model with transformers' own server, from transformers[serving]; docs/serving.md has vLLM and SGLang.",
+    )
+    parser.set_defaults(run=_command(_serve), command="serve", takes=("device",))
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="training run, checkpoint or saved model, or a name")
+    add("--device", default=argparse.SUPPRESS, help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the stored weights'")
+    add("--host", default="localhost")
+    add("--port", type=positive_integer, default=8000)
+    add("--continuous-batching", action="store_true", help="requests together, with paged attention")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from ..serving import transformers_server
+
+    device = getattr(args, "device", "auto")
+    transformers_server.serve(
+        args.model, device=device, dtype=args.dtype, host=args.host, port=args.port, continuous_batching=args.continuous_batching
+    )
     return 0

@@ -31,14 +31,7 @@ def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", 
     An unfinished run gives its last complete checkpoint. Raises FileNotFoundError where a directory holds no model, ValueError for a
     device that this machine has not and for a tokenizer with more tokens than the model.
     """
-    path, location = Path(name), name
-    if path.is_dir() and not (path / "config.json").exists():
-        complete = checkpoints.complete_checkpoints(path)
-        if not complete:
-            raise FileNotFoundError(f"{path} holds no model: neither config.json nor a complete checkpoint")
-        location = str(complete[-1])
-    elif not path.exists() and (path.is_absolute() or name.startswith(".")):
-        raise FileNotFoundError(f"{path} does not exist")
+    location = locate(name)
     chosen = _device(device)
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"dtype is {dtype!r}; supported: auto, {', '.join(_DTYPES)}")
@@ -51,6 +44,19 @@ def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", 
             f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; the vocabulary of {name!r} has {rows:,}"
         )
     return model.to(chosen).eval(), tokenizer
+
+
+def locate(name: str) -> str:
+    """The directory that holds the model of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        complete = checkpoints.complete_checkpoints(path)
+        if not complete:
+            raise FileNotFoundError(f"{path} holds no model: neither config.json nor a complete checkpoint")
+        return str(complete[-1])
+    if not path.exists() and (path.is_absolute() or name.startswith(".")):
+        raise FileNotFoundError(f"{path} does not exist")
+    return name
 
 
 def load_model(location: str, dtype: torch.dtype) -> PreTrainedModel:

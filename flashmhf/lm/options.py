@@ -77,6 +77,7 @@ class Options:
     data, dataset, tokens: one of text, JSON-lines, Parquet files and directories of them; "name" or "name:config" of the datasets
         library; the directory of a run whose tokens and tokenizer are to be used again.
     tokenizer: directory, tokenizer.json or name; None trains one on the data.
+    chat_template: "plain" or a Jinja file that the tokenizer gets; None leaves the tokenizer as it is. Servers refuse chats without one.
     batch: sequences a step, over all processes.
     micro_batch: at most so many of them at once on a device (8). What is used divides batch / processes; the rest is accumulated.
     eval_fraction: the end of the tokens, held out; its loss is recorded every ``eval_every`` steps and at the end.
@@ -98,6 +99,7 @@ class Options:
     split: str = "train"
     text_field: str = "text"
     tokenizer: str | None = None
+    chat_template: str | None = None
     vocab_size: int | None = None
     length: int | None = None
     batch: int | None = None
@@ -140,6 +142,7 @@ class Options:
                 "tokens": self.tokens and os.path.abspath(self.tokens),
                 "init_from": _absolute(self.init_from),
                 "tokenizer": _absolute(self.tokenizer),
+                "chat_template": _absolute(self.chat_template),
                 "vocab_size": None if self.init_from else self.vocab_size or scale.vocabulary,
                 "length": self.length or (None if self.init_from else scale.context),
                 "batch": scale.batch if self.batch is None else self.batch,

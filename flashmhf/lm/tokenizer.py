@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -46,6 +47,31 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+PLAIN = "plain"
+_PLAIN_TEMPLATE = """\
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
+def chat_template(name: str) -> str:
+    """The Jinja text of a chat template: "plain" (a line "role: content" a message), or a file.
+
+    Raises OptionError for a file that is not there, is no template, or leaves out the messages.
+    """
+    if name == PLAIN:
+        return _PLAIN_TEMPLATE
+    try:
+        text = Path(name).read_text()
+        probe = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+        message = [{"role": "user", "content": "a message"}]
+        shown = probe.apply_chat_template(message, chat_template=text, tokenize=False, add_generation_prompt=True)
+    except (OSError, ValueError, TemplateError) as error:
+        raise OptionError("{chat_template} is {name!r}: {error}; supported: plain, or a Jinja file", name=name, error=error) from error
+    if "a message" not in shown:
+        raise OptionError("{chat_template} is {name!r}, a template that leaves the messages out", name=name)
+    return text
 
 
 def _parts(text: str) -> list[str]:

@@ -35,7 +35,7 @@ from .flops import peak_flops, training_flops_per_token
 from .options import Options, model_config, training_arguments
 from .presets import SCALES, Preset
 from .stopping import Stopped, StopSignals
-from .tokenizer import TRAINING_CHARACTERS
+from .tokenizer import TRAINING_CHARACTERS, chat_template
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
@@ -46,7 +46,7 @@ FAILED = "failed-start.json"
 CHANGES = "changes"  # in run.json beside the options: what resumptions have changed
 # The options that the stored tokens follow from.
 _TOKEN_OPTIONS = (
-    *("data", "dataset", "tokens", "split", "text_field", "tokenizer", "vocab_size", "init_from"),
+    *("data", "dataset", "tokens", "split", "text_field", "tokenizer", "chat_template", "vocab_size", "init_from"),
     *("length", "batch", "steps", "eval_fraction", "seed"),
 )
 
@@ -84,6 +84,8 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if first_process():
         _refuse_occupied(output)
     data.find_files(options.data)
+    if options.chat_template is not None:
+        chat_template(options.chat_template)
     trained = _load_trained(options) if options.init_from else None
     if trained is None:
         model_config(chosen, options)
@@ -353,7 +355,7 @@ def prepare(options: Options, bar: bool = True, tokenizer=None):
     """
     output = Path(options.output)
     if options.tokens is not None:
-        return _take_tokens(Path(options.tokens), output, tokenizer)
+        return _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
     if options.dataset is None:
         source = data.Files(options.data, options.text_field, options.seed, bar)
     else:
@@ -366,14 +368,14 @@ def prepare(options: Options, bar: bool = True, tokenizer=None):
     return tokenizer, data.load(output / DATA)
 
 
-def _take_tokens(source: Path, output: Path, tokenizer):
+def _take_tokens(source: Path, output: Path, tokenizer, template: str | None):
     """The tokens and the tokenizer of the run ``source``, linked or copied into ``output``, which then needs ``source`` no more."""
     if not (source / DATA / data.MANIFEST).exists():
         raise data.DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
     theirs = load_tokenizer(str(source / TOKENIZER))
     if tokenizer is not None and tokenizer.get_vocab() != theirs.get_vocab():
         raise OptionError("{tokens} has tokens of another tokenizer than the model of {init_from}")
-    _save_tokenizer(theirs, output / TOKENIZER)
+    _save_tokenizer(theirs, output / TOKENIZER, template)
     (output / DATA).mkdir(parents=True, exist_ok=True)
     for path in sorted((source / DATA).iterdir(), key=lambda path: path.name == data.MANIFEST):  # the manifest last: it says complete
         if path.suffix != ".partial":
@@ -398,12 +400,14 @@ def _tokenizer(options: Options, directory: Path, source, tokenizer, bar: bool):
             tokenizer = load_tokenizer(options.tokenizer)
         elif tokenizer is None:
             tokenizer = train_tokenizer(source.texts(TRAINING_CHARACTERS), options.vocab_size, bar)
-        _save_tokenizer(tokenizer, directory)
+        _save_tokenizer(tokenizer, directory, options.chat_template)
     return load_tokenizer(str(directory))
 
 
-def _save_tokenizer(tokenizer, directory: Path) -> None:
+def _save_tokenizer(tokenizer, directory: Path, template: str | None) -> None:
     if not directory.exists():
+        if template is not None:
+            tokenizer.chat_template = chat_template(template)
         partial = directory.with_name(directory.name + ".partial")
         tokenizer.save_pretrained(partial)
         partial.rename(directory)

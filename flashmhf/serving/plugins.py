@@ -1,0 +1,31 @@
+"""What the entry points of inference engines call in every process: models of this package become known to them.
+
+``vllm.general_plugins`` calls :func:`vllm`, ``sglang.srt.plugins`` calls :func:`sglang`. Nothing of an engine is imported before.
+"""
+
+from __future__ import annotations
+
+ARCHITECTURE = "FlashMHFForCausalLM"
+
+
+def vllm() -> None:
+    """Registers the configuration with transformers and the model class, by name, with vLLM."""
+    from vllm import ModelRegistry
+
+    from .. import lm as lm  # registers FlashMHFConfig
+
+    ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm:{ARCHITECTURE}")
+
+
+def sglang() -> None:
+    """Registers the model for SGLang's transformers back end."""
+    into_transformers()
+
+
+def into_transformers() -> None:
+    """Makes the model class an attribute of transformers: its server and SGLang look classes up there, not in the auto classes."""
+    import transformers
+
+    from .. import lm
+
+    setattr(transformers, ARCHITECTURE, getattr(lm, ARCHITECTURE))
