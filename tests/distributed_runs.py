@@ -156,6 +156,9 @@ def module_cases() -> None:
         (network(), 1, checkpoint_wrapper),
         (network().stack_weights(), None, None),
         (mhffn, None, None),
+        (network(num_kv_heads=2, q_norm=True), 1, None),
+        (network(num_kv_heads=2, skip_linear=True), None, None),
+        (flashmhf.MHFFN(32, 4, 16, num_kv_heads=2, q_norm=True, activation="gelu", dtype=torch.float64), None, None),
     ):
         whole, sharded = module, parallelize(copy.deepcopy(module), mesh, sequence_dim=sequence_dim)
         called = wrap(sharded) if wrap else sharded
@@ -173,6 +176,7 @@ def module_cases() -> None:
         with torch.no_grad():
             equal(called(x[:, mine]), out[:, mine])
     raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
+    raises(ValueError, ("H = 1 heads of K, U and V",), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh))
     raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
 
 

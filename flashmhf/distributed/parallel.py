@@ -25,9 +25,11 @@ def placement_of(name: str) -> Placement:
     return Shard(0) if name in HEADS_FIRST else Replicate()
 
 
-def check_heads(name: str, heads: int, size: int) -> None:
+def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
+    heads = module.num_kv_heads
     if heads % size:
-        raise ValueError(f"{name} has H = {heads} heads and the mesh has size {size}; supported: sizes that divide H")
+        of = "" if heads == module.num_heads else " of K, U and V"
+        raise ValueError(f"{name} has H = {heads} heads{of} and the mesh has size {size}; supported: sizes that divide H")
 
 
 class HeadParallel(ParallelStyle):
@@ -54,7 +56,7 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (FlashMHF, MHFFN)):
             raise TypeError(f"module is a {type(module).__name__}; supported: FlashMHF, MHFFN")
-        check_heads("module", module.num_heads, device_mesh.size())
+        check_heads("module", module, device_mesh.size())
         _distribute(module, device_mesh, placement_of, self.src_data_rank)
         _wrap_forward(module, device_mesh, self.input_layouts, self.output_layouts, self.use_local_output)
         return module
@@ -124,7 +126,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             continue
         children = dict(module.named_children())
         if isinstance(module, (FlashMHF, MHFFN)):
-            check_heads(name, module.num_heads, size)
+            check_heads(name, module, size)
             styles[name] = HeadParallel()
         elif {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
             styles |= _attention_styles(name, module, size)

@@ -24,6 +24,19 @@ def positive(name: str, size: object) -> int:
     return value
 
 
+def divisor(name: str, size: object, of: str, total: int) -> int:
+    """``size`` as an int of at least 1 that divides ``total``; ``total`` where it is None."""
+    value = total if size is None else positive(name, size)
+    if total % value:
+        raise ValueError(f"{name} is {value}; it must divide {of} = {total}")
+    return value
+
+
+def activation(value: object) -> str:
+    checks.activation(value)
+    return value
+
+
 def epsilon(name: str, value: object) -> float:
     """``value`` as a finite float of at least 0; TypeError for what is no real number, ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

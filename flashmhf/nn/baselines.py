@@ -10,15 +10,16 @@ from torch.types import Device
 
 from .. import ops, reference, router
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import DEFAULT_INIT, INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise, residual_std
-from .multihead import MultiHead, check_input
+from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, SWIGLU_VARIANCE, OfficialInit, initialise, residual_std
+from .multihead import GroupedHeads, MultiHead, check_input
 
 
-class MHFFN(MultiHead):
+class MHFFN(GroupedHeads):
     """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
 
     backend="naive" materialises the H intermediates of [T, intermediate_dim], as the paper's comparison does; "reference" is the same.
-    State: in_proj.weight, k, u, v [H, intermediate_dim, d_h], out_proj.weight.
+    num_kv_heads, q_norm, q_norm_eps, skip_linear, activation: as in :class:`flashmhf.FlashMHF`.
+    State: in_proj.weight, k, u, v [num_kv_heads, intermediate_dim, d_h], out_proj.weight; q_norm.weight [H, d_h] when on.
     """
 
     intermediate_dim: int
@@ -34,34 +35,47 @@ class MHFFN(MultiHead):
         num_heads: int,
         intermediate_dim: int,
         *,
+        num_kv_heads: int | None = None,
+        q_norm: bool = False,
+        q_norm_eps: float = 1e-5,
+        skip_linear: bool = False,
+        activation: str = "silu",
         bias: bool = False,
         backend: str = "auto",
         deterministic: bool | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_heads, bias, device, dtype)
+        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, skip_linear, activation, bias, device, dtype)
         self.intermediate_dim = positive("intermediate_dim", intermediate_dim)
         self.backend, self.deterministic = backend_and_deterministic(backend, deterministic, more=("naive",))
-        shape = (self.num_heads, self.intermediate_dim, self.head_dim)
+        shape = (self.num_kv_heads, self.intermediate_dim, self.head_dim)
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.reset_parameters()
 
-    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
-        key, value = self.head_dim**-0.5, (SWIGLU_VARIANCE * self.intermediate_dim) ** -0.5
-        weights = ((self.k, key), (self.u, key), (self.v, value))
-        initialise(weights, self.balanced_projections(num_layers), (), init, initializer_range)
+    def reset_parameters(
+        self,
+        init: str = DEFAULT_INIT,
+        initializer_range: float = INITIALIZER_RANGE,
+        num_layers: int = 1,
+        official: OfficialInit | None = None,
+    ) -> None:
+        key, value = self.head_dim**-0.5, (GATED_VARIANCE[self.activation] * self.intermediate_dim) ** -0.5
+        weights = ((self.k, key), (self.u, key), (self.v, self.balanced_value(value, num_layers)))
+        initialise(weights, self.balanced_projections(num_layers), (), init, initializer_range, official)
+        if self.q_norm is not None:
+            nn.init.ones_(self.q_norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
-        return self.out_proj(self._mix(x).flatten(-2))
+        return self.join_heads(self._mix(x))
 
     def _mix(self, x: Tensor) -> Tensor:
-        q = self.split_heads(x)
+        q = self.normalise(self.split_heads(x))
         k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
         if self.backend == "naive":
-            return reference.forward(q, k, u, v)
-        return ops.flash_mhf(q, k, u, v, deterministic=self.deterministic, backend=self.backend)
+            return reference.forward(q, k, u, v, activation=self.activation)
+        return ops.flash_mhf(q, k, u, v, deterministic=self.deterministic, backend=self.backend, activation=self.activation)
 
 
 class SwiGLU(nn.Module):

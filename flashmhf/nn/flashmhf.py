@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import ops, reference, router, torch_private
+from .. import ops, router, torch_private
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import DEFAULT_INIT, INITIALIZER_RANGE, SWIGLU_VARIANCE, initialise
-from .multihead import MultiHead, check_input
+from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise
+from .multihead import GroupedHeads, check_input
 
 WEIGHTS = ("k", "u", "v")
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
@@ -35,31 +35,16 @@ def uses_silu(feed_forward: nn.Module) -> bool:
     )
 
 
-class HeadRMSNorm(nn.Module):
-    """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models).
-
-    [..., H, d_h] -> [..., H, d_h] in the input's dtype.
-    """
-
-    def __init__(self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(num_heads, head_dim, device=device, dtype=dtype))
-
-    def forward(self, q: Tensor) -> Tensor:
-        return reference.normalise_heads(q, self.weight, self.eps)
-
-
 class _MainGradForward(torch.autograd.Function):
     """The operator whose backward adds the weight gradients into fp32 ``main_grad`` buffers (Megatron, Transformer Engine)."""
 
     @staticmethod
-    def forward(ctx, q, k, u, v, r, backend, deterministic):
+    def forward(ctx, q, k, u, v, r, backend, deterministic, activation):
         ctx.save_for_backward(q, r)
         ctx.parameters = (k, u, v)
-        ctx.backend = backend
+        ctx.backend, ctx.activation = backend, activation
         ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=ctx.deterministic, backend=backend)
+        return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=ctx.deterministic, backend=backend, activation=activation)
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -74,9 +59,10 @@ class _MainGradForward(torch.autograd.Function):
             ctx.deterministic,
             backend=ctx.backend,
             needs=[needs_tokens, needs_weights],
+            activation=ctx.activation,
         )
         weights = [_signal_accumulated(p) if needed else None for p, needed in zip(ctx.parameters, ctx.needs_input_grad[1:4], strict=True)]
-        return dq if ctx.needs_input_grad[0] else None, *weights, dr if ctx.needs_input_grad[4] else None, None, None
+        return dq if ctx.needs_input_grad[0] else None, *weights, dr if ctx.needs_input_grad[4] else None, None, None, None
 
 
 def _signal_accumulated(parameter: Tensor) -> Tensor | None:
@@ -100,7 +86,7 @@ def _project(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
 
-class FlashMHF(MultiHead):
+class FlashMHF(GroupedHeads):
     """Flash multi-head feed-forward network (paper, section 3.2): concat_H(sum_e R_e SwiGLU_e(Q)) W_out, Q = split_H(X W_in).
 
     Args:
@@ -108,12 +94,16 @@ class FlashMHF(MultiHead):
         num_subnets: E parallel SwiGLU sub-networks a head.
         subnet_dim: d_e, their width; None for 8/3 d_h rounded up to a multiple of 64.
         router_eps: the eps of the gate's normalisation.
+        num_kv_heads: heads of K, U and V, a divisor of H; None for H. Head h takes head h // (H / num_kv_heads) of them; each head has
+            its own router.
         q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none).
+        skip_linear: no W_in and W_out.
+        activation: "silu", "gelu", "relu" or "relu2", as in :func:`flashmhf.flash_mhf`.
         bias: biases in in_proj and out_proj.
         backend, deterministic: as in :func:`flashmhf.flash_mhf`.
         accumulate_main_grad: add the gradients of k, u, v into their fp32 ``main_grad`` buffers instead of returning them.
 
-    State: in_proj.weight, k, u, v [H, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
+    State: in_proj.weight, k, u, v [num_kv_heads, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
     """
 
     num_subnets: int
@@ -126,7 +116,6 @@ class FlashMHF(MultiHead):
     u: nn.Parameter
     v: nn.Parameter
     router: nn.Parameter
-    q_norm: HeadRMSNorm | None
 
     def __init__(
         self,
@@ -135,9 +124,12 @@ class FlashMHF(MultiHead):
         num_subnets: int,
         subnet_dim: int | None = None,
         *,
+        num_kv_heads: int | None = None,
         router_eps: float = 1e-20,
         q_norm: bool = False,
         q_norm_eps: float = 1e-5,
+        skip_linear: bool = False,
+        activation: str = "silu",
         bias: bool = False,
         backend: str = "auto",
         deterministic: bool | None = None,
@@ -145,7 +137,7 @@ class FlashMHF(MultiHead):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_heads, bias, device, dtype)
+        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, skip_linear, activation, bias, device, dtype)
         self.num_subnets = positive("num_subnets", num_subnets)
         self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
         self.router_eps = epsilon("router_eps", router_eps)
@@ -154,8 +146,6 @@ class FlashMHF(MultiHead):
         shape = self.weight_shape
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.router = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.num_subnets, device=device, dtype=dtype))
-        q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
-        self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, device, dtype) if flag("q_norm", q_norm) else None
         self.reset_parameters()
 
     @classmethod
@@ -174,6 +164,8 @@ class FlashMHF(MultiHead):
         """
         if kwargs.get("q_norm"):
             raise ValueError("q_norm is True; a SwiGLU does not normalise its input, so from_swiglu supports q_norm=False only")
+        if kwargs.get("activation", "silu") != "silu":
+            raise ValueError(f"activation is {kwargs['activation']!r}; a SwiGLU has SiLU, so from_swiglu supports 'silu' only")
         if not uses_silu(swiglu):
             raise ValueError(f"act_fn is {type(swiglu.act_fn).__name__}; a SwiGLU has SiLU")
         for name in ("gate_proj", "up_proj"):
@@ -186,7 +178,7 @@ class FlashMHF(MultiHead):
         weight = swiglu.gate_proj.weight
         settings = {"device": weight.device, "dtype": weight.dtype, "bias": bias is not None, **kwargs}
         module = cls(d_model, 1, num_subnets, width // num_subnets, **settings)
-        for projection in (module.in_proj, module.out_proj):
+        for projection in () if module.skip_linear else (module.in_proj, module.out_proj):
             nn.init.eye_(projection.weight)
         if bias is not None:
             module.in_proj.bias.zero_()
@@ -197,21 +189,29 @@ class FlashMHF(MultiHead):
         module.router.zero_()
         return module
 
-    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+    def reset_parameters(
+        self,
+        init: str = DEFAULT_INIT,
+        initializer_range: float = INITIALIZER_RANGE,
+        num_layers: int = 1,
+        official: OfficialInit | None = None,
+    ) -> None:
         """Draws the weights anew.
 
         ``init`` is "balanced", which keeps unit variances and is ours, "official" or "normal" (see flashmhf.nn.init). num_layers: of the
-        model, for "balanced": each of its networks then adds 1 / (2 num_layers) to the residual stream's variance. The constructor
-        takes the defaults.
+        model, for "balanced": each of its networks then adds 1 / (2 num_layers) to the residual stream's variance. official: gains of
+        "official". The constructor takes the defaults.
         """
-        key, value = self.head_dim**-0.5, math.sqrt(self.num_subnets / (SWIGLU_VARIANCE * self.subnet_dim))
-        weights = ((self.k, key), (self.u, key), (self.v, value))
-        initialise(weights, self.balanced_projections(num_layers), (self.router,), init, initializer_range)
+        key, value = self.head_dim**-0.5, math.sqrt(self.num_subnets / (GATED_VARIANCE[self.activation] * self.subnet_dim))
+        weights = ((self.k, key), (self.u, key), (self.v, self.balanced_value(value, num_layers)))
+        initialise(weights, self.balanced_projections(num_layers), (self.router,), init, initializer_range, official)
         if self.q_norm is not None:
             nn.init.ones_(self.q_norm.weight)
 
     def stack_weights(self, stacked: bool = True) -> FlashMHF:
-        """Stores k, u and v as parameters [H E, d_e, d_h] (True) or [H, E, d_e, d_h] (False) over the same memory; returns the module.
+        """Stores k, u and v as parameters [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) over the same memory.
+
+        Returns the module.
 
         For tools that adapt parameters of two or three dimensions only, such as LoRA in PEFT (docs/lora.md). State dicts hold four
         dimensions in either case. The parameters are new objects: call this before an optimizer takes them. Raises ValueError for a
@@ -228,11 +228,11 @@ class FlashMHF(MultiHead):
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
-        """(H, E, d_e, d_h) of k, u and v."""
-        return self.num_heads, self.num_subnets, self.subnet_dim, self.head_dim
+        """(H_kv, E, d_e, d_h) of k, u and v."""
+        return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """k, u, v [H, E, d_e, d_h], however they are stored."""
+        """k, u, v [H_kv, E, d_e, d_h], however they are stored."""
         shape = self.weight_shape
         k, u, v = (weight if weight.dim() == 4 else weight.view(shape) for weight in (self.k, self.u, self.v))
         return k, u, v
@@ -257,7 +257,7 @@ class FlashMHF(MultiHead):
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
         y = self._forward_inference(x) if self._is_plain_inference(x) else None
-        return self.out_proj(self._mix(self.split_heads(x)).flatten(-2)) if y is None else y
+        return self.join_heads(self._mix(self.split_heads(x))) if y is None else y
 
     def _is_plain_inference(self, x: Tensor) -> bool:
         """Whether only the values of the result matter: eager, no gradient, autocast, transform or dispatch mode, ordinary tensors, and
@@ -271,6 +271,8 @@ class FlashMHF(MultiHead):
             return False
         if torch_private.is_observed() or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
             return False
+        if self.skip_linear:
+            return False
         plain = type(self.k) is nn.Parameter and _is_plain(self.in_proj) and _is_plain(self.out_proj)
         return plain and len(self.in_proj.weight) == self.d_model  # else the heads of one rank
 
@@ -280,13 +282,13 @@ class FlashMHF(MultiHead):
             return self._forward_chunks(x)
         in_proj, out_proj = ((linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj))
         if self.q_norm is None:
-            y = ops.inference_layer(x, in_proj, *self._weights(), self.router, self.router_eps, out_proj, self.backend)
+            y = ops.inference_layer(x, in_proj, *self._weights(), self.router, self.router_eps, out_proj, self.backend, self.activation)
             if y is not None:
                 return y
         if x.numel() > ops.PROJECT_TOKENS * self.d_model:
             return None
         rows = x.reshape(-1, self.d_model)
-        project = ops.few_token_projection(rows, self._weights()[0], (in_proj, out_proj), self.backend)
+        project = ops.few_token_projection(rows, self._weights()[0], (in_proj, out_proj), self.backend, self.activation)
         return None if project is None else self._forward_few_tokens(project, rows, x.shape)
 
     def _forward_few_tokens(self, project: Callable[..., Tensor], rows: Tensor, shape: torch.Size) -> Tensor:
@@ -308,12 +310,17 @@ class FlashMHF(MultiHead):
 
     def _mix(self, q: Tensor) -> Tensor:
         """Q -> S, both [..., H, d_h]. The caller keeps no reference to Q, so it is released before out_proj where no gradient needs it."""
-        if self.q_norm is not None:
-            q = self.q_norm(q)
+        q = self.normalise(q)
         if self.accumulate_main_grad and torch.is_grad_enabled():
             return self._mix_into_main_grad(q)
         return ops.gated_flash_mhf(
-            q, *self._weights(), self.router, self.router_eps, deterministic=self.deterministic, backend=self.backend
+            q,
+            *self._weights(),
+            self.router,
+            self.router_eps,
+            deterministic=self.deterministic,
+            backend=self.backend,
+            activation=self.activation,
         )
 
     def _mix_into_main_grad(self, q: Tensor) -> Tensor:
@@ -321,7 +328,8 @@ class FlashMHF(MultiHead):
             if parameter.requires_grad and not isinstance(getattr(parameter, "main_grad", None), Tensor):
                 raise ValueError(f"{name}.main_grad is missing; accumulate_main_grad=True needs a float32 tensor of {name}'s shape there")
         r = router.gate(q, self.router, self.router_eps)
-        return _MainGradForward.apply(q, self.k, self.u, self.v, r, self.backend, self.deterministic)
+        return _MainGradForward.apply(q, self.k, self.u, self.v, r, self.backend, self.deterministic, self.activation)
 
     def extra_repr(self) -> str:
-        return f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={self.num_subnets}, subnet_dim={self.subnet_dim}"
+        sizes = f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={self.num_subnets}, subnet_dim={self.subnet_dim}"
+        return sizes if self.num_kv_heads == self.num_heads else f"{sizes}, num_kv_heads={self.num_kv_heads}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -26,6 +27,23 @@ INITIALIZER_RANGE = 0.02
 INITS = ("normal", "official", "balanced")
 DEFAULT_INIT = "balanced"
 SWIGLU_VARIANCE = 0.35578  # E[silu(m)^2] E[n^2] for independent m, n of N(0, 1)
+GATED_VARIANCE = {"silu": SWIGLU_VARIANCE, "gelu": 0.42522, "relu": 0.5, "relu2": 1.5}  # the same for other activations
+
+
+@dataclass(frozen=True)
+class OfficialInit:
+    """Gains of the official initialisation; the defaults are those of its shipped mixtures (``configs/mhffnmoe``).
+
+    in_proj, out_proj: of xavier_uniform; k, u, v, router: factors of the standard deviation. identity: W_in and W_out begin as identities.
+    """
+
+    in_proj: float = 0.707
+    out_proj: float = 0.707
+    k: float = 1.0
+    u: float = 1.0
+    v: float = 1.0
+    router: float = 1.0
+    identity: bool = False
 
 
 def residual_std(fan_in: float, num_layers: int) -> float:
@@ -39,23 +57,31 @@ def initialise(
     routers: Iterable[Tensor],
     init: str,
     initializer_range: float,
+    gains: OfficialInit | None = None,
 ) -> None:
-    """Draws the weights; with each comes its standard deviation under "balanced"."""
+    """Draws the weights; with each comes its standard deviation under "balanced".
+
+    ``normal`` are K, U and V, or K and V; ``projections`` are W_in and W_out, or the linear layers of a network without heads.
+    """
     if not isinstance(init, str):
         raise TypeError(f"init must be a str, got {type(init).__name__}")
     if init not in INITS:
         raise ValueError(f"init is {init!r}; supported: {', '.join(map(repr, INITS))}")
     official, balanced = init == "official", init == "balanced"
-    for weight, std in normal:
-        nn.init.normal_(weight, std=std if balanced else INITIALIZER_RANGE if official else initializer_range)
+    gains = gains or OfficialInit()
+    normal = tuple(normal)
+    for (weight, std), gain in zip(normal, (gains.k, gains.u, gains.v) if len(normal) == 3 else (gains.k, gains.v), strict=False):
+        nn.init.normal_(weight, std=std if balanced else INITIALIZER_RANGE * gain if official else initializer_range)
     for weight in routers:
         if official:
-            nn.init.trunc_normal_(weight, std=INITIALIZER_RANGE, a=-2.0, b=2.0)
+            nn.init.trunc_normal_(weight, std=INITIALIZER_RANGE * gains.router, a=-2.0, b=2.0)
         else:
             nn.init.normal_(weight, std=initializer_range)
-    for linear, std in projections:
-        if official:
-            nn.init.xavier_uniform_(linear.weight, gain=0.707)
+    for i, (linear, std) in enumerate(projections):
+        if official and gains.identity:
+            nn.init.eye_(linear.weight)
+        elif official:
+            nn.init.xavier_uniform_(linear.weight, gain=gains.out_proj if i else gains.in_proj)
         else:
             nn.init.normal_(linear.weight, std=std if balanced else initializer_range)
         if linear.bias is not None:

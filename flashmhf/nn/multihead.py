@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import checks
-from .arguments import flag, positive
+from .. import checks, reference
+from .arguments import activation as checked_activation
+from .arguments import divisor, epsilon, flag, positive
 from .init import residual_std
 
 
@@ -17,25 +18,60 @@ def check_input(x: Tensor, d_model: int) -> None:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
 
 
+class HeadRMSNorm(nn.Module):
+    """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models).
+
+    [..., H, d_h] -> [..., H, d_h] in the input's dtype.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_heads, head_dim, device=device, dtype=dtype))
+
+    def forward(self, q: Tensor) -> Tensor:
+        return reference.normalise_heads(q, self.weight, self.eps)
+
+
 class MultiHead(nn.Module):
-    """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's."""
+    """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's.
+
+    skip_linear: no W_in and W_out; the heads are slices of x and of the result.
+    """
 
     d_model: int
     num_heads: int
     head_dim: int
+    in_proj: nn.Linear | None
+    out_proj: nn.Linear | None
 
-    def __init__(self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None, *, skip_linear: bool = False
+    ) -> None:
         super().__init__()
         self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
         self.head_dim = self.d_model // self.num_heads
         flag("bias", bias)
-        self.in_proj = nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype)
+        if flag("skip_linear", skip_linear) and bias:
+            raise ValueError("bias is True; the biases are those of in_proj and out_proj, which skip_linear=True leaves out")
+        self.in_proj, self.out_proj = (
+            None if skip_linear else nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype) for _ in range(2)
+        )
+
+    @property
+    def skip_linear(self) -> bool:
+        return self.in_proj is None
 
     def balanced_projections(self, num_layers: int) -> tuple[tuple[nn.Linear, float], ...]:
+        if self.skip_linear:
+            return ()
         return (self.in_proj, self.d_model**-0.5), (self.out_proj, residual_std(self.d_model, num_layers))
+
+    def balanced_value(self, std: float, num_layers: int) -> float:
+        """V's standard deviation, ``std`` for unit variance before W_out: without W_out V makes the output's variance."""
+        return std * residual_std(1, num_layers) if self.skip_linear else std
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result.
@@ -43,4 +79,39 @@ class MultiHead(nn.Module):
         H is what in_proj gives: under tensor parallelism a rank has some of the heads.
         """
         check_input(x, self.d_model)
-        return self.in_proj(x).unflatten(-1, (-1, self.head_dim))
+        return (x if self.skip_linear else self.in_proj(x)).unflatten(-1, (-1, self.head_dim))
+
+    def join_heads(self, mixed: Tensor) -> Tensor:
+        """concat_H(S) W_out: [..., H, d_h] -> [..., d_model]."""
+        return mixed.flatten(-2) if self.skip_linear else self.out_proj(mixed.flatten(-2))
+
+
+class GroupedHeads(MultiHead):
+    """What FlashMHF and MHFFN share: q_norm, heads that share K, U and V, the activation."""
+
+    num_kv_heads: int
+    activation: str
+    q_norm: HeadRMSNorm | None
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        q_norm: bool,
+        q_norm_eps: float,
+        skip_linear: bool,
+        activation: str,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(d_model, num_heads, bias, device, dtype, skip_linear=skip_linear)
+        self.num_kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)
+        self.activation = checked_activation(activation)
+        q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
+        self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, device, dtype) if flag("q_norm", q_norm) else None
+
+    def normalise(self, q: Tensor) -> Tensor:
+        """q_norm(Q) where it is on; [..., H, d_h]."""
+        return q if self.q_norm is None else self.q_norm(q)

@@ -21,21 +21,24 @@ def is_swiglu(module: nn.Module) -> bool:
     return set(children) == set(_PROJECTIONS) and all(type(child) is nn.Linear for child in children.values()) and uses_silu(module)
 
 
-def equal_parameter_sizes(d_model: int, parameters: int, num_heads: int) -> tuple[int, int]:
+def equal_parameter_sizes(
+    d_model: int, parameters: int, num_heads: int, num_kv_heads: int | None = None, skip_linear: bool = False
+) -> tuple[int, int]:
     """(E, d_e) of the FlashMHF whose count comes closest: E near d_ff / (8/3 d_h), d_e a multiple of 16.
 
     Raises ValueError when W_in and W_out alone take more than ``parameters``.
     """
-    remaining = parameters - 2 * d_model**2
-    smallest = 3 * d_model * WIDTH_MULTIPLE + d_model
+    remaining = parameters - (0 if skip_linear else 2 * d_model**2)
+    kv_model = d_model * (num_kv_heads or num_heads) // num_heads  # of a row of K, all heads together
+    smallest = 3 * kv_model * WIDTH_MULTIPLE + d_model
     if remaining < smallest // 2:
         raise ValueError(
             f"{parameters:,} parameters at d_model = {d_model} leave too few beside W_in and W_out (2 d_model^2 = {2 * d_model**2:,}) "
             f"for K, U, V and the router ({smallest:,} at least)"
         )
     usual = default_subnet_dim(d_model // num_heads)
-    subnets = max(1, round(remaining / (3 * d_model * usual + d_model)))
-    width = (remaining / (subnets * d_model) - 1) / 3
+    subnets = max(1, round(remaining / (3 * kv_model * usual + d_model)))
+    width = (remaining / subnets - d_model) / (3 * kv_model)
     return subnets, max(WIDTH_MULTIPLE, round(width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
 
 
@@ -84,7 +87,10 @@ def replace_ffn(
 def _settings(network: FlashMHF) -> dict[str, Any]:
     """The arguments that make such a network again, without device and dtype; JSON can hold them."""
     names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic", "accumulate_main_grad")
-    settings = {name: getattr(network, name) for name in names} | {"bias": network.in_proj.bias is not None}
+    bias = not network.skip_linear and network.in_proj.bias is not None
+    settings = {name: getattr(network, name) for name in names} | {"bias": bias}
+    defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu"}
+    settings |= {name: getattr(network, name) for name, default in defaults.items() if getattr(network, name) != default}
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
 
 
@@ -101,7 +107,8 @@ def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initiali
     heads = positive("num_heads", num_heads)
     if num_subnets is None:
         matrices = sum(getattr(swiglu, name).weight.numel() for name in _PROJECTIONS)
-        num_subnets, subnet_dim = equal_parameter_sizes(d_model, matrices, heads)
+        shared = {name: kwargs[name] for name in ("num_kv_heads", "skip_linear") if name in kwargs}
+        num_subnets, subnet_dim = equal_parameter_sizes(d_model, matrices, heads, **shared)
     bias = any(getattr(swiglu, name).bias is not None for name in _PROJECTIONS)
     settings = {"bias": bias, "device": weight.device, "dtype": weight.dtype, **kwargs}
     module = FlashMHF(d_model, heads, num_subnets, subnet_dim, **settings)
