@@ -26,6 +26,7 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("build_info() -> str");
     m.def("forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic) -> Tensor");
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
+    m.def("fp8_forward(Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor? r, Tensor? w, float eps) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias, bool weights_ready=False) -> Tensor");
     m.def(
         "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor k, Tensor u, Tensor v, Tensor w, float eps, Tensor out_w, Tensor? out_bias)"
@@ -49,6 +50,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CompositeExplicitAutograd, m) { m.imp
 STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("forward", TORCH_BOX(&flashmhf::forward));
     m.impl("gated_forward", TORCH_BOX(&flashmhf::gated_forward));
+    m.impl("fp8_forward", TORCH_BOX(&flashmhf::fp8_forward));
     m.impl("project", TORCH_BOX(&flashmhf::project));
     m.impl("layer", TORCH_BOX(&flashmhf::layer));
     m.impl("backward", TORCH_BOX(&flashmhf::backward));

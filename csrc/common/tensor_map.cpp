@@ -30,10 +30,15 @@ Encode encode_function() {
 
 CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes) {
     constexpr int max_rank = 5;
-    const int bytes = type == MapType::fp32 ? 4 : 2;
+    const int bytes = type == MapType::fp32 ? 4 : type == MapType::fp8 ? 1 : 2;
     const CUtensorMapDataType element = type == MapType::fp32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                        : type == MapType::fp8  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                         : type == MapType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapSwizzle swizzle = swizzle_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                       : swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                       : swizzle_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                             : CU_TENSOR_MAP_SWIZZLE_NONE;
     cuuint64_t sizes[max_rank], strides[max_rank];
     cuuint32_t box[max_rank], step[max_rank];
     int rank = 0;
@@ -47,9 +52,8 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
     }
     CUtensorMap map;
     const CUresult result =
-        encode_function()(&map, element, rank, const_cast<void *>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                          swizzle_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        encode_function()(&map, element, rank, const_cast<void *>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw std::runtime_error(std::string("the driver refuses a tensor map for ") + what + " (CUDA error " + std::to_string(result) +
                                  ")");

@@ -10,7 +10,7 @@
 
 namespace flashmhf {
 
-enum class MapType { bf16, fp16, fp32 };
+enum class MapType { bf16, fp16, fp32, fp8 };
 inline MapType map_type(bool bf16) { return bf16 ? MapType::bf16 : MapType::fp16; }
 
 struct MapAxis {
@@ -19,6 +19,7 @@ struct MapAxis {
 };
 
 // Axes innermost first. Elements outside the tensor read as zeros and are not written. Throws std::runtime_error naming `what`.
+// swizzle_bytes: 128, 64, 32, or 0 for none.
 CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes);
 
 // Q, the output or their gradients: boxes of tile_rows tokens of a head.

@@ -26,19 +26,70 @@ uint64_t launch_token() {
 
 bool bulk_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % tma_alignment == 0; }
 
-// fp32 R whose heads lie side by side, at strides that TMA takes, and few sub-networks: a tile holds all of them wherever it begins.
+// Few sub-networks: a tile holds all of them wherever it begins.
 bool gate_in_tiles(const ForwardProblem &problem) {
-    const Shape &s = problem.shape;
-    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
-    return problem.gate == Gate::r_float && s.head_dim <= 128 && s.subnets <= 28 && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
-           strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(problem.r.data);
+    return problem.shape.head_dim <= 128 && problem.shape.subnets <= 28 && gate_by_tma(problem);
 }
 
 }  // namespace
 
+bool gate_by_tma(const ForwardProblem &problem) {
+    const Shape &s = problem.shape;
+    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
+    return problem.gate == Gate::r_float && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
+           strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(problem.r.data);
+}
+
+bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan) {
+    const int64_t tiles = problem.shape.batch * plan.row_tiles;
+    return problem.shape.group == 1 || (plan.bundle == 1 && tiles % plan.consumers == 0);
+}
+
 bool may_bundle(const ForwardProblem &problem) {
     if (!gate_is_given(problem.gate)) return true;
     return gate_in_tiles(problem) && problem.r.head_stride * 4 % tma_alignment == 0;
+}
+
+ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
+    const Shape &s = problem.shape;
+    const int64_t row = int64_t{s.heads} * s.head_dim;  // elements of a token
+    ForwardParams p{};
+    p.schedule = plan.schedule;
+    p.cluster_size = plan.cluster_size;
+    p.row_ctas = plan.row_ctas;
+    p.consumers = plan.consumers;
+    p.batch = static_cast<int>(s.batch);
+    p.length = s.length;
+    p.row_tiles = plan.row_tiles;
+    p.blocks = plan.blocks;
+    p.bundle = plan.bundle;
+    p.bundles = s.group / plan.bundle;
+    p.head_tiles = static_cast<int>(s.batch) * plan.row_tiles;
+    p.tile_shift = plan.bundle == 1 ? 6 : plan.bundle == 2 ? 5 : 4;
+    static_assert(tile_rows == 64);
+    p.subnets = s.subnets;
+    p.subnet_tiles = plan.subnet_tiles;
+    p.out = problem.out;
+    p.out_batch = problem.dense.batch * row;
+    p.out_token = problem.dense.token * row;
+    p.gate = problem.gate;
+    p.gate_data = has_router(problem.gate) ? problem.w : problem.r.data;
+    p.r_batch = problem.r.batch_stride;
+    p.r_token = problem.r.token_stride;
+    p.r_head = problem.r.head_stride;
+    p.eps = problem.eps;
+    p.partials = workspace;
+    p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
+    if (plan.flags) p.token = launch_token();
+    return p;
+}
+
+CUtensorMap gate_map(const ForwardProblem &problem, const ForwardPlan &plan, int columns) {
+    const Shape &s = problem.shape;
+    const MapAxis outer = plan.bundle == 1 ? MapAxis{s.batch, problem.r.batch_stride, 1} : MapAxis{plan.bundle, s.subnets, plan.bundle};
+    return tensor_map("r", problem.r.data, MapType::fp32,
+                      {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows / plan.bundle}, outer},
+                      columns * 4 == 128 ? 128 : 0);
 }
 
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
@@ -67,48 +118,18 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     launch.out = rows("the output", out);
 
     ForwardParams &p = launch.params;
-    p.schedule = plan.schedule;
-    p.cluster_size = plan.cluster_size;
-    p.row_ctas = plan.row_ctas;
-    p.consumers = plan.consumers;
-    p.batch = static_cast<int>(s.batch);
-    p.length = s.length;
-    p.row_tiles = plan.row_tiles;
-    p.blocks = plan.blocks;
-    p.bundle = plan.bundle;
-    p.bundles = s.group / plan.bundle;
-    p.head_tiles = static_cast<int>(s.batch) * plan.row_tiles;
-    p.tile_shift = plan.bundle == 1 ? 6 : plan.bundle == 2 ? 5 : 4;
-    static_assert(tile_rows == 64);
-    p.subnets = s.subnets;
-    p.subnet_tiles = plan.subnet_tiles;
-    p.out = problem.out;
-    p.out_batch = out.batch_stride;
-    p.out_token = out.token_stride;
-    p.gate = problem.gate;
-    p.gate_data = has_router(problem.gate) ? problem.w : problem.r.data;
-    p.r_batch = problem.r.batch_stride;
-    p.r_token = problem.r.token_stride;
-    p.r_head = problem.r.head_stride;
-    p.eps = problem.eps;
+    p = forward_params(problem, plan, workspace);
     // W of a head, where there is room, a bulk copy can read it, and all rows of a CTA are of one head.
-    if (has_router(problem.gate) && (s.group == 1 || (plan.bundle == 1 && p.head_tiles % plan.consumers == 0))) {
+    if (has_router(problem.gate) && of_one_head(problem, plan)) {
         const int64_t bytes = int64_t{d_h} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
         const int room = plan.schedule.slices > 1 ? plan.spare_gate : plan.pieces;
         if (bytes <= room && bulk_aligned(p.gate_data)) p.router_bytes = static_cast<int>(bytes);
     }
     const bool pieces = plan.flags || (p.router_bytes && plan.schedule.slices == 1);
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
-    p.partials = workspace;
-    p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
-    if (plan.flags) p.token = launch_token();
 
     p.gate_tiles = gate_in_tiles(problem);
-    const MapAxis outer = plan.bundle == 1 ? MapAxis{s.batch, problem.r.batch_stride, 1} : MapAxis{plan.bundle, s.subnets, plan.bundle};
-    if (p.gate_tiles)
-        launch.r =
-            tensor_map("r", p.gate_data, MapType::fp32,
-                       {{int64_t{s.heads} * s.subnets, 1, 32}, {s.length, problem.r.token_stride, tile_rows / plan.bundle}, outer}, 128);
+    if (p.gate_tiles) launch.r = gate_map(problem, plan, 32);
     return launch;
 }
 

@@ -9,6 +9,14 @@
 namespace flashmhf {
 namespace {
 
+template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream) {
+    if (plan.partials == 0 || plan.flags) return cudaSuccess;
+
+    const int64_t tiles = int64_t{params.bundles} * params.head_tiles, of_item = plan.row_ctas * plan.consumers;
+    const dim3 grid(static_cast<unsigned>(plan.schedule.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
+    return launch_kernel(true, flashmhf_forward_combine<d_h, T>, grid, 128, 0, stream, params);
+}
+
 // All kernels may be started before their predecessor has finished; they wait for that before they touch any data.
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
@@ -17,17 +25,17 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
             launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size),
                             128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
         return error;
-    if (l.plan.partials == 0 || l.plan.flags) return cudaSuccess;
-
-    const int64_t tiles = int64_t{l.params.bundles} * l.params.head_tiles, of_item = l.plan.row_ctas * l.plan.consumers;
-    const dim3 grid(static_cast<unsigned>(s.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
-    return launch_kernel(true, flashmhf_forward_combine<d_h, T>, grid, 128, 0, stream, l.params);
+    return combine_typed<d_h, T>(l.plan, l.params, stream);
 }
 
 }  // namespace
 
 template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream) {
     return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch, stream) : launch_typed<d_h, kittens::half>(launch, stream);
+}
+
+template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream) {
+    return bf16 ? combine_typed<d_h, kittens::bf16>(plan, params, stream) : combine_typed<d_h, kittens::half>(plan, params, stream);
 }
 
 template <int d_h> cudaError_t count_clusters(int size, int *count) {

@@ -20,6 +20,14 @@ struct ForwardLaunch {
 
 // Whether a row tile may hold the gates of several heads.
 bool may_bundle(const ForwardProblem &problem);
+// Whether R is fp32 with heads side by side at strides that TMA takes.
+bool gate_by_tma(const ForwardProblem &problem);
+// The tensor map of such an R: tiles of `columns` sub-networks of a row tile.
+CUtensorMap gate_map(const ForwardProblem &problem, const ForwardPlan &plan, int columns);
+// Whether all row tiles of a CTA are of one head.
+bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan);
+// What the forward kernels in 16 bits and in FP8 get alike.
+ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
 // workspace: of plan.workspace() floats, or null when it has none. Throws std::runtime_error when the driver refuses a tensor map.
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream);
@@ -27,6 +35,8 @@ cudaError_t describe_device(int head_dim, Device *device);  // the current devic
 
 // One instance for each head dimension, in instances/.
 template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream);
+// Adds the parts of split items in a kernel of its own, where the plan has parts that the clusters do not add.
+template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream);
 template <int d_h> cudaError_t count_clusters(int size, int *count);  // clusters of `size` CTAs that the current device runs at once
 
 }  // namespace flashmhf

@@ -10,13 +10,8 @@
 namespace flashmhf {
 namespace {
 
-struct Footprint {
-    int shared_memory, pieces, spare_gate,
-        consumers;  // bytes: all; of them, of parts that are added; of them, of the gate of a second item
-    bool may_slice, may_add_parts;
-};
 template <int d_h>
-constexpr Footprint footprint = {
+constexpr ForwardFootprint footprint = {
     ForwardPolicy<d_h>::shared_memory,
     ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
     (ForwardPolicy<d_h>::gate_buffers - 1) * ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::gate_tile_bytes,
@@ -24,7 +19,7 @@ constexpr Footprint footprint = {
     ForwardPolicy<d_h>::may_slice,
     ForwardPolicy<d_h>::may_add_parts};
 
-Footprint footprint_of(int head_dim) {
+ForwardFootprint footprint_of(int head_dim) {
     switch (head_dim) {
         case 64: return footprint<64>;
         case 96: return footprint<96>;
@@ -91,8 +86,12 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
 }  // namespace
 
 ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost) {
+    return plan_forward(shape, device, footprint_of(shape.head_dim), may_bundle, cost);
+}
+
+ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
+                         const ForwardCostModel &cost) {
     ForwardPlan plan{};
-    const Footprint footprint = footprint_of(shape.head_dim);
     plan.shared_memory = footprint.shared_memory - footprint.pieces;
     plan.pieces = footprint.pieces;
     plan.spare_gate = footprint.spare_gate;

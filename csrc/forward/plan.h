@@ -32,8 +32,17 @@ struct ForwardPlan {
     int spare_gate;  // Size of the second gate buffer, which caches W when each cluster has one item.
 };
 
-// may_bundle: the gate can be brought for a row tile of several heads. Throws std::invalid_argument for a head dimension without a policy
-// and for shapes beyond the index range.
+// What the planner knows of a kernel's instance: bytes of shared memory, of them for parts that are added and for the gate of a second
+// item; row tiles of a CTA; whether CTAs of a cluster may divide an item's inter range, and whether they may add parts themselves.
+struct ForwardFootprint {
+    int shared_memory, pieces, spare_gate, consumers;
+    bool may_slice, may_add_parts;
+};
+
+// may_bundle: the gate can be brought for a row tile of several heads. Throws std::invalid_argument for shapes beyond the index range.
+ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
+                         const ForwardCostModel &cost);
+// Of the 16-bit kernel. Throws std::invalid_argument also for a head dimension without a policy.
 ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost = {});
 
 // The work of every cluster, for the tests: (cluster, slice, item, begin, end, part).

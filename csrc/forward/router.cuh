@@ -20,13 +20,13 @@ struct FromShared {
 };
 
 // halved: Q comes at half its size, hence P too.
-template <int d_h, typename T, bool halved, typename Source> struct RouterRows {
+template <int d_h, typename T, bool halved, typename Source, typename Tile = GateTile<d_h>> struct RouterRows {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    static constexpr int chunk = ForwardPolicy<d_h>::gate_chunk;
+    static constexpr int chunk = Tile::chunk;
 
     const ForwardParams &p;
     const void *w;  // of the head, [d_h, E]
-    GateTile<d_h> &tile;
+    Tile &tile;
     int group;  // first of the 16 rows
 
     // Sub-networks first.. of a chunk. query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows.

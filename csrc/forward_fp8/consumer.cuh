@@ -1,0 +1,336 @@
+// The consumer warpgroups of the FP8 forward kernel: 64 token rows each, products and elementwise part of one chunk after the other.
+#pragma once
+
+#include "forward/epilogue.cuh"
+#include "forward_fp8/gate.cuh"
+#include "forward_fp8/producer.cuh"
+#include "forward_fp8/swiglu_tile.cuh"
+
+namespace flashmhf {
+
+// Sums over sub-networks in pairs of fp16, to which the products of a sub-network are promoted.
+template <int d_h> struct Fp8Sums {
+    uint32_t x[d_h / 4];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) x[i] = 0;
+    }
+    // += products * factor of the row
+    __device__ __forceinline__ void add(const uint32_t (&products)[d_h / 4], uint32_t factors) {
+        const uint32_t r[2] = {__byte_perm(factors, factors, 0x1010), __byte_perm(factors, factors, 0x3232)};
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) x[i] = fp8::fma_half(products[i], r[i % 2], x[i]);
+    }
+    __device__ __forceinline__ void scale(float2 factors) {
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) {
+            const float f = i % 2 ? factors.y : factors.x;
+            x[i] = fp8::multiply_half(x[i], fp8::pack_half(f, f));
+        }
+    }
+    __device__ __forceinline__ void get(OutputTile<d_h> &o, float2 factors) const {
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) {
+            const float2 v = fp8::unpack_half(x[i]);
+            const float f = i % 2 ? factors.y : factors.x;
+            o.tiles[0][i / 4].data[i % 4] = {v.x * f, v.y * f};
+        }
+    }
+};
+// W, read while the sums of the item before leave few registers.
+struct FewFromShared : FromShared {
+    static constexpr int batch = 2;
+};
+struct FewFromGlobal : FromGlobal {
+    static constexpr int batch = 1;
+};
+
+template <int d_h, typename T> struct ForwardFp8Consumer {
+    using P = ForwardFp8Policy<d_h>;
+    using Shared = ForwardFp8Shared<d_h, T>;
+    using warpgroup = kittens::warpgroup;
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    using Products = uint32_t[d_h / 4];
+
+    Shared &shared;
+    const ForwardFp8Params &p;
+    const int wg, warp = warpgroup::warpid(), lane = kittens::laneid();
+    // The CTA whose slot_empty this thread arrives on when its warpgroup has read a slot; -1: none.
+    const int reader_of = lane != 0 || warp >= p.row_ctas ? -1 : p.row_ctas > 1 ? warp : kittens::cluster_ctarank();
+    const uint32_t ring_address = tma::shared_address(shared.ring);
+    Ring<P::slots> ring;
+    uint32_t q_phase = 0;
+
+    uint32_t q[d_h / 8];              // e4m3
+    uint32_t half_scale[2], gain[2];  // as in swiglu(), of rows g and g + 8
+    float2 out_scale;
+
+    __device__ __forceinline__ void wait_slot() { kittens::wait(shared.semaphores.slot_full[ring.slot], ring.phase); }
+    // One thread of the warpgroup for every CTA that gets the tile. wgmma.wait_group has covered the reads of the slot.
+    __device__ __forceinline__ void release(int slot) {
+        if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
+    }
+    // At the start the consumers own the ring. Release only slot 0 until the first Q arrives; otherwise weight copies queue ahead of Q.
+    // With slices (few tokens) the memory is the bound: release all slots at once.
+    __device__ __forceinline__ void release_ring(int from, int to) {
+#pragma unroll 1
+        for (int slot = from; slot < to; ++slot) release(slot);
+    }
+    __device__ __forceinline__ const Item &first_item() {
+        const int early = p.schedule.slices > 1 ? P::slots : 1;
+        release_ring(0, early);
+        const Item &item = next_item();
+        release_ring(early, P::slots);
+        return item;
+    }
+    // Waits for the next item with its Q and scales, and makes it the current item.
+    __device__ __forceinline__ const Item &next_item() {
+        kittens::wait(shared.semaphores.q_full[wg], q_phase);
+        q_phase ^= 1;
+        return this_item();
+    }
+    __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
+    __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
+    __device__ __forceinline__ const Fp8Scales<d_h> &scales() { return shared.scales[q_phase ^ 1][wg]; }
+    __device__ __forceinline__ Fp8GateTile<d_h> &gate_tile() { return shared.gate[wg]; }
+    // Q has been read. Its buffer is empty, or holds an output for the producer to store.
+    __device__ __forceinline__ void release_q() { kittens::arrive(q_read_barrier(wg)); }
+
+    __device__ __forceinline__ static float2 widen(T2 x) { return kittens::base_types::convertor<float2, T2>::convert(x); }
+    // Fragment k of Q, d_h columns 16k.., of the warp's rows.
+    __device__ __forceinline__ void query(int k, T2 (&fragment)[4]) {
+        const uint32_t base = tma::shared_address(shared.q[wg].data);
+        const uint32_t at = Shared::Q::idx(base, int2{16 * warp + lane % 16, 16 * k + lane / 16 * 8});
+        kittens::move<T2>::ldsm4(fragment[0], fragment[1], fragment[2], fragment[3], at);
+    }
+    // Reads Q of the current item, quantised per row.
+    __device__ __forceinline__ void load_q() {
+        float largest[2] = {0.f, 0.f}, inverse[2], squares[2] = {0.f, 0.f};
+#pragma unroll
+        for (int k = 0; k < d_h / 16; ++k) {
+            T2 x[4];
+            query(k, x);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 v = widen(x[i]);
+                largest[i % 2] = fmaxf(largest[i % 2], fmaxf(fabsf(v.x), fabsf(v.y)));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            largest[i] = fmaxf(largest[i], __shfl_xor_sync(kittens::MASK_ALL, largest[i], 1));
+            largest[i] = fmaxf(fmaxf(largest[i], __shfl_xor_sync(kittens::MASK_ALL, largest[i], 2)), 1e-18f);
+            inverse[i] = query_limit / largest[i];
+        }
+#pragma unroll
+        for (int k = 0; k < d_h / 16; ++k) {
+            T2 x[4];
+            query(k, x);
+            float2 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                v[i] = widen(x[i]);
+                v[i].x *= inverse[i % 2], v[i].y *= inverse[i % 2];
+                squares[i % 2] = fmaf(v[i].x, v[i].x, fmaf(v[i].y, v[i].y, squares[i % 2]));
+            }
+            q[2 * k] = fp8::to_fp8(v[0], v[2]);
+            q[2 * k + 1] = fp8::to_fp8(v[1], v[3]);
+        }
+        const float k_scale = scales().k;
+        float scale[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            squares[i] += __shfl_xor_sync(kittens::MASK_ALL, squares[i], 1);
+            squares[i] += __shfl_xor_sync(kittens::MASK_ALL, squares[i], 2);
+            squares[i] = squares[i] < 1.f ? 1.f : squares[i];  // of a row of zeros; NaN stays
+            const float unit = largest[i] * (1.f / query_limit);
+            scale[i] = unit * unit * squares[i] * k_scale * (0.5f / activation_gain);
+            const float half = fminf(0.5f * unit * k_scale, 60000.f), gains = activation_gain / squares[i];
+            half_scale[i] = fp8::pack_half(half, half);
+            gain[i] = fp8::pack_half(gains, gains);
+        }
+        out_scale = {scale[0], scale[1]};
+        fp8::pin(q);
+    }
+    // The gate of the current item, where a router computes it, while Q lies in shared memory.
+    __device__ __forceinline__ void compute_gate() {
+        if (!has_router(p.gate)) return;
+        auto from = [&](int k, T2(&fragment)[4]) { query(k, fragment); };
+        if (p.router_bytes) {
+            kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
+            RouterRows<d_h, T, false, FewFromShared, Fp8GateTile<d_h>>{p, shared.router, gate_tile(), 16 * warp}.normalise(
+                this_item().subnet, from);
+            if (lane == 0) kittens::arrive(shared.semaphores.w_empty);
+        } else {
+            Fp8GateRows rows{gate_rows<d_h>(p, wg), gate_tile().scale, p.subnets};
+            const void *w = router_of<d_h, T>(p, this_item().head);
+            RouterRows<d_h, T, false, FewFromGlobal, Fp8GateRows>{p, w, rows, 16 * warp}.normalise(0, from);
+        }
+    }
+
+    // [M | N] of a chunk of a slot.
+    __device__ __forceinline__ void issue_scores(Fp8Scores &mn, int slot, int chunk) {
+        const uint64_t ku = fp8::descriptor<P::ku_panel>(ring_address + slot * P::slot_bytes + chunk * P::ku_chunk_bytes);
+#pragma unroll
+        for (int k = 0; k < d_h; k += 32)
+            fp8::multiply(mn, q + k / 8, ku + k / P::ku_panel * (P::ku_panel_bytes / 16) + k % P::ku_panel / 16, k > 0);
+        warpgroup::mma_commit_group();
+    }
+    // products (+)= A V of a chunk of a slot.
+    __device__ __forceinline__ void issue_products(Products &products, const Fp8Activation &a, int slot, int chunk, int accumulate) {
+        const uint64_t v = fp8::descriptor<P::v_panel>(ring_address + slot * P::slot_bytes + P::ku_bytes);
+        fp8::multiply(products, a, v + chunk * (P::chunk_inter / 16), accumulate);
+        warpgroup::mma_commit_group();
+    }
+
+    __device__ __forceinline__ static void clear(Products &products) {
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) products[i] = 0;
+    }
+
+    // Stores the sums of an item (output buffer, workspace, or the other slices' CTAs) and hands the buffer of Q to the producer.
+    __device__ __forceinline__ void finish(const Item &item, const Fp8Sums<d_h> &sums, float2 scale) {
+        // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
+        const int part = item.part;
+        const bool stores = holds_token(p, item.sequence, item.token + fragment_row(warpgroup::laneid()));
+        OutputTile<d_h> o;  // in each branch anew: registers for all of it are there only where it is used piece by piece
+        if (part < 0) {
+            sums.get(o, scale);
+            stage_output(shared.q[wg], o);
+        }
+        release_q();
+        if (p.schedule.slices > 1) {
+            cluster_sync();  // every ring has been read for the last time
+            sums.get(o, scale);
+            send_slice_sums<d_h>(shared.slice_sums(), shared.semaphores.slice_sums_full, o, p, wg);
+            kittens::wait(shared.semaphores.slice_sums_full, 0);
+            add_slice_sums<d_h, T>(shared.slice_sums(), p, wg);
+        } else if (part >= 0 && stores) {
+            sums.get(o, scale);
+            store_part<d_h>(o, p, kittens::clusterIdx().x, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
+        }
+    }
+
+    // Two buffers of [M|N]: the product of the next chunk runs under the elementwise part of this one, and A V of the one before.
+    __device__ __forceinline__ void run() {
+        Fp8Gate<d_h, T> gate{p};
+        Fp8Scores s0, s1;
+        Fp8Activation a0, a1;
+        Products o;
+        Fp8Sums<d_h> sums;
+        int accumulate = 0;  // 0: the next product of A V overwrites the sums
+        int before = -1;     // the slot that the last product of A V still reads
+        bool prepared;
+
+        // Both chunks of the tile in the ring's slot, then [M|N] of the next tile's first chunk.
+        auto tile = [&]() {
+            const int slot = ring.slot;
+            fp8::pin(s1);
+            warpgroup::mma_fence();
+            issue_scores(s1, slot, 1);
+            ring.advance();
+            swiglu(a0, s0, half_scale, gain);
+            fp8::pin(a0);
+            warpgroup::mma_fence();
+            issue_products(o, a0, slot, 0, accumulate);
+            accumulate = 1;
+            warpgroup::mma_async_wait<1>();
+            fp8::pin(s1), fp8::pin(a1);
+            if (before >= 0) release(before);
+            before = slot;
+            wait_slot();
+            fp8::pin(s0);
+            warpgroup::mma_fence();
+            issue_scores(s0, ring.slot, 0);
+            swiglu(a1, s1, half_scale, gain);
+            fp8::pin(a1);
+            warpgroup::mma_fence();
+            issue_products(o, a1, slot, 1, 1);
+            warpgroup::mma_async_wait<1>();
+            fp8::pin(s0), fp8::pin(a0);
+        };
+        auto prepare_gate = [&](const Item &item, const Fp8Scales<d_h> &item_scales, int r_phase, float2 &scale) {
+            if (prepared) return;
+            prepared = true;
+            if (p.gate_tiles) kittens::wait(shared.semaphores.r_full[wg], r_phase);
+            gate.prepare(item, gate_tile(), item_scales, wg, scale);
+        };
+
+        if (first_item().end == 0) return;
+        load_q();
+        wait_slot();
+#pragma unroll
+        for (int i = 0; i < 16; ++i) s0[i] = s1[i] = 0;
+        clear(o);
+        fp8::pin(s0), fp8::pin(s1), fp8::pin(o);
+        warpgroup::mma_fence();
+        issue_scores(s0, ring.slot, 0);
+        compute_gate();
+        warpgroup::mma_async_wait<0>();
+        fp8::pin(s0);
+        release_q();
+        while (true) {
+            // here: [M|N] of the first chunk of the item's first tile
+            gate.begin(this_item());
+            sums.clear();
+            prepared = false;
+            accumulate = 0;
+            int left = this_item().end - this_item().begin;
+            while (left > 1) {
+                const int count = min(min(gate.left, P::promote_tiles), left - 1);
+#pragma unroll 1
+                for (int i = 0; i < count; ++i) tile();
+                left -= count;
+                gate.left -= count;
+                if (left == 1 && gate.left > 0) break;
+                prepare_gate(this_item(), scales(), q_phase ^ 1, out_scale);
+                const uint32_t factors = gate.r;
+                warpgroup::mma_async_wait<0>();
+                fp8::pin(o);
+                sums.add(o, factors);
+                accumulate = 0;
+                if (gate.left == 0 && gate.advance(gate_tile())) sums.scale(gate.replenish(this_item(), gate_tile(), wg, out_scale));
+            }
+            prepare_gate(this_item(), scales(), q_phase ^ 1, out_scale);
+            const uint32_t factors = gate.r;
+            if (p.gate_tiles) kittens::arrive(r_read_barrier(wg));
+
+            const int slot = ring.slot;
+            fp8::pin(s1);
+            warpgroup::mma_fence();
+            issue_scores(s1, slot, 1);
+            ring.advance();
+            swiglu(a0, s0, half_scale, gain);
+            fp8::pin(a0);
+            warpgroup::mma_fence();
+            issue_products(o, a0, slot, 0, accumulate);
+            warpgroup::mma_async_wait<1>();
+            fp8::pin(s1), fp8::pin(a1);
+            if (before >= 0) release(before);
+            swiglu(a1, s1, half_scale, gain);
+            fp8::pin(a1);
+            warpgroup::mma_fence();
+            issue_products(o, a1, slot, 1, 1);
+            const float2 scale = out_scale;
+            const bool more = next_item().end > 0;
+            if (more) load_q(), wait_slot();
+#pragma unroll
+            for (int i = 0; i < 16; ++i) s0[i] = s1[i] = 0;  // no register lives across load_q()
+            fp8::pin(s0), fp8::pin(s1);
+            warpgroup::mma_fence();
+            issue_scores(s0, ring.slot, 0);  // of the next item; after the last one a product nobody uses
+            if (more) compute_gate();
+            warpgroup::mma_async_wait<1>();
+            fp8::pin(o), fp8::pin(a0), fp8::pin(a1);
+            release(slot);
+            before = -1;
+            sums.add(o, factors);
+            finish(last_item(), sums, scale);
+            warpgroup::mma_async_wait<0>();
+            fp8::pin(s0);
+            if (!more) break;
+        }
+    }
+};
+
+}  // namespace flashmhf

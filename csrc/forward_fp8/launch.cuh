@@ -1,0 +1,25 @@
+// Definitions for launch.h; included by the instances only.
+#pragma once
+
+#include "common/launch_kernel.cuh"
+#include "forward_fp8/kernel.cuh"
+#include "forward_fp8/launch.h"
+
+namespace flashmhf {
+namespace {
+
+// May be started before its predecessor has finished; it waits for that before it touches any data.
+template <int d_h, typename T> cudaError_t launch_typed(const ForwardFp8Launch &l, cudaStream_t stream) {
+    if (cudaError_t error = allow_shared_memory(flashmhf_forward_fp8<d_h, T>, ForwardFp8Policy<d_h>::shared_memory)) return error;
+    return launch_clusters(l.plan.cluster_size, true, flashmhf_forward_fp8<d_h, T>, dim3(l.plan.schedule.clusters * l.plan.cluster_size),
+                           128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params);
+}
+
+}  // namespace
+
+template <int d_h> cudaError_t launch_forward_fp8(const ForwardFp8Launch &l, cudaStream_t stream) {
+    const cudaError_t error = l.bf16 ? launch_typed<d_h, kittens::bf16>(l, stream) : launch_typed<d_h, kittens::half>(l, stream);
+    return error ? error : combine_parts<d_h>(l.bf16, l.plan, l.params, stream);
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,93 @@
+// check -> allocate -> plan -> launch
+#include "checks.h"
+#include "device.h"
+#include "forward_fp8/launch.h"
+#include "operators.h"
+
+namespace flashmhf {
+namespace {
+
+void check_packed(const Tensor &x, const char *name, const Tensor &q) {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float8_e4m3fn, name, " must be float8_e4m3fn");
+    check_same_device(x, name, q);
+    STD_TORCH_CHECK(x.dim() == 4 && x.is_contiguous(), name, " must have four dimensions and be contiguous, is ", shape_of(x));
+    STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
+}
+
+// k8, u8: [H, E, d_e, d_h]; v8: [H, E, d_h, d_e]; scales: [3, H, E].
+ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales) {
+    STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half, "q must be bfloat16 or float16");
+    STD_TORCH_CHECK(q.is_cuda(), "q must be on a CUDA device");
+    STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
+    check_packed(k8, "k8", q);
+    check_packed(u8, "u8", q);
+    check_packed(v8, "v8", q);
+    ProblemSizes sizes{
+        .tokens = 1, .heads = q.size(q.dim() - 2), .head_dim = q.size(q.dim() - 1), .subnets = k8.size(1), .subnet_dim = k8.size(2)};
+    for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
+    STD_TORCH_CHECK(k8.size(0) == sizes.heads && k8.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k8 is ", shape_of(k8));
+    for (int i = 0; i < 4; ++i) {
+        STD_TORCH_CHECK(u8.size(i) == k8.size(i), "u8 is ", shape_of(u8), " but k8 is ", shape_of(k8));
+        STD_TORCH_CHECK(v8.size(i) == k8.size(i < 2 ? i : 5 - i), "v8 must be [H, E, d_h, d_e], is ", shape_of(v8), " but k8 is ",
+                        shape_of(k8));
+    }
+    STD_TORCH_CHECK(sizes.heads >= 1 && sizes.subnets >= 1, "H and E must be at least 1");
+    STD_TORCH_CHECK(supported_head_dim(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: 64, 96, 128, 256");
+    STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
+    STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
+    check_same_device(scales, "scales", q);
+    STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == 3 && scales.size(1) == sizes.heads && scales.size(2) == sizes.subnets &&
+                        scales.is_contiguous(),
+                    "scales must be [3, H, E] = [3, ", sizes.heads, ", ", sizes.subnets, "] and contiguous, is ", shape_of(scales));
+    return sizes;
+}
+
+}  // namespace
+
+Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales,
+                   const std::optional<Tensor> &r, const std::optional<Tensor> &w, double eps) {
+    const ProblemSizes sizes = check_fp8_operands(q, k8, u8, v8, scales);
+    STD_TORCH_CHECK(!r || !w, "r and w exclude each other");
+    Gate gate = Gate::ones;
+    if (r) {
+        check_r(*r, q, sizes);
+        gate = r->scalar_type() == ScalarType::Float ? Gate::r_float : Gate::r_half;
+    }
+    if (w) {
+        check_w(*w, q, sizes);
+        gate = w->scalar_type() == ScalarType::Float ? Gate::w_float : Gate::w_half;
+    }
+    const DeviceScope scope(q.get_device_index(), "flashmhf fp8_forward");
+    Tensor out = torch::stable::new_empty(q, q.sizes());
+    if (sizes.tokens == 0) return out;
+
+    std::optional<Tensor> given = r;
+    const TokenAxes axes = token_axes(q, given);
+    check_readable(q, axes);
+    ForwardFp8Problem problem{};
+    problem.bf16 = q.scalar_type() == ScalarType::BFloat16;
+    problem.shape = shape_of_call(axes, sizes);
+    problem.q = {q.data_ptr(), axes.q_batch, axes.q_token, q.stride(q.dim() - 2)};
+    problem.k = k8.data_ptr();
+    problem.u = u8.data_ptr();
+    problem.v = v8.data_ptr();
+    problem.scales = static_cast<const float *>(scales.data_ptr());
+    problem.gate = gate;
+    if (given) problem.r = {given->data_ptr(), axes.other_batch, axes.other_token, given->stride(given->dim() - 2)};
+    if (w) problem.w = w->data_ptr();
+    problem.eps = static_cast<float>(eps);
+    problem.out = out.data_ptr();
+    problem.dense = {axes.dense_batch, axes.dense_token};
+
+    Device device;
+    check_cuda(describe_device(problem.shape.head_dim, &device));
+    const ForwardPlan plan = plan_forward_fp8(problem.shape, device);
+    std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
+    const int64_t floats = workspace_forward_fp8(problem, plan);
+    if (floats) workspace = torch::stable::new_empty(q, {floats}, ScalarType::Float);
+    const ForwardFp8Launch launch = prepare_forward_fp8(problem, plan, workspace ? static_cast<float *>(workspace->data_ptr()) : nullptr);
+    check_cuda(launch_forward_fp8(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
+    return out;
+}
+
+}  // namespace flashmhf

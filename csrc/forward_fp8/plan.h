@@ -1,0 +1,14 @@
+// The plan of the FP8 forward: that of the 16-bit forward with other tiles and costs.
+#pragma once
+
+#include "forward/plan.h"
+
+namespace flashmhf {
+
+// A tile of three row tiles takes 0.7 us on an H200 at d_h = 128, where that of the 16-bit kernel takes 1.1.
+constexpr ForwardCostModel forward_fp8_costs{.tile_us = 0.7 / 128, .combine = 800, .behind_waves = 2800, .next_item = 800};
+
+// Throws std::invalid_argument as plan_forward() does.
+ForwardPlan plan_forward_fp8(const Shape &shape, const Device &device, const ForwardCostModel &cost = forward_fp8_costs);
+
+}  // namespace flashmhf

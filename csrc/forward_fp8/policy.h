@@ -1,0 +1,48 @@
+// Tile sizes, and the shared-memory and register budget of the FP8 forward kernel for each head dimension. Pure C++: the planner reads it
+// too. The budget table is drawn in README.md.
+#pragma once
+
+#include "common/geometry.h"
+
+namespace flashmhf {
+
+template <int d_h> struct ForwardFp8Policy {
+    static_assert(supported_head_dim(d_h), "head dimensions with a policy");
+
+    // Three row tiles keep the tensor cores busy through the elementwise part of one of them; at d_h = 256 the registers hold two.
+    static constexpr int consumers = d_h <= 128 ? 3 : 2;
+    static constexpr int threads = 128 * (consumers + 1);
+
+    // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of 32 inter rows, so that a chunk's product takes 16 registers.
+    static constexpr int chunk_inter = 32, chunks = tile_inter / chunk_inter;
+    static constexpr int ku_panel = d_h % 128 == 0 ? 128 : d_h % 64 == 0 ? 64 : 32;  // bytes of a row of a panel, swizzled as wide
+    static constexpr int ku_panels = d_h / ku_panel, ku_panel_bytes = 2 * chunk_inter * ku_panel;
+    static constexpr int ku_chunk_bytes = ku_panels * ku_panel_bytes, ku_bytes = chunks * ku_chunk_bytes;
+    static constexpr int v_panel = tile_inter;  // V is transposed: d_h rows of the tile's inter units
+    static constexpr int v_bytes = d_h * v_panel;
+    static constexpr int slot_bytes = ku_bytes + v_bytes;
+    static constexpr int slots = d_h == 64 ? 14 : d_h == 96 ? 8 : d_h == 128 ? 6 : 3;
+    static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
+
+    // The gate of a chunk of sub-networks for the rows of a warpgroup, in rows of 28: eight neighbouring rows do not meet a bank twice.
+    static constexpr int gate_chunk = 28, gate_bytes = tile_rows * (gate_chunk + 1) * 4;
+    // W of a head, where a router computes the gate.
+    static constexpr int router_bytes = d_h <= 128 ? 12 * 1024 : 0;
+    static constexpr int small_bytes = 1280;  // semaphores, item records, scales
+
+    static constexpr int shared_memory = slots * slot_bytes + consumers * (row_tile_bytes + gate_bytes) + small_bytes + router_bytes;
+    static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
+
+    // Products of up to this many tiles are summed in fp16 before the sums are promoted; a sub-network's end promotes, too.
+    static constexpr int promote_tiles = 8;
+
+    // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
+    static constexpr int launch_registers = launch_registers_of(threads);
+    static constexpr int producer_registers = consumers == 3 ? 32 : 24, consumer_registers = consumers == 3 ? 160 : 240;
+    static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
+    // Two buffers of [M|N], two of A, Q, the sums of products and the promoted ones.
+    static constexpr int tile_registers = 2 * 16 + 2 * 4 + d_h / 8 + 2 * (d_h / 4);
+    static_assert(tile_registers + 24 <= consumer_registers, "does not fit the registers of a consumer");
+};
+
+}  // namespace flashmhf

@@ -1,0 +1,144 @@
+// The producer of the FP8 forward kernel: one thread streams tiles of K, U and V through the ring. One warp for each consumer warpgroup
+// loads the Q, the scales and the gate of an item, and stores the outputs.
+#pragma once
+
+#include "forward/producer.cuh"
+#include "forward_fp8/params.h"
+#include "forward_fp8/shared_memory.cuh"
+
+namespace flashmhf {
+
+// By one thread. Of a pair of CTAs each fetches a chunk of K and U and half the rows of V, and multicasts them.
+template <int d_h, typename T, bool multicast>
+__device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T> &shared, const WeightMaps &maps, const ForwardFp8Params &p) {
+    using P = ForwardFp8Policy<d_h>;
+    constexpr uint16_t ctas = 3;
+    auto &sem = shared.semaphores;
+    Ring<P::slots> ring;
+    const int rank = multicast ? kittens::cluster_ctarank() : 0;
+    auto copy = [&](int at, const CUtensorMap *map, int3 from) {
+        void *dst = shared.ring[ring.slot] + at;
+        if constexpr (multicast) tma::multicast_async(dst, map, from, sem.slot_full[ring.slot], ctas);
+        else tma::load_async(dst, map, from, sem.slot_full[ring.slot]);
+    };
+
+    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
+    Work work;
+    while (cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) {
+        int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
+        subnet += work.item / p.blocks * p.subnets;
+#pragma unroll 1  // the producer has few registers
+        for (int left = work.end - work.begin; left > 0; --left) {
+            wait_sleeping(sem.slot_empty[ring.slot], ring.phase);
+            kittens::tma::expect_bytes(sem.slot_full[ring.slot], P::slot_bytes);
+#pragma unroll
+            for (int c = 0; c < (multicast ? 1 : P::chunks); ++c) {
+                const int chunk = multicast ? rank : c;
+#pragma unroll
+                for (int panel = 0; panel < P::ku_panels; ++panel) {
+                    const int at = chunk * P::ku_chunk_bytes + panel * P::ku_panel_bytes;
+                    const int3 from{panel * P::ku_panel, tile * tile_inter + chunk * P::chunk_inter, subnet};
+                    copy(at, maps.k, from);
+                    copy(at + P::chunk_inter * P::ku_panel, maps.u, from);
+                }
+            }
+            copy(P::ku_bytes + rank * (P::v_bytes / 2), maps.v, int3{tile * tile_inter, rank * (d_h / 2), subnet});
+            ring.advance();
+            if (++tile == p.subnet_tiles) {
+                tile = 0;
+                ++subnet;
+            }
+        }
+    }
+    kittens::pdl::arrive();  // not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches
+}
+
+// For one consumer warpgroup, by one warp: loads Q, scales and gate of its items, stores their outputs.
+template <int d_h, typename T>
+__device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
+                                              const CUtensorMap *map_out, const ForwardFp8Params &p, int warpgroup) {
+    using P = ForwardFp8Policy<d_h>;
+    const int lane = kittens::laneid();
+    const bool leader = lane == 0;
+    auto &full = shared.semaphores.q_full[warpgroup];
+    auto &r_full = shared.semaphores.r_full[warpgroup];
+    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
+    const bool stages = p.router_bytes > 0 && leader && warpgroup == 0;
+    int count = 0;
+    // W of the head of the current item: one for all consumers.
+    auto load_router = [&]() {
+        auto &w_full = shared.semaphores.w_full;
+        kittens::tma::expect_bytes(w_full, p.router_bytes);
+        const void *w = router_of<d_h, T>(p, shared.items[count % 2][0].head);
+        kittens::tma::load_async(static_cast<void *>(shared.router), const_cast<void *>(w), p.router_bytes, w_full);
+    };
+    auto next_item = [&]() {
+        Work work;
+        if (!cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return false;
+        const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
+        const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
+        const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
+        if (leader)
+            shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
+        return true;
+    };
+    auto load_scales = [&](const Item &item, Fp8Scales<d_h> &scales) {
+        const int64_t plane = static_cast<int64_t>(p.heads) * p.subnets;
+        const int e = item.subnet - item.gate_column + lane;
+        const float *at = p.scales + static_cast<int64_t>(item.head) * p.subnets + e;
+        if (lane < P::gate_chunk) scales.uv[lane] = e >= 0 && e < p.subnets ? __ldg(at + plane) * __ldg(at + 2 * plane) : 0.f;
+        if (lane == P::gate_chunk) scales.k = __ldg(p.scales + static_cast<int64_t>(item.head) * p.subnets);
+    };
+    // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
+    auto take_over = [&](int index) {
+        kittens::arrive_and_wait(q_read_barrier(warpgroup));
+        if (index < 0 || !leader) return;
+        const Item &done = shared.items[index % 2][warpgroup];
+        if (done.part >= 0) return;
+        store_output(shared.q[warpgroup], map_out, done);
+        kittens::tma::store_async_read_wait<0>();
+    };
+    bool more = next_item();
+    begin(p);
+    if (stages && more) load_router();
+    while (more) {
+        __syncwarp();
+        const Item &item = shared.items[count % 2][warpgroup];
+        if (leader) {
+            constexpr int panel_cols = panel_cols_of(d_h);
+            kittens::tma::expect_bytes(full, P::row_tile_bytes);
+#pragma unroll
+            for (int c = 0; c < d_h; c += panel_cols)
+                tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
+        }
+        load_scales(item, shared.scales[count % 2][warpgroup]);
+        __syncwarp();
+        if (leader) kittens::arrive(full);
+        if (stages && count > 0) {
+            wait_sleeping(shared.semaphores.w_empty, count - 1 & 1);
+            load_router();
+        }
+        if (p.gate_tiles) {
+            if (count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
+            if (leader) {
+                kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
+                tma::load_async(shared.gate[warpgroup].values, map_r,
+                                int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
+            }
+        }
+        ++count;
+        take_over(count - 2);
+        more = next_item();
+    }
+    if (leader) {
+        shared.items[count % 2][warpgroup].begin = shared.items[count % 2][warpgroup].end = 0;
+        kittens::arrive(full, ForwardFp8Arrivals::q_full);
+    }
+    if (count > 0) {
+        if (p.gate_tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
+        take_over(count - 1);
+    }
+    if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it
+}
+
+}  // namespace flashmhf

@@ -1,0 +1,49 @@
+// Shared memory of a CTA of the FP8 forward kernel.
+#pragma once
+
+#include "forward/shared_memory.cuh"
+#include "forward_fp8/barriers.h"
+#include "forward_fp8/policy.h"
+
+namespace flashmhf {
+
+// The gate of a chunk of sub-networks for the rows of a warpgroup, and a factor for each row.
+template <int d_h> struct alignas(128) Fp8GateTile {
+    static constexpr int chunk = ForwardFp8Policy<d_h>::gate_chunk;
+    float values[tile_rows * chunk];
+    float scale[tile_rows];
+    __device__ __forceinline__ float &at(unsigned row, int subnet) { return values[row * chunk + subnet]; }
+};
+
+// Of an item's head: k's, and the products of u's and v's for the sub-networks whose gates lie in the gate tile, column by column.
+template <int d_h> struct Fp8Scales {
+    float uv[ForwardFp8Policy<d_h>::gate_chunk];
+    float k;
+};
+
+template <int d_h, typename T> struct alignas(1024) ForwardFp8Shared {
+    using P = ForwardFp8Policy<d_h>;
+    using Q = kittens::st<T, tile_rows, d_h, true, swizzle_bytes_of(d_h)>;
+    using GateTile = Fp8GateTile<d_h>;
+
+    struct Semaphores {
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], r_full[P::consumers], w_full, w_empty,
+            slice_sums_full;
+    };
+
+    // A slot: for each chunk of 32 inter rows and each panel of d_h 32 rows of K, then 32 of U; behind them V, d_h rows of 64 inter units.
+    uint8_t ring[P::slots][P::slot_bytes];
+    Q q[P::consumers];  // and the output on its way out
+    GateTile gate[P::consumers];
+    Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
+    Fp8Scales<d_h> scales[2][P::consumers];
+    Semaphores semaphores;
+    // W of a head. The shared memory of a launch without a router ends here.
+    alignas(16) uint8_t router[P::router_bytes > 0 ? P::router_bytes : 16];
+
+    // Sums of the slices of an item, when the ring has no more tiles to hold: as in forward/epilogue.cuh.
+    static_assert((P::consumers * d_h / 8 + max_slices - 1) * tile_rows * 32 <= sizeof(ring));
+    __device__ __forceinline__ float4 *slice_sums() { return reinterpret_cast<float4 *>(ring); }
+};
+
+}  // namespace flashmhf

@@ -1,0 +1,226 @@
+// Launches the FP8 forward kernel on one shape without Python or PyTorch: checks it against plain fp64 kernels and times it.
+//
+//   forward_fp8_harness [name=value ...]   T=4096 H=16 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 signs=random|one launches=20
+//                                          check=1 repeat=0
+//   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)
+//
+// Two comparisons: with the definition on the weights before quantisation, and with sums in fp64 of the same quantised operands (Q, K, U,
+// V and A in e4m3). signs=one: U = K and V >= 0, so that the terms of an output's sum have one sign. repeat: further launches whose outputs
+// must be bitwise equal.
+//
+// Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
+#include <cuda_fp8.h>
+
+#include "forward_fp8/launch.h"
+#include "harness/harness.cuh"
+
+namespace {
+
+using namespace harness;
+using flashmhf::Shape;
+
+__device__ double of_fp8(__nv_fp8_storage_t x) { return double(__half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)))); }
+__device__ __nv_fp8_storage_t to_fp8(double x) { return __nv_cvt_float_to_fp8(float(x), __NV_SATFINITE, __NV_E4M3); }
+
+// Scale of sub-network blockIdx.x of x [.., d_e, d_h]: its root mean square, or more where a value or, for rows, a norm would be too large.
+template <typename T> __global__ void scale_of(float *scale, const T *x, Shape s, bool rows) {
+    __shared__ float squares, most;
+    if (threadIdx.x == 0) squares = most = 0;
+    __syncthreads();
+    const T *at = x + blockIdx.x * s.subnet_dim * s.head_dim;
+    for (int64_t row = threadIdx.x; row < s.subnet_dim; row += blockDim.x) {
+        float sum = 0, largest = 0;
+        for (int i = 0; i < s.head_dim; ++i) {
+            const float v = float(at[row * s.head_dim + i]);
+            sum += v * v;
+            largest = fmaxf(largest, fabsf(v));
+        }
+        atomicAdd(&squares, sum);
+        atomicMax(reinterpret_cast<int *>(&most), __float_as_int(fmaxf(largest / 448.f, rows ? sqrtf(sum) / 180.f : 0.f)));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) scale[blockIdx.x] = fmaxf(sqrtf(squares / (s.subnet_dim * s.head_dim)), most);
+}
+__global__ void scale_of_head(float *scale, Shape s) {  // the largest of a head's sub-networks, for all of them
+    float *at = scale + int64_t{threadIdx.x} * s.subnets, most = 0;
+    for (int e = 0; e < s.subnets; ++e) most = fmaxf(most, at[e]);
+    for (int e = 0; e < s.subnets; ++e) at[e] = most;
+}
+// Where column c lies in its block of 16.
+__device__ int64_t place(int64_t c) { return c / 16 * 16 + c % 8 / 2 * 4 + c % 16 / 8 * 2 + c % 2; }
+template <typename T> __global__ void quantise(__nv_fp8_storage_t *out, const T *x, const float *scale, Shape s, bool transposed) {
+    const int64_t all = s.heads * s.subnets * s.subnet_dim * s.head_dim;
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < all; i += int64_t{gridDim.x} * blockDim.x) {
+        const int64_t d = i % s.head_dim, j = i / s.head_dim % s.subnet_dim, subnet = i / s.head_dim / s.subnet_dim;
+        const int64_t at = transposed ? d * s.subnet_dim + place(j) : j * s.head_dim + place(d);
+        out[subnet * s.subnet_dim * s.head_dim + at] = to_fp8(float(x[i]) / scale[subnet]);
+    }
+}
+template <typename T> __global__ void absolute(T *x, int64_t n) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        x[i] = T(fabsf(float(x[i])));
+}
+
+// out of row blockIdx.x * stride of [T * H] in fp64.
+template <typename T>
+__global__ void reference(double *out, const T *q, const T *k, const T *u, const T *v, const double *gate, Shape s, int64_t stride) {
+    extern __shared__ double acc[];
+    const int64_t row = blockIdx.x * stride, head = row % s.heads;
+    const int d = s.head_dim;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) acc[i] = 0;
+    __syncthreads();
+    for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
+        const int64_t at = (head * s.subnets * s.subnet_dim + j) * d;
+        double m = 0, n = 0;
+        for (int i = 0; i < d; ++i) {
+            const double x = float(q[row * d + i]);
+            m += x * double(float(k[at + i]));
+            n += x * double(float(u[at + i]));
+        }
+        const double a = m / (1 + exp(-m)) * n * gate[row * s.subnets + j / s.subnet_dim];
+        for (int i = 0; i < d; ++i) atomicAdd(&acc[i], a * double(float(v[at + i])));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < d; i += blockDim.x) out[blockIdx.x * int64_t{d} + i] = acc[i];
+}
+
+// The same from the quantised operands.
+template <typename T>
+__global__ void quantised_reference(double *out, const T *q, const __nv_fp8_storage_t *k, const __nv_fp8_storage_t *u,
+                                    const __nv_fp8_storage_t *v, const float *scales, const double *gate, Shape s, int64_t stride) {
+    extern __shared__ double acc[];
+    const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = s.heads * s.subnets;
+    const int d = s.head_dim;
+    double *q8 = acc + d;
+    double largest = 1e-18, squares = 0;
+    for (int i = 0; i < d; ++i) largest = fmax(largest, fabs(double(float(q[row * d + i]))));
+    const double unit = largest / flashmhf::query_limit;
+    for (int i = 0; i < d; ++i) squares += double(float(q[row * d + i])) / unit * (double(float(q[row * d + i])) / unit);
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        acc[i] = 0;
+        q8[i] = of_fp8(to_fp8(double(float(q[row * d + i])) / unit));
+    }
+    __syncthreads();
+    const double gain = flashmhf::activation_gain / squares;
+    for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
+        const int64_t e = j / s.subnet_dim, of_e = head * s.subnets + e, at = of_e * s.subnet_dim * d;
+        double m = 0, n = 0;
+        for (int i = 0; i < d; ++i) {
+            const int64_t x = at + j % s.subnet_dim * d + place(i);
+            m += q8[i] * of_fp8(k[x]);
+            n += q8[i] * of_fp8(u[x]);
+        }
+        const double a = of_fp8(to_fp8(m * (1 + tanh(0.5 * unit * scales[of_e] * m)) * n * gain));
+        const double factor =
+            0.5 * unit * unit / gain * scales[of_e] * scales[plane + of_e] * scales[2 * plane + of_e] * gate[row * s.subnets + e];
+        for (int i = 0; i < d; ++i) atomicAdd(&acc[i], factor * a * of_fp8(v[at + i * s.subnet_dim + place(j % s.subnet_dim)]));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < d; i += blockDim.x) out[blockIdx.x * int64_t{d} + i] = acc[i];
+}
+
+template <typename T> int run(const Arguments &options) {
+    const Shape s = shape_of(options);
+    const flashmhf::Gate gate = gate_of(options);
+    const bool one_sign = options.choice("signs", {"random", "one"}) == "one";
+    const int64_t rows = s.length * s.heads, weights = s.heads * s.subnets * s.subnet_dim * s.head_dim, subnets = s.heads * s.subnets;
+    const float scale = 1.f / std::sqrt(float(s.head_dim));
+    const auto q = Buffer<T>::random(rows * s.head_dim, 1.f, 1), k = Buffer<T>::random(weights, scale, 2),
+               u = Buffer<T>::random(weights, scale, one_sign ? 2 : 3),
+               v = Buffer<T>::random(weights, 1.f / std::sqrt(float(s.subnets * s.subnet_dim)), 4);
+    if (one_sign) absolute<T><<<1024, 256>>>(v, weights);
+    const auto w = Buffer<float>::random(int64_t{s.heads} * s.head_dim * s.subnets, scale, 6);
+    const Buffer<float> r(rows * s.subnets), scales(3 * subnets);
+    fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
+    const Buffer<T> out(rows * s.head_dim);
+    const Buffer<__nv_fp8_storage_t> k8(weights), u8(weights), v8(weights);
+    scale_of<T><<<subnets, 128>>>(scales, k, s, true);
+    scale_of_head<<<1, s.heads>>>(scales, s);
+    scale_of<T><<<subnets, 128>>>(scales + subnets, u, s, true);
+    scale_of<T><<<subnets, 128>>>(scales + 2 * subnets, v, s, false);
+    quantise<T><<<1024, 256>>>(k8, k, scales, s, false);
+    quantise<T><<<1024, 256>>>(u8, u, scales + subnets, s, false);
+    quantise<T><<<1024, 256>>>(v8, v, scales + 2 * subnets, s, true);
+
+    flashmhf::ForwardFp8Problem problem{};
+    problem.bf16 = std::is_same_v<T, __nv_bfloat16>;
+    problem.shape = s;
+    problem.q = dense(s, q, s.head_dim);
+    problem.k = k8, problem.u = u8, problem.v = v8;
+    problem.scales = scales;
+    problem.gate = gate;
+    problem.r = dense(s, r, s.subnets);
+    problem.w = w;
+    problem.eps = 1e-20f;
+    problem.out = out;
+    problem.dense = {s.length, 1};
+    flashmhf::ForwardCostModel cost = flashmhf::forward_fp8_costs;
+    auto override_cost = [&](const char *name, int &value) {
+        if (options.given(name)) value = static_cast<int>(options.number(name));
+    };
+    override_cost("combine", cost.combine);
+    override_cost("behind_waves", cost.behind_waves);
+    override_cost("next_item", cost.next_item);
+    flashmhf::Device device;
+    check(flashmhf::describe_device(s.head_dim, &device));
+    const flashmhf::ForwardPlan plan = flashmhf::plan_forward_fp8(s, device, cost);
+    const Buffer<float> workspace(flashmhf::workspace_forward_fp8(problem, plan));
+    const flashmhf::ForwardFp8Launch launch = flashmhf::prepare_forward_fp8(problem, plan, workspace);
+    const flashmhf::ForwardSchedule &schedule = plan.schedule;
+    std::printf("clusters %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f MB of partial sums\n",
+                schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles, schedule.rest, schedule.splits,
+                plan.partials * 4e-6);
+    auto once = [&] { return flashmhf::launch_forward_fp8(s.head_dim, launch, nullptr); };
+    measure(static_cast<int>(options.number("launches")), 6.0 * rows * s.head_dim * s.subnets * s.subnet_dim, once);
+    if (rows == 0) return 0;
+    bool ok = true;
+    if (options.number("repeat") > 0) {
+        const std::vector<T> first = out.host();
+        int64_t different = 0;
+        for (int64_t i = 0; i < options.number("repeat"); ++i) {
+            check(cudaMemset(out, 0xFF, out.size() * sizeof(T)));
+            check(once());
+            different += std::memcmp(first.data(), out.host().data(), first.size() * sizeof(T)) != 0;
+        }
+        std::printf("%lld of %lld further launches gave other bits\n", (long long)different, (long long)options.number("repeat"));
+        ok = different == 0;
+    }
+    if (!options.number("check")) return ok ? 0 : 1;
+
+    const auto [sampled, stride] = sample(rows, 2048, s.heads);
+    const Buffer<double> gates(rows * s.subnets), sums(rows), expected(sampled * s.head_dim), quantised(sampled * s.head_dim),
+        got(sampled * s.head_dim);
+    gate_values<T><<<(rows + 127) / 128, 128>>>(gates, sums, q, gate_is_given(gate) ? static_cast<const float *>(r) : nullptr,
+                                                has_router(gate) ? static_cast<const float *>(w) : nullptr, 1e-20, s);
+    reference<T><<<sampled, 256, s.head_dim * sizeof(double)>>>(expected, q, k, u, v, gates, s, stride);
+    quantised_reference<T><<<sampled, 256, 2 * s.head_dim * sizeof(double)>>>(quantised, q, k8, u8, v8, scales, gates, s, stride);
+    gather_rows<T><<<sampled, 128>>>(got, out, s.head_dim, stride);
+    const auto values = got.host(), exact = expected.host(), same_points = quantised.host();
+    ok = report("out against the definition", exact, values, one_sign ? 1.2e-2 : 7e-2) && ok;
+    ok = report("out against the same quantised operands", same_points, values, 1.2e-2) && ok;
+    report("these against the definition", exact, same_points, 7e-2);
+    return ok ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+    return guarded([&] {
+        const Arguments options(argc, argv,
+                                {{"T", "4096"},
+                                 {"H", "16"},
+                                 {"d_h", "128"},
+                                 {"E", "22"},
+                                 {"d_e", "384"},
+                                 {"gate", "r"},
+                                 {"dtype", "bf16"},
+                                 {"signs", "random"},
+                                 {"launches", "20"},
+                                 {"check", "1"},
+                                 {"repeat", "0"},
+                                 {"combine", ""},
+                                 {"behind_waves", ""},
+                                 {"next_item", ""}});
+        return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run<__half>(options) : run<__nv_bfloat16>(options);
+    });
+}

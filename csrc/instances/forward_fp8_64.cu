@@ -1,0 +1,3 @@
+#include "forward_fp8/launch.cuh"
+
+template cudaError_t flashmhf::launch_forward_fp8<64>(const flashmhf::ForwardFp8Launch &, cudaStream_t);
