@@ -6,6 +6,8 @@
 #include "backward/policy.h"
 #include "forward/plan.h"
 #include "forward/policy.h"
+#include "forward_fp8/plan.h"
+#include "forward_fp8/policy.h"
 
 namespace py = pybind11;
 
@@ -29,10 +31,26 @@ template <int d_h> py::dict policy() {
     return d;
 }
 
-py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim,
-                      const std::array<int, flashmhf::max_slices> &clusters, int group, bool may_bundle) {
-    const flashmhf::ForwardPlan plan =
-        flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters}, may_bundle);
+template <int d_h> py::dict fp8_policy() {
+    using P = flashmhf::ForwardFp8Policy<d_h>;
+    py::dict d;
+    d["head_dim"] = d_h;
+    d["consumers"] = P::consumers;
+    d["launch_registers"] = P::launch_registers;
+    d["slots"] = P::slots;
+    d["slot_bytes"] = P::slot_bytes;
+    d["shared_memory"] = P::shared_memory;
+    d["tile_registers"] = P::tile_registers;
+    d["consumer_registers"] = P::consumer_registers;
+    d["producer_registers"] = P::producer_registers;
+    d["gate_chunk"] = P::gate_chunk;
+    return d;
+}
+
+using Clusters = std::array<int, flashmhf::max_slices>;
+constexpr Clusters h200_clusters{132, 66, 39, 30, 22, 17, 15, 15};
+
+py::dict describe(const flashmhf::ForwardPlan &plan) {
     const flashmhf::ForwardSchedule &s = plan.schedule;
     py::dict d;
     d["cluster_size"] = plan.cluster_size;
@@ -63,6 +81,15 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
     for (int cluster = 0; cluster < s.clusters; ++cluster) adds.append(s.adds_parts ? s.ends_item(cluster) : -1);
     d["adds"] = adds;
     return d;
+}
+
+py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
+                      int group, bool may_bundle) {
+    return describe(flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters}, may_bundle));
+}
+py::dict plan_forward_fp8(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
+                          int group) {
+    return describe(flashmhf::plan_forward_fp8({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters}));
 }
 
 py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms) {
@@ -186,11 +213,16 @@ PYBIND11_MODULE(_plan, m) {
         "Shared memory, threads and registers (a thread at launch; summed over the warpgroups later) of the backward's main kernels.");
     m.def(
         "plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
-        py::arg("subnet_dim"), py::arg("clusters") = std::array<int, flashmhf::max_slices>{132, 66, 39, 30, 22, 17, 15, 15},
-        py::arg("group") = 1, py::arg("may_bundle") = true,
+        py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1, py::arg("may_bundle") = true,
         "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
         "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
+    m.def("plan_forward_fp8", &plan_forward_fp8, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
+          py::arg("subnets"), py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1,
+          "plan_forward for the forward in FP8.");
+    m.def(
+        "forward_fp8_policies", [] { return py::make_tuple(fp8_policy<64>(), fp8_policy<96>(), fp8_policy<128>(), fp8_policy<256>()); },
+        "Shared memory and registers of the FP8 forward kernel for each head dimension.");
     m.def("forward_costs", &forward_costs, py::arg("head_dim"),
           "What the forward's planner counts with: the time of an inter tile of a CTA in microseconds; in such tiles, adding parts in a\n"
           "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");

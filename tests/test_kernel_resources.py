@@ -76,7 +76,7 @@ def test_every_instance_is_there_and_named_after_the_package(built):
         return sorted(int(d) for name in built["kernels"] for d in re.findall(rf"{kernel}ILi(\d+)E", name))
 
     assert all("flashmhf_" in name for name in built["kernels"])
-    for kernel in ("16flashmhf_forward", "24flashmhf_forward_combine", "23flashmhf_backward_token", "25flashmhf_backward_collect"):
+    for kernel in ("16flashmhf_forward", "20flashmhf_forward_fp8", "24flashmhf_forward_combine", "23flashmhf_backward_token", "25flashmhf_backward_collect"):
         assert head_dims(kernel) == sorted(2 * HEAD_DIMS)  # bf16 and fp16
 
 
@@ -84,6 +84,7 @@ def main_kernels() -> list[tuple[str, dict]]:
     """Mangled name up to the element type, and the budget, of each kernel whose warpgroups trade registers."""
     plan = pytest.importorskip("flashmhf._plan")
     kernels = [(f"16flashmhf_forwardILi{p['head_dim']}E", p) for p in plan.forward_policies()]
+    kernels += [(f"20flashmhf_forward_fp8ILi{p['head_dim']}E", p) for p in plan.forward_fp8_policies()]
     for p in plan.backward_policies():
         if p["outputs"] == "tokens":
             kernels.append((f"23flashmhf_backward_tokenILi{p['head_dim']}E", p))

@@ -91,6 +91,30 @@ def test_every_tile_once_and_balanced(shape, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_covers_every_tile_once(shape, device):
+    batch, length, heads, head_dim, subnets, subnet_dim = shape
+    p = plan.plan_forward_fp8(*shape, clusters=device)
+    rows = p["row_ctas"] * p["consumers"]
+    assert p["consumers"] <= (2 if head_dim == 256 else 3) and p["blocks"] * rows >= batch * p["row_tiles"]
+    assert p["inter_tiles"] == subnets * -(-subnet_dim // 64) and p["row_tiles"] == -(-length // 64)
+    ranges = collections.defaultdict(list)
+    for _, _, item, begin, end, _ in p["work"]:
+        ranges[item].append((begin, end))
+    assert set(ranges) == set(range(p["blocks"] * heads))
+    for pieces in ranges.values():
+        pieces.sort()
+        assert pieces[0][0] == 0 and pieces[-1][1] == p["inter_tiles"]
+        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert p["flags"] == 0 and set(p["adds"]) <= {-1}, "the clusters have no room to add parts"
+
+
+def test_fp8_three_row_tiles_make_one_wave_of_the_flagships_shortest_sequence():
+    p = plan.plan_forward_fp8(1, 1536, 16, 128, 22, 384)
+    assert p["consumers"] == 3 and p["row_ctas"] == 2 and p["partials"] == 0 and len(p["work"]) == 64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_last(shape, device):
     p = plan.plan_forward(*shape, clusters=device)
     whole = p["waves"] * p["clusters"]  # items in waves
@@ -173,7 +197,7 @@ def test_few_tokens_need_no_second_kernel(length, slices):
 
 
 def test_budgets():
-    for policy in plan.forward_policies():
+    for policy in plan.forward_policies() + plan.forward_fp8_policies():
         assert policy["shared_memory"] <= 227 * 1024
         warpgroups = policy["consumers"] + 1
         assert policy["producer_registers"] + policy["consumers"] * policy["consumer_registers"] == warpgroups * policy["launch_registers"]
