@@ -15,8 +15,8 @@ Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &
 // The same with r = sigmoid(q W) / (sum_e sigmoid(q W) + eps), computed in the kernel; w [H, d_h, E].
 Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps, bool deterministic);
 
-// The forward on packed weights in e4m3: k8, u8 [H, E, d_e, d_h] and v8 [H, E, d_h, d_e], their columns in the kernel's order;
-// scales [3, H, E] of k8, u8 and v8, k8's the same for all sub-networks of a head. r [..., H, E], or w [H, d_h, E] and eps, or neither.
+// The forward on packed weights in e4m3: k8, u8 [H_kv, E, d_e, d_h] and v8 [H_kv, E, d_h, d_e], their columns in the kernel's order;
+// scales [3, H_kv, E] of k8, u8 and v8, k8's the same for all sub-networks of a head. r [..., H, E], or w [H, d_h, E] and eps, or neither.
 Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales,
                    const std::optional<Tensor> &r, const std::optional<Tensor> &w, double eps);
 

@@ -62,8 +62,8 @@ template <int d_h, typename T> struct Fp8Gate {
         if (first >= p.subnets) return {1.f, 1.f};
         const float2 before = {tile.scale[row], tile.scale[row + 8]};
         __syncwarp();
-        const int64_t at = static_cast<int64_t>(item.head) * p.subnets + first + lane, plane = static_cast<int64_t>(p.heads) * p.subnets;
-        uv = lane < chunk && first + lane < p.subnets ? __ldg(p.scales + plane + at) * __ldg(p.scales + 2 * plane + at) : 0.f;
+        const int at = item.head / p.bundles * p.subnets + first + lane;
+        uv = lane < chunk && first + lane < p.subnets ? __ldg(p.u_scales + at) * __ldg(p.v_scales + at) : 0.f;
         load(item, first, warpgroup, tile);
         const float2 norm = magnitude(tile, 0, min(chunk, p.subnets - first), {1.f / before.x, 1.f / before.y});
         const float2 factor = {1.f / (before.x * norm.x), 1.f / (before.y * norm.y)};

@@ -9,20 +9,21 @@ namespace {
 constexpr int chunk_inter = 32, gate_columns = ForwardFp8Policy<128>::gate_chunk;
 
 CUtensorMap ku_map(const char *what, const Shape &s, const void *x, int panel) {
-    return tensor_map(
-        what, x, MapType::fp8,
-        {{s.head_dim, 1, panel}, {s.subnet_dim, s.head_dim, chunk_inter}, {int64_t{s.heads} * s.subnets, s.subnet_dim * s.head_dim, 1}},
-        panel);
+    return tensor_map(what, x, MapType::fp8,
+                      {{s.head_dim, 1, panel},
+                       {s.subnet_dim, s.head_dim, chunk_inter},
+                       {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * s.head_dim, 1}},
+                      panel);
 }
 
 // Of W of a head.
 int64_t router_bytes(const ForwardFp8Problem &problem) {
     return int64_t{problem.shape.head_dim} * problem.shape.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
 }
-// W of a head, where there is room, a bulk copy can read it, and the gate fits a tile.
+// W of a head, where there is room, a bulk copy can read it, all rows of a CTA are of one head, and the gate fits a tile.
 bool router_in_shared_memory(const ForwardFp8Problem &problem, const ForwardPlan &plan) {
-    return has_router(problem.gate) && router_bytes(problem) <= plan.pieces && problem.shape.subnets <= gate_columns &&
-           reinterpret_cast<uintptr_t>(problem.w) % tma_alignment == 0;
+    return has_router(problem.gate) && of_one_head(problem, plan) && router_bytes(problem) <= plan.pieces &&
+           problem.shape.subnets <= gate_columns && reinterpret_cast<uintptr_t>(problem.w) % tma_alignment == 0;
 }
 
 }  // namespace
@@ -44,16 +45,19 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
     launch.q = token_map("q", problem.bf16, s, problem.q);
     launch.k = ku_map("k8", s, problem.k, panel);
     launch.u = ku_map("u8", s, problem.u, panel);
-    launch.v = tensor_map(
-        "v8", problem.v, MapType::fp8,
-        {{s.subnet_dim, 1, tile_inter}, {d_h, s.subnet_dim, d_h / plan.row_ctas}, {int64_t{s.heads} * s.subnets, s.subnet_dim * d_h, 1}},
-        tile_inter);
+    launch.v = tensor_map("v8", problem.v, MapType::fp8,
+                          {{s.subnet_dim, 1, tile_inter},
+                           {d_h, s.subnet_dim, d_h / plan.row_ctas},
+                           {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}},
+                          tile_inter);
     launch.out = token_map("the output", problem.bf16, s, out);
 
     ForwardFp8Params &p = launch.params;
     static_cast<ForwardParams &>(p) = forward_params(problem, plan, workspace);
-    p.heads = s.heads;
-    p.scales = problem.scales;
+    const int64_t plane = int64_t{s.weight_heads()} * s.subnets;
+    p.k_scales = problem.scales;
+    p.u_scales = p.k_scales + plane;
+    p.v_scales = p.u_scales + plane;
     if (router_in_shared_memory(problem, plan)) p.router_bytes = static_cast<int>(router_bytes(problem));
     else if (has_router(problem.gate)) p.gate_rows = workspace + plan.workspace();
     launch.shared_memory = plan.shared_memory + (p.router_bytes ? plan.pieces : 0);
@@ -61,7 +65,7 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
     // TMA reads from multiples of four columns on: all sub-networks fit a tile wherever it begins.
     const int furthest = s.subnets % 4 == 0 ? 0 : s.subnets % 2 == 0 ? 2 : 3;
     p.gate_tiles = s.subnets + furthest <= gate_columns && gate_by_tma(problem);
-    if (p.gate_tiles) launch.r = gate_map(problem, gate_columns);
+    if (p.gate_tiles) launch.r = gate_map(problem, plan, gate_columns);
     return launch;
 }
 

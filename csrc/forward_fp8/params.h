@@ -6,9 +6,9 @@
 namespace flashmhf {
 
 struct ForwardFp8Params : ForwardParams {
-    int heads;
-    float *gate_rows;     // [CTAs][consumers][64][E], where the gate is computed and W or the gate does not fit shared memory
-    const float *scales;  // [3, H, E]: what a unit of k8, u8 and v8 stands for; k's is the same for all sub-networks of a head
+    float *gate_rows;  // [CTAs][consumers][64][E], where the gate is computed and W or the gate does not fit shared memory
+    // [weight heads, E]: what a unit of k8, u8 and v8 stands for; k's is the same for all sub-networks of a head.
+    const float *k_scales, *u_scales, *v_scales;
 };
 
 // Quantisation of Q and A: |q8| <= query_limit, so that with rows of k8 and u8 of norm 180 at most no fp16 sum of [M|N] overflows; the

@@ -31,7 +31,7 @@ ForwardFootprint footprint_of(int head_dim) {
 }  // namespace
 
 ForwardPlan plan_forward_fp8(const Shape &shape, const Device &device, const ForwardCostModel &cost) {
-    return plan_forward(shape, device, footprint_of(shape.head_dim), cost);
+    return plan_forward(shape, device, footprint_of(shape.head_dim), false, cost);
 }
 
 }  // namespace flashmhf

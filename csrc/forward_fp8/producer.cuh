@@ -83,11 +83,10 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T> &shared, 
         return true;
     };
     auto load_scales = [&](const Item &item, Fp8Scales<d_h> &scales) {
-        const int64_t plane = static_cast<int64_t>(p.heads) * p.subnets;
-        const int e = item.subnet - item.gate_column + lane;
-        const float *at = p.scales + static_cast<int64_t>(item.head) * p.subnets + e;
-        if (lane < P::gate_chunk) scales.uv[lane] = e >= 0 && e < p.subnets ? __ldg(at + plane) * __ldg(at + 2 * plane) : 0.f;
-        if (lane == P::gate_chunk) scales.k = __ldg(p.scales + static_cast<int64_t>(item.head) * p.subnets);
+        const int e = item.subnet - item.gate_column + lane, at = item.head / p.bundles * p.subnets;
+        if (lane < P::gate_chunk)
+            scales.uv[lane] = e >= 0 && e < p.subnets ? __ldg(p.u_scales + (at + e)) * __ldg(p.v_scales + (at + e)) : 0.f;
+        if (lane == P::gate_chunk) scales.k = __ldg(p.k_scales + at);
     };
     // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
     auto take_over = [&](int index) {

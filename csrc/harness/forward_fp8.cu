@@ -1,6 +1,7 @@
 // Launches the FP8 forward kernel on one shape without Python or PyTorch: checks it against plain fp64 kernels and times it.
 //
-//   forward_fp8_harness [name=value ...]   T=4096 H=16 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 signs=random|one launches=20
+//   forward_fp8_harness [name=value ...]   T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 signs=random|one
+//   launches=20
 //                                          check=1 repeat=0
 //   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)
 //
@@ -49,7 +50,7 @@ __global__ void scale_of_head(float *scale, Shape s) {  // the largest of a head
 // Where column c lies in its block of 16.
 __device__ int64_t place(int64_t c) { return c / 16 * 16 + c % 8 / 2 * 4 + c % 16 / 8 * 2 + c % 2; }
 template <typename T> __global__ void quantise(__nv_fp8_storage_t *out, const T *x, const float *scale, Shape s, bool transposed) {
-    const int64_t all = s.heads * s.subnets * s.subnet_dim * s.head_dim;
+    const int64_t all = s.weight_heads() * s.subnets * s.subnet_dim * s.head_dim;
     for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < all; i += int64_t{gridDim.x} * blockDim.x) {
         const int64_t d = i % s.head_dim, j = i / s.head_dim % s.subnet_dim, subnet = i / s.head_dim / s.subnet_dim;
         const int64_t at = transposed ? d * s.subnet_dim + place(j) : j * s.head_dim + place(d);
@@ -70,7 +71,7 @@ __global__ void reference(double *out, const T *q, const T *k, const T *u, const
     for (int i = threadIdx.x; i < d; i += blockDim.x) acc[i] = 0;
     __syncthreads();
     for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
-        const int64_t at = (head * s.subnets * s.subnet_dim + j) * d;
+        const int64_t at = (head / s.group * s.subnets * s.subnet_dim + j) * d;
         double m = 0, n = 0;
         for (int i = 0; i < d; ++i) {
             const double x = float(q[row * d + i]);
@@ -89,7 +90,7 @@ template <typename T>
 __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_storage_t *k, const __nv_fp8_storage_t *u,
                                     const __nv_fp8_storage_t *v, const float *scales, const double *gate, Shape s, int64_t stride) {
     extern __shared__ double acc[];
-    const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = s.heads * s.subnets;
+    const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = s.weight_heads() * s.subnets;
     const int d = s.head_dim;
     double *q8 = acc + d;
     double largest = 1e-18, squares = 0;
@@ -103,7 +104,7 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
     __syncthreads();
     const double gain = flashmhf::activation_gain / squares;
     for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
-        const int64_t e = j / s.subnet_dim, of_e = head * s.subnets + e, at = of_e * s.subnet_dim * d;
+        const int64_t e = j / s.subnet_dim, of_e = head / s.group * s.subnets + e, at = of_e * s.subnet_dim * d;
         double m = 0, n = 0;
         for (int i = 0; i < d; ++i) {
             const int64_t x = at + j % s.subnet_dim * d + place(i);
@@ -123,7 +124,8 @@ template <typename T> int run(const Arguments &options) {
     const Shape s = shape_of(options);
     const flashmhf::Gate gate = gate_of(options);
     const bool one_sign = options.choice("signs", {"random", "one"}) == "one";
-    const int64_t rows = s.length * s.heads, weights = s.heads * s.subnets * s.subnet_dim * s.head_dim, subnets = s.heads * s.subnets;
+    const int64_t rows = s.length * s.heads, weights = s.weight_heads() * s.subnets * s.subnet_dim * s.head_dim,
+                  subnets = s.weight_heads() * s.subnets;
     const float scale = 1.f / std::sqrt(float(s.head_dim));
     const auto q = Buffer<T>::random(rows * s.head_dim, 1.f, 1), k = Buffer<T>::random(weights, scale, 2),
                u = Buffer<T>::random(weights, scale, one_sign ? 2 : 3),
@@ -135,7 +137,7 @@ template <typename T> int run(const Arguments &options) {
     const Buffer<T> out(rows * s.head_dim);
     const Buffer<__nv_fp8_storage_t> k8(weights), u8(weights), v8(weights);
     scale_of<T><<<subnets, 128>>>(scales, k, s, true);
-    scale_of_head<<<1, s.heads>>>(scales, s);
+    scale_of_head<<<1, s.weight_heads()>>>(scales, s);
     scale_of<T><<<subnets, 128>>>(scales + subnets, u, s, true);
     scale_of<T><<<subnets, 128>>>(scales + 2 * subnets, v, s, false);
     quantise<T><<<1024, 256>>>(k8, k, scales, s, false);
@@ -209,6 +211,7 @@ int main(int argc, char **argv) {
         const Arguments options(argc, argv,
                                 {{"T", "4096"},
                                  {"H", "16"},
+                                 {"group", "1"},
                                  {"d_h", "128"},
                                  {"E", "22"},
                                  {"d_e", "384"},
