@@ -51,7 +51,13 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     pathlib.Path(config.getoption("--record")).write_text(json.dumps(record, indent=1) + "\n")
 
 
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # pytest-xdist takes the files in the order below, not by their number of tests
+
+
 def pytest_collection_modifyitems(items):
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # a long file that begins last keeps one process waiting for the other
     reason = None if torch.cuda.is_available() else "no CUDA device"
     for item in items:
         if reason and item.get_closest_marker("gpu"):

@@ -29,6 +29,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
     if reason := tiny_lm.why_not():
         pytest.skip(reason)

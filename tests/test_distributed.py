@@ -31,17 +31,20 @@ def test_modules_by_heads():
     run("module_cases,main_grad,local_heads", 2)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_train_as_one_process():
     pytest.importorskip("transformers")
     run("compiled_blocks", 2)
 
 
+@pytest.mark.slow
 def test_training_steps_equal_one_process():
     """Tensor parallelism, FSDP2, and both: losses, clipped gradients and weights after AdamW."""
     pytest.importorskip("transformers")
     run("training", 4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_processes_loads_on_two_and_one(tmp_path):
     pytest.importorskip("transformers")
     run("save_checkpoint", 4, tmp_path)

@@ -127,6 +127,7 @@ def test_packages_to_text_to_tokens(tmp_path, monkeypatch):
     assert (ids == 0).sum() == sum(corpus.is_validation(record["name"]) for record in records)
 
 
+@pytest.mark.slow
 def test_a_queue_is_trained_resumed_and_reported(queue, tokens, tmp_path, capsys):
     out, together, collected = tmp_path / "runs", tmp_path / "all.jsonl", tmp_path / "collected"
     assert run_queue(queue, tokens, out, "--append", together, "--commit", "abc") == 0
@@ -159,6 +160,7 @@ def test_a_queue_is_trained_resumed_and_reported(queue, tokens, tmp_path, capsys
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_queue(queue, tokens, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
     assert run_queue(queue, tokens, tmp_path / "runs", "--append", tmp_path / "all.jsonl", "--workers", "2") == 0

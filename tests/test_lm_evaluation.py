@@ -245,6 +245,7 @@ def task(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_tasks_through_lm_eval(trained, task):
     """The harness's own log-likelihoods on our model, without a network."""
     model, tokenizer = trained
@@ -293,6 +294,7 @@ def test_train_command_and_resume(text, tmp_path, capsys):
     assert "5 steps, loss" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
     figures = tmp_path / "figures.json"
     arguments = ["--tasks", "tiny_choice", "--include-path", str(task), "--data", str(text), "--window", "64", "--json", str(figures)]

@@ -25,6 +25,7 @@ runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
 def test_under_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", __file__]
