@@ -101,6 +101,7 @@ examples:
   flashmhf train --output tuned --init-from run --data other/ --steps 1000 --learning-rate 1e-4
   flashmhf train --output second --preset swiglu-128m --tokens run --set report_to=wandb
   torchrun --nproc_per_node 8 -m flashmhf train --output run --preset flashmhf-1.3b --data corpus/ --compile
+  torchrun --nproc_per_node 8 -m flashmhf train --output run --preset flashmhf-1.3b --data corpus/ --compile --tp 2 --dp-shard 4
 
 exit status: 0; 2 for an error; 130 after SIGINT and 143 after SIGTERM, with the step finished and saved (a second signal ends at once).
 """
@@ -154,6 +155,8 @@ def _add_train(subparsers) -> None:
     machine = parser.add_argument_group("machine").add_argument
     machine("--precision", choices=("auto", "bf16", "fp32"), help="auto: bf16 autocast on GPUs")
     machine("--device", choices=("auto", "cpu", "cuda"), default=argparse.SUPPRESS, help="auto: a CUDA GPU where there is one")
+    machine("--tp", type=positive_integer, metavar="N", help="processes that share the heads of a sequence (1)")
+    machine("--dp-shard", type=positive_integer, metavar="N", help="processes that share the parameters: FSDP2 (1; with --tp all groups)")
     machine("--compile", action="store_true", default=None, help="torch.compile the model")
     machine("--checkpointing", action="store_true", default=None, help="recompute blocks in the backward pass")
     machine("--save-every", type=int, metavar="STEPS", help="steps between checkpoints (1000)")
@@ -173,10 +176,13 @@ def _train(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     given = {entry.name: getattr(args, entry.name) for entry in fields(training.Options) if getattr(args, entry.name, None) is not None}
     if args.resume:
-        extra = sorted(set(given) - {"output", "steps"})
+        changeable = {name: given.pop(name) for name in ("steps", "tp", "dp_shard") if name in given}
+        extra = sorted(set(given) - {"output"})
         if extra:
-            raise ValueError(f"--resume takes the run's own options but --steps; leave out: {', '.join(map(_flag, extra))}")
-        result = training.resume(args.output, steps=given.get("steps"))
+            raise ValueError(
+                f"--resume takes the run's own options but --steps, --tp and --dp-shard; leave out: {', '.join(map(_flag, extra))}"
+            )
+        result = training.resume(args.output, **changeable)
     else:
         for name in ("model", "arguments"):
             if name in given:

@@ -17,6 +17,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from .configuration import FFN_TYPES, FlashMHFConfig
 from .errors import OptionError
+from .layout import Layout, layout_of
 from .presets import SCALES, Preset, preset
 
 DEFAULT_PRESET = "flashmhf-128m"
@@ -86,6 +87,9 @@ class Options:
     optimizer: "adamw", or "muon": flashmhf.Muon for the blocks' matrices and AdamW for the rest.
     param_groups: the groups of flashmhf.param_groups (FlashMHF's in_proj and out_proj learn at 0.3 of the learning rate: ours, not the
         paper's), or one learning rate for all.
+    tp: processes that share the heads of one sequence (tensor parallelism), neighbours in rank.
+    dp_shard: processes that share the parameters, their gradients and the optimizer's state (FSDP2); what is left of the processes are
+        replicas. None for both: one replica a process, or what ``accelerate launch`` was told.
     model, arguments: further FlashMHFConfig and TrainingArguments settings.
     """
 
@@ -123,6 +127,8 @@ class Options:
     device: str = "auto"
     compile: bool = False
     checkpointing: bool = False
+    tp: int | None = None
+    dp_shard: int | None = None
     model: dict[str, object] = field(default_factory=dict)
     arguments: dict[str, object] = field(default_factory=dict)
 
@@ -174,7 +180,7 @@ class Options:
     def _check(self) -> None:
         if sum(map(bool, (self.data, self.dataset, self.tokens))) != 1:
             raise OptionError("give one of {data}, {dataset} and {tokens}")
-        for name in ("length", "batch", "micro_batch", "steps", "eval_every", "save_every", "log_every", "vocab_size"):
+        for name in ("length", "batch", "micro_batch", "steps", "eval_every", "save_every", "log_every", "vocab_size", "tp", "dp_shard"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{{{name}}} is {{value}}; it must be at least 1", value=value)
@@ -236,6 +242,10 @@ class Options:
                     "{arguments} sets {name} to {value!r}; it must be {kind}", name=name, value=self.arguments[name], kind=kind
                 )
 
+    def layout(self, processes: int) -> Layout:
+        """How the run lies over ``processes``. Raises OptionError where :attr:`tp` and :attr:`dp_shard` do not divide them."""
+        return layout_of(self.tp, self.dp_shard, processes)
+
     def micro_batch_for(self, processes: int) -> int:
         """Sequences at once on a device: the largest divisor of batch / processes up to :attr:`micro_batch`.
 
@@ -255,9 +265,12 @@ class Options:
 
     def accumulation(self, processes: int) -> str:
         """How a step is made up, for people."""
-        size = self.micro_batch_for(processes)
-        turns = self.batch // (size * processes)
-        devices = "1 device" if processes == 1 else f"each of {processes} devices"
+        layout = self.layout(processes)
+        size = self.micro_batch_for(layout.data_processes)
+        turns = self.batch // (size * layout.data_processes)
+        devices = "1 device" if processes == 1 else f"each of {layout.data_processes} devices"
+        if layout.tp > 1:
+            devices = f"each of {layout.data_processes} groups of {layout.tp} devices"
         accumulated = f", {turns} times" if turns > 1 else ""
         tokens = f"{self.batch:,} sequences of {self.length:,} tokens = {self.batch * self.length:,} tokens"
         return f"a step: {tokens}; {size} sequences at once on {devices}{accumulated}"
@@ -323,8 +336,12 @@ def training_arguments(options: Options) -> TrainingArguments:
             raise OptionError("{arguments}: {error}", error=" ".join(str(error).split())) from error
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
-    arguments.per_device_train_batch_size = options.micro_batch_for(arguments.world_size)
-    arguments.gradient_accumulation_steps = options.batch // (arguments.per_device_train_batch_size * arguments.world_size)
+    layout = options.layout(arguments.world_size)
+    arguments.per_device_train_batch_size = options.micro_batch_for(layout.data_processes)
+    arguments.gradient_accumulation_steps = options.batch // (arguments.per_device_train_batch_size * layout.data_processes)
+    if layout.sharded:
+        arguments.torch_compile = False  # Layout.shard compiles the blocks: collectives between them are no part of a graph
+        arguments.torch_compile_backend = arguments.torch_compile_mode = None
     return arguments
 
 

@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..nn import Muon, param_groups
@@ -23,6 +25,7 @@ from ..nn.optim import PROJECTION_RATE
 from . import checkpoints
 from .callbacks import EvaluationStopped, StopCallback
 from .errors import OptionError
+from .layout import Layout, forget_accelerate_fsdp, load_mapped, placed_like, whole
 from .stopping import Stopped
 
 
@@ -34,10 +37,25 @@ class RunTrainer(Trainer):
     stop: the callback that ends training on a signal.
     grouped: whether parameters are grouped by flashmhf.param_groups, or decayed and undecayed by transformers.
     muon: whether flashmhf.Muon trains the matrices; grouped by flashmhf.param_groups, at one rate where not ``grouped``.
+    layout: how the run lies over the processes.
+    compile_blocks: whether a sharded model's blocks are compiled.
     """
 
-    def __init__(self, *, keep: int, checkpoint: Path | None, stop: StopCallback, grouped: bool, muon: bool = False, **kwargs):
+    def __init__(
+        self,
+        *,
+        keep: int,
+        checkpoint: Path | None,
+        stop: StopCallback,
+        grouped: bool,
+        layout: Layout,
+        muon: bool = False,
+        compile_blocks: bool = False,
+        **kwargs,
+    ):
+        self.layout, self.compile_blocks = layout, compile_blocks
         super().__init__(**kwargs)
+        self.data_index = layout.data_index(self.args.process_index)
         self.keep, self.checkpoint, self.stop, self.grouped, self.muon = keep, checkpoint, stop, grouped, muon
         self.add_callback(stop)
         self.add_callback(_Restore(self))
@@ -60,6 +78,42 @@ class RunTrainer(Trainer):
             groups = param_groups(model, self.args.learning_rate, self.args.weight_decay)
             self.optimizer_cls_and_kwargs = optimizer, {**settings, "params": groups}  # the Trainer takes "params" from there
         return super().create_optimizer(model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's. A sharded model gets accelerate's autocast but neither its DDP nor its FSDP."""
+        if self.layout.sharded:
+            forget_accelerate_fsdp()
+        super().create_accelerator_and_postprocess()
+        if self.layout.sharded:
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def _prepare_for_training(self, *args, **kwargs):
+        """As the Trainer's, which has loaded the checkpoint's weights into the whole model before and makes the optimizer after."""
+        if self.layout.sharded:
+            self.layout.shard(self.model, self.args.device.type, self.compile_blocks)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.layout.sharded:
+            return super().save_model(output_dir, _internal_call)
+        state = whole(self.model.state_dict(), self.args.should_save)
+        if self.args.should_save:
+            self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.layout.sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        state = whole(self.optimizer.state_dict(), self.args.should_save)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.layout.sharded or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.optimizer.load_state_dict(placed_like(parameters, load_mapped(os.path.join(checkpoint, OPTIMIZER_NAME))))
+        self.lr_scheduler.load_state_dict(load_mapped(os.path.join(checkpoint, SCHEDULER_NAME)))
 
     def restore(self) -> None:
         """Puts back what the Trainer's own files leave out, and the learning rate where the schedule has changed."""
@@ -110,18 +164,33 @@ class RunTrainer(Trainer):
             return {f"{metric_key_prefix}_loss": math.nan}
 
     def get_train_dataloader(self) -> DataLoader:
-        loader = super().get_train_dataloader()
+        """As the Trainer's; under tensor parallelism the processes that share the heads of a sequence get the same batches."""
+        loader = super().get_train_dataloader() if self.layout.tp == 1 else self._shared_dataloader()
         base = getattr(loader, "base_dataloader", loader)  # accelerate's loaders wrap the one that starts the workers
         base.worker_init_fn = partial(_keep_worker, base.worker_init_fn)
         return loader
 
+    def _shared_dataloader(self) -> DataLoader:
+        args = self.args
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=args.per_device_train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+        )
+        return prepare_data_loader(
+            loader, args.device, num_processes=self.layout.data_processes, process_index=self.data_index, put_on_device=True
+        )
+
     def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
-        """Every world_size-th batch, as many on every process: the last one is repeated where there are no more."""
+        """Of n processes that see different sequences every n-th batch each: the last one is repeated where there are no more."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         size, args = self.args.per_device_eval_batch_size, self.args
         batches = [list(range(start, min(start + size, len(dataset)))) for start in range(0, len(dataset), size)]
-        count = math.ceil(len(batches) / args.world_size)
-        own = [batches[min(turn * args.world_size + args.process_index, len(batches) - 1)] for turn in range(count)]
+        processes = self.layout.data_processes
+        count = math.ceil(len(batches) / processes)
+        own = [batches[min(turn * processes + self.data_index, len(batches) - 1)] for turn in range(count)]
         return DataLoader(
             dataset,
             batch_sampler=own,
@@ -140,9 +209,11 @@ class RunTrainer(Trainer):
         model.eval()
         sums = torch.zeros(math.ceil(samples / args.per_device_eval_batch_size), dtype=torch.float64, device=args.device)
         for turn, inputs in enumerate(dataloader):
-            loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
-            batch = turn * args.world_size + args.process_index
-            if batch < len(sums):
+            # The Trainer's prediction_step divides by the tokens of all processes' batches, of which some may be shorter.
+            with torch.no_grad():
+                loss = model(**self._prepare_inputs(inputs)).loss
+            batch = turn * self.layout.data_processes + self.data_index
+            if batch < len(sums) and args.process_index % self.layout.tp == 0:
                 sums[batch] = loss.double() * len(inputs["input_ids"])
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
         if torch.distributed.is_initialized():

@@ -103,17 +103,29 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
             raise
 
 
-def resume(output: str | Path, *, steps: int | None = None, bar: bool = True, callbacks: Iterable = ()) -> Result:
+def resume(
+    output: str | Path,
+    *,
+    steps: int | None = None,
+    tp: int | None = None,
+    dp_shard: int | None = None,
+    bar: bool = True,
+    callbacks: Iterable = (),
+) -> Result:
     """Continues a run from its last complete checkpoint, with the options it was started with and the batches it would have seen.
 
     ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes at once, and
-    run.json records it. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
+    run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of processes: checkpoints hold whole
+    tensors. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
     FileNotFoundError where there is no run, OptionError for ``steps`` that are done already, TrainingError when no checkpoint loads.
     """
     output = Path(output)
     options, changes = _read_run(output)
     chosen, options = options.resolve()
     before, options.steps = options.steps, options.steps if steps is None else steps
+    stored = {"tp": options.tp, "dp_shard": options.dp_shard}
+    if (tp, dp_shard) != (None, None):
+        options.tp, options.dp_shard = tp, dp_shard
     arguments = training_arguments(options)
     with StopSignals() as signals:
         with arguments.main_process_first(local=False, desc="looking for checkpoints"):
@@ -128,7 +140,7 @@ def resume(output: str | Path, *, steps: int | None = None, bar: bool = True, ca
             metrics.keep_rows(output, done)
             if options.steps != before:
                 changes.append(_change_of_steps(arguments, done, before, options.steps))
-                _write_json(output / RUN, asdict(options) | {CHANGES: changes})
+                _write_json(output / RUN, asdict(options) | stored | {CHANGES: changes})
         return _Run(chosen, options, arguments, bar and first_process(), callbacks).train(signals, checkpoint, None)
 
 
@@ -304,6 +316,8 @@ class _Run:
             self.bar,
         )
         trainer = RunTrainer(
+            layout=options.layout(arguments.world_size),
+            compile_blocks=options.compile,
             keep=options.keep,
             grouped=options.param_groups,
             muon=options.optimizer == "muon",
