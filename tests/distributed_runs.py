@@ -21,7 +21,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
 
 import flashmhf  # noqa: E402
@@ -178,6 +178,26 @@ def module_cases() -> None:
     raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
     raises(ValueError, ("H = 1 heads of K, U and V",), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh))
     raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
+
+
+def mixed_precision() -> None:
+    """FSDP2 hands out 16-bit weights whose DTensor says float32: by heads, eager and compiled, as without FSDP2."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for compiled in (False, True):
+        whole = network(q_norm=True).bfloat16()
+        sharded = parallelize(network(q_norm=True).float(), mesh["tp"])
+        if compiled:
+            sharded.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(sharded, mesh=mesh["dp"], mp_policy=policy)
+        out, expected = sharded(x), whole(x)
+        assert out.dtype == torch.bfloat16
+        equal(out, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+        out.square().sum().backward()
+        whole(x).square().sum().backward()
+        assert sharded.k.grad.dtype == torch.float32
+        equal(sharded.k.grad, whole.k.grad.float(), rtol=5e-2, atol=5e-2 * whole.k.grad.abs().max().item())
 
 
 def main_grad() -> None:
@@ -338,6 +358,7 @@ CASES = (
     rules_on_two_dimensions,
     uneven_tokens,
     module_cases,
+    mixed_precision,
     main_grad,
     local_heads,
     training,

@@ -151,12 +151,18 @@ def _way_of_accumulator(accumulator: Placement, q: Placement, token_ndim: int) -
 
 
 def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """What DTensor's dispatcher does, with ``needs`` as a tuple in the key of the decision: torch before 2.13 cannot hash a list there."""
+    """What DTensor's dispatcher does, with two corrections before the decision.
+
+    ``needs`` is a tuple in its key: torch before 2.13 cannot hash a list there. The operands' dtypes are those of their shards: FSDP2's
+    mixed precision hands out 16-bit shards of weights whose specification says float32, which the operators refuse beside a 16-bit q.
+    """
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     if "needs" in kwargs:
         info.schema.kwargs_schema["needs"] = tuple(kwargs["needs"])
-        info.schema._recompute_comparison_key()
+    specs = zip(info.schema.args_schema, info.local_args, strict=True)
+    info.schema.args_schema = tuple(_with_dtype_of(local, spec) if isinstance(spec, DTensorSpec) else spec for spec, local in specs)
+    info.schema._recompute_comparison_key()
     dispatcher.sharding_propagator.propagate(info)
     sharding = info.output_sharding
     if sharding.needs_redistribute:
@@ -165,12 +171,10 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return dispatcher.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
 
 
-def _hashes_lists(op: torch._ops.OpOverload, information: RuntimeSchemaInfo) -> bool:
-    try:
-        hash(OpSchema(op, (), {"needs": [True, True]}, information))
-    except TypeError:
-        return False
-    return True
+def _with_dtype_of(local: Tensor, spec: DTensorSpec) -> DTensorSpec:
+    if spec.tensor_meta.dtype == local.dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
 
 
 def register() -> None:
@@ -180,6 +184,5 @@ def register() -> None:
     for name in _OPERATORS:
         op = getattr(torch.ops.flashmhf, name).default
         register_op_strategy(op, information)(_strategy)
-        if "backward" in name and not _hashes_lists(op, information):
-            handlers[op] = _dispatch
+        handlers[op] = _dispatch
     handlers[torch.ops.flashmhf.backward_accumulate_.default] = _backward_accumulate
