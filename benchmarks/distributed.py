@@ -7,14 +7,18 @@ One process a device, all started here, NVLink multicast off. The parts, in the 
 
 module      the operator and the module by heads at the efficiency table's shape (T = 32,256) in bf16, against one GPU
 async       the compiled module under sequence parallelism, without and with PyTorch's asynchronous tensor parallelism
+collectives all-gather, reduce-scatter and all-reduce of bf16 tensors
 one         FlashMHF-1.3B on the first GPU and SwiGLU-1.3B on the second, at the same time
 <ffn> fsdp2, <ffn> tp2    the same trainings on both GPUs
 
-The trainings take the same batches of 8 sequences of 4096 tokens with AdamW, bf16 autocast over float32 weights and every block
-compiled: one GPU in two micro-batches of 4, FSDP2 in 4 a GPU, and tensor parallelism in two micro-batches of 4 on both.
+The trainings take the same batches of 8 sequences of 4096 tokens with AdamW and every block compiled: one GPU in two micro-batches of 4,
+FSDP2 in 4 a GPU, and tensor parallelism in two micro-batches of 4 on both. All are programs of fully_shard, on one GPU and under tensor
+parallelism over a mesh of size one, so that all have the same arithmetic: float32 weights, gathered as bf16 and kept until the backward
+pass, and float32 sums of the gradients. The learning rate warms up.
 Written: distributed_<device>.json with times, speed-ups, tokens/s (median of the steps after the compiling ones), MFU, peak memory,
-every loss, and the bars of the project's scaling goal with whether each is met. The record is written anew after every part: a part
-that fails or that --limit leaves out has its reason there, and the parts after a failed one run in new processes. Exit status 1 when
+every loss, the kernels' time of one further step by kind, and the bars of the project's scaling goal with whether each is met. The record
+is written anew after every part: a part that fails or that --limit leaves out has its reason there, and the parts after a failed one run
+in new processes. Exit status 1 when
 a part has no result or a bar is not met.
 """
 
@@ -40,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import flashmhf
@@ -49,9 +53,12 @@ from flashmhf.distributed import parallelize, shard_placement
 
 RANKS = 2
 WARM_UP = 3  # steps that hold the compilation
+PEAK_RATE, RATE_STEPS = 3e-4, 100  # the learning rate rises linearly to PEAK_RATE after so many steps
+ROWS, PASSES = 5, 10
+MIB = 2**20
 OURS, BASELINE = "flashmhf", "swiglu"
 ONE, FSDP, TP = "one", "fsdp2", "tp2"
-PARTS = ("module", "async", ONE, f"{OURS} {FSDP}", f"{BASELINE} {FSDP}", f"{OURS} {TP}", f"{BASELINE} {TP}")
+PARTS = ("module", "async", "collectives", ONE, f"{OURS} {FSDP}", f"{BASELINE} {FSDP}", f"{OURS} {TP}", f"{BASELINE} {TP}")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=3)  # the longest wait is for the other process to compile and to train alone
 # A program that uses NVLink multicast can put the GPUs of a host that others share out of service.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -99,19 +106,24 @@ class Job:
             print(text, flush=True)
 
     def seconds(self, call: Callable[[], object], together: bool) -> float:
-        """The median of ten timed passes after three; the slower process's where both take part, else that of the first alone."""
+        """A pass's time, the median of five rows of ten passes; the slower process's where both take part, else that of the first alone.
+
+        The passes of a row follow each other without waiting for the device, as the layers of a model do.
+        """
         samples = []
         if together or self.rank == 0:
             for _ in range(3):
                 call()
-            for _ in range(10):
+            for _ in range(ROWS):
                 self.synchronize()
                 if together:
                     dist.barrier()
+                    self.synchronize()
                 start = time.perf_counter()
-                call()
+                for _ in range(PASSES):
+                    call()
                 self.synchronize()
-                samples.append(time.perf_counter() - start)
+                samples.append((time.perf_counter() - start) / PASSES)
         slowest = torch.tensor(statistics.median(samples) if samples else 0.0, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
@@ -256,30 +268,38 @@ def train(job: Job, kind: str, mode: str) -> dict[str, object]:
     model = language_model(job, kind)
     flops = training_flops_per_token(model, length)
     parameters = sum(p.numel() for p in model.parameters())
+    size = {ONE: (RANKS, 1, 1), FSDP: (1, RANKS, 1), TP: (1, 1, RANKS)}[mode]
+    mesh = init_device_mesh(job.device.type, size, mesh_dim_names=("program", "dp", "tp"))
     if mode == TP:
-        parallelize(model, job.mesh)
+        parallelize(model, mesh["tp"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings = {"mesh": mesh["dp"], "shard_placement_fn": shard_placement(mesh["dp"].size()), "mp_policy": policy}
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False)
-        if mode == FSDP:
-            fully_shard(layer, mesh=job.mesh, shard_placement_fn=shard_placement(RANKS))
-    if mode == FSDP:
-        fully_shard(model, mesh=job.mesh, shard_placement_fn=shard_placement(RANKS))
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-4, (0.9, 0.95), weight_decay=0.1, fused=True)
+        fully_shard(layer, **settings, reshard_after_forward=False)
+    fully_shard(model, **settings, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), PEAK_RATE, (0.9, 0.95), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / RATE_STEPS))
     losses, times = [], []
-    for batch in batches(model.config.vocab_size, sequences, length, steps):
-        batch = batch.to(job.device)
-        job.synchronize()
-        start = time.perf_counter()
+
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
         micro = [batch.chunk(RANKS)[job.rank]] if mode == FSDP else batch.chunk(2)
         total = torch.zeros((), device=job.device)
         for part in micro:
-            with torch.autocast(job.device.type, torch.bfloat16):
-                loss = model(input_ids=part, labels=part).loss / len(micro)
+            loss = model(input_ids=part, labels=part).loss / len(micro)
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad(set_to_none=True)
+        return total
+
+    for batch in batches(model.config.vocab_size, sequences, length, steps):
+        batch = batch.to(job.device)
+        job.synchronize()
+        start = time.perf_counter()
+        total = train_step(batch)
         job.synchronize()
         times.append(time.perf_counter() - start)
         if mode == FSDP:
@@ -296,6 +316,7 @@ def train(job: Job, kind: str, mode: str) -> dict[str, object]:
         "mfu": None if peak is None else speed * flops / (peak * gpus),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
         "first_step_s": times[0],
+        "kernels_ms": kernel_times(job, lambda: train_step(batch)),
         "losses": losses,
         "seconds": time.perf_counter() - started,
     }
@@ -303,6 +324,49 @@ def train(job: Job, kind: str, mode: str) -> dict[str, object]:
     if job.rank == 0 or mode == ONE:
         print(f"{kind} {mode}: {json.dumps(shown)} loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
     return result
+
+
+KINDS = {
+    "communication": ("nccl",),
+    "flashmhf": ("flashmhf",),
+    "attention": ("flash_fwd", "flash_bwd", "fmha", "cudnn"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
+}
+
+
+def kernel_times(job: Job, step: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of the device's kernels in one step by kind, and of the step. Kernels of several streams run at the same time."""
+    if job.device.type != "cuda":
+        return {}
+    start = time.perf_counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        job.synchronize()
+    times = dict.fromkeys((*KINDS, "other"), 0.0) | {"step, profiled": 1e3 * (time.perf_counter() - start)}
+    for event in profile.key_averages():
+        kind = next((kind for kind, names in KINDS.items() if any(name in event.key.lower() for name in names)), "other")
+        times[kind] += event.self_device_time_total / 1e3
+    return times
+
+
+def collectives(job: Job) -> list[dict[str, object]]:
+    """Times of the collectives, and bytes that each process sends over the time."""
+    rows = []
+    for mib in (1, 8, 32, 128):
+        whole = torch.zeros(mib * MIB // 2, dtype=torch.bfloat16, device=job.device)
+        part = whole.chunk(RANKS)[job.rank].clone()
+        calls = {
+            "all-gather": (lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part), 1),
+            "reduce-scatter": (lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole), 1),
+            "all-reduce": (lambda whole=whole: dist.all_reduce(whole), 2),
+        }
+        for name, (call, ways) in calls.items():
+            seconds = job.seconds(call, together=True)
+            sent = ways * mib * MIB * (RANKS - 1) / RANKS
+            rows.append({"collective": name, "mib": mib, "ms": 1e3 * seconds, "sent_gb_per_s": sent / seconds / 1e9})
+            job.log(json.dumps(rows[-1]))
+    return rows
 
 
 def one_each(job: Job) -> dict[str, dict[str, object]]:
@@ -314,7 +378,7 @@ def one_each(job: Job) -> dict[str, dict[str, object]]:
 
 
 def run_part(job: Job, part: str) -> object:
-    calls = {"module": speed_ups, "async": asynchronous, ONE: one_each}
+    calls = {"module": speed_ups, "async": asynchronous, "collectives": collectives, ONE: one_each}
     return calls[part](job) if part in calls else train(job, *part.split())
 
 
