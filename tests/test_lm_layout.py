@@ -66,6 +66,13 @@ def test_layouts_that_there_are_not(sizes, processes, message):
         layout_of(*sizes, processes, {})
 
 
+def test_sharded_runs_have_no_muon(tmp_path, monkeypatch):
+    _, resolved = options(tmp_path / "run", tmp_path, tp=2, optimizer="muon").resolve()
+    monkeypatch.setattr(type(resolved), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
+    with pytest.raises(OptionError, match="optimizer is 'muon'; a run with tp or dp_shard above 1 supports 'adamw'"):
+        training.training_arguments(resolved)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one")
