@@ -87,6 +87,22 @@ def check(name: str) -> None:
     assert torch.equal(generate(model, ids, 16, cache_implementation="static"), generate(model, ids, 16)), name
 
 
+def own_loop(models: dict) -> list[dict]:
+    """transformers' loop at batch 1; the best of two rounds."""
+    ids, best = prompt(1, CONTEXTS[0]), dict.fromkeys(models, float("inf"))
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        for key, model in models.items():
+            clock = _Clock()
+            generate(model, ids, streamer=clock)
+            best[key] = min(best[key], clock.seconds())
+    rows = [
+        {"batch": 1, "context": CONTEXTS[0], "subject": f"{key} transformers", "tokens_per_s": 1 / seconds} for key, seconds in best.items()
+    ]
+    print(*rows, sep="\n")
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
@@ -114,12 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.append({**row, "ms_per_token": 1e3 * seconds, "host_ms_per_token": 1e3 * host})
             rows[-2]["x_swiglu"] = statistics.median(ratios)
             print(*rows[-2:], sep="\n", flush=True)
-    ids = prompt(1, CONTEXTS[0])
-    for key, model in models.items():
-        clock = _Clock()
-        generate(model, ids, streamer=clock)
-        rows.append({"batch": 1, "context": CONTEXTS[0], "subject": f"{key} transformers", "tokens_per_s": 1 / clock.seconds()})
-        print(rows[-1])
+    rows += own_loop(models)
     parameters = {key: sum(p.numel() for p in model.parameters()) for key, model in models.items()}
     record = {**environment.describe(torch.device("cuda", 0)), "parameters": parameters, "new_tokens": NEW, "rows": rows}
     if options.out:

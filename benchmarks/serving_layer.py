@@ -21,7 +21,7 @@ from flashmhf.serving import FlashMHFShard
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 SIZES = (2048, 16, 22, 384)
-SETS, ROUNDS, HOST_ROUNDS = 4, 6, 10
+SETS, ROUNDS, HOST_ROUNDS = 4, 12, 10
 
 
 def subjects() -> dict[str, list[torch.nn.Module]]:

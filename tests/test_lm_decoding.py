@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import AutoModelForCausalLM, CompileConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from flashmhf.lm import FFN_TYPES, decoding
 from flashmhf.lm.presets import preset
@@ -113,6 +113,7 @@ def test_what_transformers_loop_keeps(decoded):
     model.generate(ids, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2)]), **settings)
     model.generate(ids, return_dict_in_generate=True, output_scores=True, **settings)
     model.generate(ids, max_time=100.0, **settings)
+    model.generate(ids, compile_config=CompileConfig(), **settings)
     assert not decoded
 
 
@@ -121,3 +122,17 @@ def test_not_finite():
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
         model.generate(prompt(), max_new_tokens=4, do_sample=True, cache_implementation="static")
+
+
+def test_norm_of_inference_rounds_no_worse():
+    model = tiny()
+    norm = model.model.norm
+    for dtype in (torch.float32, torch.bfloat16):
+        norm.to(dtype)
+        x = torch.randn(64, 64).to(dtype)
+        exact = x.double() * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
+        trained = norm(x)
+        with torch.no_grad():
+            inferred = norm(x)
+        assert (inferred.double() - exact).norm() <= 1.05 * (trained.double() - exact).norm()
+        assert inferred.dtype == dtype

@@ -1,7 +1,7 @@
 """Token by token with a static cache: one step is a CUDA graph, so the host queues one launch a token.
 
 ``model.generate(..., cache_implementation="static")`` of a :class:`flashmhf.lm.FlashMHFForCausalLM` comes here. transformers' own loop
-queues every kernel of every token from Python, or compiles the model first.
+queues every kernel of every token from Python, or compiles the model first; with a ``compile_config`` it still does.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def takes(
         and criteria.max_length is not None
         and not any(getattr(config, name) for name in _OUTPUTS)
         and config.prefill_chunk_size is None
+        and config.compile_config is None
         and settings.get("inputs_embeds") is None
         and model.config._attn_implementation in ("sdpa", "eager")
         and not getattr(model, "hf_device_map", None)

