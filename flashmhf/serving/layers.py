@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..nn.arguments import epsilon, positive
+from ..nn.arguments import activation as checked_activation
+from ..nn.arguments import divisor, epsilon, positive
 from ..nn.multihead import check_input
 from .operator import layer
 
@@ -92,12 +93,55 @@ class _HeadShard(nn.Module):
             parameter.weight_loader(parameter, whole[name])
 
 
-class FlashMHFShard(_HeadShard):
+class _OperatorShard(_HeadShard):
+    """A shard whose forward is the operator ``flashmhf::layer``; ``_operands`` gives k, u, v and the router."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        q_norm: bool,
+        q_norm_eps: float,
+        activation: str,
+        bias: bool,
+        backend: str,
+        rank: Rank,
+        device,
+        dtype,
+    ) -> None:
+        super().__init__(d_model, num_heads, bias, rank, device, dtype)
+        self.local_kv_heads = rank.of("num_kv_heads", divisor("num_kv_heads", num_kv_heads, "num_heads", self.num_heads))
+        self.q_norm_eps, self.activation, self.backend = epsilon("q_norm_eps", q_norm_eps), checked_activation(activation), backend
+        weight = self._weight(self.local_heads, self.head_dim, device=device, dtype=dtype) if q_norm else None
+        self.q_norm = None if weight is None else nn.ParameterDict({"weight": weight})
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model], equal on every rank."""
+        check_input(x, self.d_model)
+        y = layer(
+            x,
+            (self.in_proj.weight, self.in_proj.bias),
+            *self._operands(),
+            (self.out_proj.weight, self.out_bias),
+            q_norm=None if self.q_norm is None else self.q_norm["weight"],
+            q_norm_eps=self.q_norm_eps,
+            backend=self.backend,
+            activation=self.activation,
+        )
+        return self.reduce(y)
+
+
+class FlashMHFShard(_OperatorShard):
     """:class:`flashmhf.FlashMHF` with H / size heads, as one operator ``flashmhf::layer`` and one all-reduce.
 
     Args:
-        d_model, num_heads, num_subnets, subnet_dim, router_eps, q_norm, q_norm_eps, bias, backend: of the whole network.
-        rank: this process's; its size must divide num_heads.
+        d_model, num_heads, num_subnets, subnet_dim, num_kv_heads, router_eps, q_norm, q_norm_eps, activation, bias, backend: of the whole
+            network.
+        rank: this process's; its size must divide num_kv_heads.
 
     Every number of tokens takes the fused kernels, compiled or not, and captures in CUDA graphs. Raises ValueError for sizes that do not
     divide. ``load`` or the parameters' ``weight_loader`` fill it; it has no initialisation.
@@ -110,46 +154,29 @@ class FlashMHFShard(_HeadShard):
         num_subnets: int,
         subnet_dim: int,
         *,
+        num_kv_heads: int | None = None,
         router_eps: float = 1e-20,
         q_norm: bool = False,
         q_norm_eps: float = 1e-5,
+        activation: str = "silu",
         bias: bool = False,
         backend: str = "auto",
         rank: Rank = Rank(),  # noqa: B008  frozen
         device=None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_heads, bias, rank, device, dtype)
-        self.router_eps, self.q_norm_eps = epsilon("router_eps", router_eps), epsilon("q_norm_eps", q_norm_eps)
-        self.backend = backend
-        heads, subnets, width = self.local_heads, positive("num_subnets", num_subnets), positive("subnet_dim", subnet_dim)
+        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, bias, backend, rank, device, dtype)
+        self.router_eps = epsilon("router_eps", router_eps)
+        subnets, width = positive("num_subnets", num_subnets), positive("subnet_dim", subnet_dim)
         place = {"device": device, "dtype": dtype}
-        self.k, self.u, self.v = (self._weight(heads, subnets, width, self.head_dim, **place) for _ in range(3))
-        self.router = self._weight(heads, self.head_dim, subnets, **place)
-        self.q_norm = nn.ParameterDict({"weight": self._weight(heads, self.head_dim, **place)}) if q_norm else None
+        self.k, self.u, self.v = (self._weight(self.local_kv_heads, subnets, width, self.head_dim, **place) for _ in range(3))
+        self.router = self._weight(self.local_heads, self.head_dim, subnets, **place)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model], equal on every rank."""
-        check_input(x, self.d_model)
-        y = torch.ops.flashmhf.layer(
-            x,
-            self.in_proj.weight,
-            self.in_proj.bias,
-            self.k,
-            self.u,
-            self.v,
-            self.router,
-            self.router_eps,
-            self.out_proj.weight,
-            self.out_bias,
-            q_norm=None if self.q_norm is None else self.q_norm["weight"],
-            q_norm_eps=self.q_norm_eps,
-            backend=self.backend,
-        )
-        return self.reduce(y)
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
+        return self.k, self.u, self.v, self.router, self.router_eps
 
 
-class MHFFNShard(_HeadShard):
+class MHFFNShard(_OperatorShard):
     """:class:`flashmhf.MHFFN` with H / size heads, by the same operator without a gate. Arguments as there and in FlashMHFShard."""
 
     def __init__(
@@ -158,25 +185,23 @@ class MHFFNShard(_HeadShard):
         num_heads: int,
         intermediate_dim: int,
         *,
+        num_kv_heads: int | None = None,
+        q_norm: bool = False,
+        q_norm_eps: float = 1e-5,
+        activation: str = "silu",
         bias: bool = False,
         backend: str = "auto",
         rank: Rank = Rank(),  # noqa: B008  frozen
         device=None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_heads, bias, rank, device, dtype)
-        self.backend = "reference" if backend == "naive" else backend
-        width = positive("intermediate_dim", intermediate_dim)
-        self.k, self.u, self.v = (self._weight(self.local_heads, width, self.head_dim, device=device, dtype=dtype) for _ in range(3))
+        backend = "reference" if backend == "naive" else backend
+        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, bias, backend, rank, device, dtype)
+        shape = (self.local_kv_heads, positive("intermediate_dim", intermediate_dim), self.head_dim)
+        self.k, self.u, self.v = (self._weight(*shape, device=device, dtype=dtype) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model], equal on every rank."""
-        check_input(x, self.d_model)
-        k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
-        y = layer(
-            x, (self.in_proj.weight, self.in_proj.bias), k, u, v, None, 0.0, (self.out_proj.weight, self.out_bias), backend=self.backend
-        )
-        return self.reduce(y)
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
+        return self.k.unsqueeze(1), self.u.unsqueeze(1), self.v.unsqueeze(1), None, 0.0
 
 
 class ParametricKVShard(_HeadShard):

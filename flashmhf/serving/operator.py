@@ -7,6 +7,8 @@ number of tokens are the same kernels every time, so a CUDA graph captures them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,33 +20,45 @@ CHUNK_TOKENS = 16384  # more tokens than this take equal chunks of at most this 
 _library = torch.library.Library("flashmhf", "FRAGMENT")
 _library.define(
     "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor k, Tensor u, Tensor v, Tensor? w, float eps, Tensor out_w, Tensor? out_bias, *, "
-    'Tensor? q_norm=None, float q_norm_eps=0.0, str backend="auto") -> Tensor',
+    'Tensor? q_norm=None, float q_norm_eps=0.0, str backend="auto", str activation="silu") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _check(x: Tensor, in_w: Tensor, k: Tensor, out_w: Tensor) -> None:
     if k.dim() != 4:
-        raise ValueError(f"k has shape {list(k.shape)}; expected [H, E, d_e, d_h]")
-    inner = k.shape[0] * k.shape[3]
-    if in_w.dim() != 2 or in_w.shape[0] != inner:
-        raise ValueError(f"in_w has shape {list(in_w.shape)}; expected [H d_h, d_model] with H d_h = {inner} from k")
-    if out_w.dim() != 2 or out_w.shape[1] != inner:
-        raise ValueError(f"out_w has shape {list(out_w.shape)}; expected [d_model, H d_h] with H d_h = {inner} from k")
+        raise ValueError(f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h]")
+    shared = k.shape[0] * k.shape[3]
+    if in_w.dim() != 2 or not in_w.shape[0] or in_w.shape[0] % shared:
+        raise ValueError(f"in_w has shape {list(in_w.shape)}; expected [H d_h, d_model] with a multiple of H_kv d_h = {shared} from k")
+    if out_w.dim() != 2 or out_w.shape[1] != in_w.shape[0]:
+        raise ValueError(f"out_w has shape {list(out_w.shape)}; expected [d_model, H d_h] with H d_h = {in_w.shape[0]} from in_w")
     if x.dim() < 1 or x.shape[-1] != in_w.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_w.shape[1]} from in_w")
 
 
-def _mix(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor | None, eps: float, q_norm: Tensor | None, q_norm_eps: float, backend: str):
+@dataclass(frozen=True)
+class _Mix:
     """Q [T, H d_h] -> S [T, H d_h]."""
-    heads = q.view(len(q), k.shape[0], k.shape[3])
-    if q_norm is not None:
-        heads = reference.normalise_heads(heads, q_norm, q_norm_eps)
-    if w is None:
-        mixed = torch.ops.flashmhf.forward(heads, k, u, v, backend=backend)
-    else:
-        mixed = torch.ops.flashmhf.gated_forward(heads, k, u, v, w, eps, backend=backend)
-    return mixed.view(len(q), -1)
+
+    k: Tensor
+    u: Tensor
+    v: Tensor
+    w: Tensor | None
+    eps: float
+    q_norm: Tensor | None
+    q_norm_eps: float
+    settings: dict[str, str]  # backend and activation
+
+    def __call__(self, q: Tensor) -> Tensor:
+        heads = q.unflatten(-1, (-1, self.k.shape[3]))
+        if self.q_norm is not None:
+            heads = reference.normalise_heads(heads, self.q_norm, self.q_norm_eps)
+        if self.w is None:
+            mixed = torch.ops.flashmhf.forward(heads, self.k, self.u, self.v, **self.settings)
+        else:
+            mixed = torch.ops.flashmhf.gated_forward(heads, self.k, self.u, self.v, self.w, self.eps, **self.settings)
+        return mixed.flatten(-2)
 
 
 def _projects(module: Backend, rows: Tensor, in_proj: Projection, mixed_features: int, out_proj: Projection) -> bool:
@@ -54,27 +68,27 @@ def _projects(module: Backend, rows: Tensor, in_proj: Projection, mixed_features
     return module.refuse_projection(rows.new_empty((len(rows), mixed_features)), *out_proj) is None
 
 
-def _layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"):
+def _layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto", activation="silu"):
     _check(x, in_w, k, out_w)
     shape = (*x.shape[:-1], len(out_w))
     if not x.numel():
         return x.new_empty(shape)
-    module = backends.select(backend, x.device, x.dtype, k.shape[3], k.shape[2])
+    module = backends.select(backend, x.device, x.dtype, k.shape[3], k.shape[2], activation)
     if w is not None and q_norm is None:
         y = module.layer(x, (in_w, in_bias), k, u, v, w, eps, (out_w, out_bias))
         if y is not None:
             return y
-    rows, operands = x.reshape(-1, x.shape[-1]), (k, u, v, w, eps, q_norm, q_norm_eps, backend)
+    rows, mix = x.reshape(-1, x.shape[-1]), _Mix(k, u, v, w, eps, q_norm, q_norm_eps, {"backend": backend, "activation": activation})
     if _projects(module, rows, (in_w, in_bias), in_w.shape[0], (out_w, out_bias)):
-        mixed = _mix(module.project(rows, in_w, in_bias), *operands)
+        mixed = mix(module.project(rows, in_w, in_bias))
         # The kernel before this projection is the forward operator's, which starts after all older kernels: the weights are ready.
         return module.project(mixed, out_w, out_bias, weights_ready=True).view(shape)
     if len(rows) <= CHUNK_TOKENS:
-        return torch.nn.functional.linear(_mix(torch.nn.functional.linear(rows, in_w, in_bias), *operands), out_w, out_bias).view(shape)
+        return torch.nn.functional.linear(mix(torch.nn.functional.linear(rows, in_w, in_bias)), out_w, out_bias).view(shape)
     out = x.new_empty(shape)
     chunks = -(-len(rows) // CHUNK_TOKENS)
     for x_chunk, out_chunk in zip(rows.tensor_split(chunks), out.view(-1, len(out_w)).tensor_split(chunks), strict=True):
-        mixed = _mix(torch.nn.functional.linear(x_chunk, in_w, in_bias), *operands)
+        mixed = mix(torch.nn.functional.linear(x_chunk, in_w, in_bias))
         if out_bias is None:
             torch.mm(mixed, out_w.t(), out=out_chunk)
         else:
@@ -82,7 +96,8 @@ def _layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q
     return out
 
 
-def _fake_layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"):
+def _fake_layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto", activation="silu"):
+    checks.activation(activation)
     _check(x, in_w, k, out_w)
     return x.new_empty((*x.shape[:-1], out_w.shape[0]))
 
@@ -114,6 +129,7 @@ def layer(
     q_norm: Tensor | None = None,
     q_norm_eps: float = 0.0,
     backend: str = "auto",
+    activation: str = "silu",
 ) -> Tensor:
     """out_proj(S(in_proj(x))) at inference (paper, section 3.2), by one operator.
 
@@ -121,13 +137,14 @@ def layer(
         x: [..., d_model].
         in_proj, out_proj: weights [H d_h, d_model] and [d_model, H d_h] with a bias or None. H may be the heads of one rank: the result
             is then that rank's part of the sum over the ranks.
-        k, u, v: [H, E, d_e, d_h], contiguous, x's dtype.
+        k, u, v: [H_kv, E, d_e, d_h], contiguous, x's dtype; H_kv divides H.
         w: the router [H, d_h, E], or None for a network without gate (MH-FFN). eps: of the gate's normalisation.
         q_norm, q_norm_eps: weight [H, d_h] of the per-head RMS normalisation of Q, or None.
-        backend: as in :func:`flashmhf.flash_mhf`.
+        backend, activation: as in :func:`flashmhf.flash_mhf`.
 
     Returns [..., d_model] in x's dtype. Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf`, and
     NotImplementedError where a gradient is needed.
     """
     checks.tensors(x=x, k=k, u=u, v=v)
-    return torch.ops.flashmhf.layer(x, *in_proj, k, u, v, w, eps, *out_proj, q_norm=q_norm, q_norm_eps=q_norm_eps, backend=backend)
+    settings = {"q_norm": q_norm, "q_norm_eps": q_norm_eps, "backend": backend, "activation": activation}
+    return torch.ops.flashmhf.layer(x, *in_proj, k, u, v, w, eps, *out_proj, **settings)

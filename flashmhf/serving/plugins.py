@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import sys
+
 ARCHITECTURE = "FlashMHFForCausalLM"
 
 
@@ -24,8 +26,9 @@ def sglang() -> None:
 
 def into_transformers() -> None:
     """Makes the model class an attribute of transformers: its server and SGLang look classes up there, not in the auto classes."""
-    import transformers
+    import transformers as imported_before  # importing the model can replace the module; others may hold the module of before
 
     from .. import lm
 
-    setattr(transformers, ARCHITECTURE, getattr(lm, ARCHITECTURE))
+    for module in (imported_before, sys.modules["transformers"]):
+        setattr(module, ARCHITECTURE, getattr(lm, ARCHITECTURE))
