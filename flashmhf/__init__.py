@@ -1,6 +1,6 @@
 """Flash Multi-Head Feed-Forward Networks (arXiv 2512.06989) for PyTorch."""
 
-from . import distributed, flops, reference
+from . import distributed, flops, quantize, reference
 from .backends import info
 from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
 from .ops import flash_mhf
@@ -22,6 +22,7 @@ __all__ = [
     "gate",
     "info",
     "param_groups",
+    "quantize",
     "reference",
     "replace_ffn",
 ]

@@ -98,10 +98,15 @@ def _unreadable(x: Tensor) -> str | None:
 
 
 def _check_layout(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> None:
+    check_layout(q, r, k=k, u=u, v=v)
+
+
+def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
+    """Raises ValueError for a tensor that the kernels cannot read where it lies, by its name."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
         raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'")
-    for name, x in (("k", k), ("u", u), ("v", v)):
+    for name, x in weights.items():
         if x.data_ptr() % TMA_ALIGNMENT:
             raise ValueError(
                 f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"

@@ -1,0 +1,56 @@
+"""FP8 inference: K, U and V in e4m3, activations quantised as they come, no calibration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from . import eager, operators  # noqa: F401  (operators registers torch.ops.flashmhf.fp8_*)
+from .modules import Fp8FlashMHF, Fp8Linear, quantize_, to_fp8
+from .packing import LAYOUT, PackedWeights, check_packed, pack_fp8, unpack
+
+__all__ = [
+    "LAYOUT",
+    "Fp8FlashMHF",
+    "Fp8Linear",
+    "PackedWeights",
+    "count_saturated",
+    "forward",
+    "pack_fp8",
+    "quantize_",
+    "to_fp8",
+    "unpack",
+]
+
+
+def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """S [..., H, d_h] of q [..., H, d_h] and packed weights, in q's dtype, on every device; no gradients.
+
+    Args:
+        q: any leading dimensions; bf16 and fp16 on the hopper back end, any floating dtype on the eager one.
+        packed: of :func:`pack_fp8`; H is a multiple of its H_kv.
+        r: gate values [..., H, E], float32 or q's dtype; None for weights 1.
+        backend: "auto" (the first that supports device, dtype and shape) or a name of ``flashmhf.quantize.operators.BACKENDS``.
+
+    Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf` does, NotImplementedError also where an input
+    requires a gradient.
+    """
+    checks.tensors(q=q)
+    if not isinstance(packed, PackedWeights):
+        raise TypeError(f"packed must be a flashmhf.quantize.PackedWeights, got {type(packed).__name__}")
+    return torch.ops.flashmhf.fp8_forward(q, *packed.tensors, r, backend=backend)
+
+
+def count_saturated(q: Tensor, packed: PackedWeights) -> dict[str, tuple[int, int]]:
+    """{"k", "u", "v", "a": (elements at the limit of e4m3, all elements)} for q [..., H, d_h]: a slow check, in float32.
+
+    "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm.
+    """
+    checks.tensors(q=q)
+    check_packed(*packed.tensors)
+    counts = {}
+    for name, tensor in (("k", packed.k8), ("u", packed.u8), ("v", packed.v8)):
+        counts[name] = int((tensor.float().abs() >= 448).sum()), tensor.numel()
+    elements = q.numel() // q.shape[-1] * packed.k8.shape[1] * packed.k8.shape[2]
+    return counts | {"a": (eager.saturated(q, *packed.tensors), elements)}

@@ -1,0 +1,24 @@
+"""FP8 forward by the kernels of ``csrc/forward_fp8``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backends import hopper
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+    """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
+    return hopper.why_not(device, dtype, d_h=d_h, d_e=d_e)
+
+
+def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+    hopper.check_layout(q, r, k8=k8, u8=u8, v8=v8)
+    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, r, None, 0.0)
+
+
+def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
+    """The kernel computes the gate itself."""
+    hopper.check_layout(q, None, k8=k8, u8=u8, v8=v8)
+    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, None, w, eps)

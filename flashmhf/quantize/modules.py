@@ -1,0 +1,159 @@
+"""Networks with packed weights, for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.arguments import flag
+from ..nn.flashmhf import FlashMHF
+from ..nn.multihead import check_input
+from .packing import E4M3_MAX, LAYOUT, TINIEST_SCALE, PackedWeights, check_layout, pack_fp8, to_e4m3
+
+SCALED_MM_CAPABILITY = (8, 9)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> (e4m3 [..., K], scale [..., 1] float32): the largest value of a row becomes 448."""
+    scale = (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp_min(TINIEST_SCALE)
+    return to_e4m3(x.float() / scale), scale
+
+
+class Fp8Linear(nn.Module):
+    """x W^T + b with W in e4m3 and a scale for each row of W; x is quantised by rows as it comes.
+
+    The product is ``torch._scaled_mm`` where the device has e4m3 products (capability 8.9 and later) and the sizes are multiples of 16;
+    elsewhere the same values are multiplied in float32.
+
+    State: weight8 [N, K] e4m3, scale [N, 1] float32, bias [N] or None.
+    """
+
+    weight8: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight8", weight8)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(cls, linear: nn.Linear) -> Fp8Linear:
+        weight8, scale = quantise_rows(linear.weight)
+        return cls(weight8, scale, None if linear.bias is None else linear.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N] in x's dtype."""
+        rows = x.reshape(-1, x.shape[-1])
+        x8, x_scale = quantise_rows(rows)
+        if _has_scaled_mm(x.device) and not (self.weight8.shape[0] % 16 or self.weight8.shape[1] % 16):
+            out = torch._scaled_mm(x8, self.weight8.t(), scale_a=x_scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16)
+        else:
+            out = (x8.float() @ self.weight8.float().t()) * x_scale * self.scale.t()
+        if self.bias is not None:
+            out = out + self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight8.shape[1]}, out_features={self.weight8.shape[0]}, bias={self.bias is not None}"
+
+
+def _has_scaled_mm(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= SCALED_MM_CAPABILITY
+
+
+class Fp8FlashMHF(nn.Module):
+    """:class:`flashmhf.FlashMHF` for inference with K, U, V in e4m3; made by :func:`to_fp8`.
+
+    State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj, out_proj (:class:`Fp8Linear` or
+    linear layers), q_norm.weight where there is one.
+    """
+
+    k8: Tensor
+    u8: Tensor
+    v8: Tensor
+    scales: Tensor
+    layout: Tensor
+    router: Tensor
+
+    def __init__(self, network: FlashMHF, *, projections: bool = True) -> None:
+        super().__init__()
+        self.d_model, self.num_heads, self.head_dim = network.d_model, network.num_heads, network.head_dim
+        self.router_eps, self.backend = network.router_eps, "auto"
+        packed = pack_fp8(*(weight.detach() for weight in network._weights()))
+        for name, tensor in packed.state_dict().items():
+            self.register_buffer(name, tensor.to(packed.k8.device))
+        self.register_buffer("router", network.router.detach().clone())
+        convert = Fp8Linear.from_linear if flag("projections", projections) else (lambda linear: linear.requires_grad_(False))
+        self.in_proj, self.out_proj = convert(network.in_proj), convert(network.out_proj)
+        self.q_norm = None if network.q_norm is None else network.q_norm.requires_grad_(False)
+
+    @property
+    def packed(self) -> PackedWeights:
+        return PackedWeights(self.k8, self.u8, self.v8, self.scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        check_input(x, self.d_model)
+        q = self.in_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        mixed = torch.ops.flashmhf.fp8_gated_forward(q, *self.packed.tensors, self.router, self.router_eps, backend=self.backend)
+        return self.out_proj(mixed.flatten(-2))
+
+    def _apply(self, fn, recurse: bool = True) -> Fp8FlashMHF:
+        """``.to(dtype)`` changes the router and what is not quantised: e4m3 values and their scales keep their dtypes."""
+        kept = {name: getattr(self, name) for name in ("k8", "u8", "v8", "scales", "layout")}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            now = getattr(self, name)
+            if now.dtype != before.dtype:
+                setattr(self, name, before.to(now.device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(f"{prefix}layout")
+        if stored is not None and stored.device.type != "meta":
+            check_layout(stored)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        _, subnets, subnet_dim, _ = self.k8.shape
+        return f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={subnets}, subnet_dim={subnet_dim}, layout={LAYOUT}"
+
+
+def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
+    """``network`` with K, U and V in e4m3, and with ``projections`` W_in and W_out, too; an inference module with weights of its own.
+
+    Raises TypeError for anything but a FlashMHF and for weights of other dtypes than floating ones, ValueError for d_e or d_h that are no
+    multiples of 16 and for another activation than SiLU.
+    """
+    if not isinstance(network, FlashMHF):
+        raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
+    activation = getattr(network, "activation", "silu")
+    if activation != "silu":
+        raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
+    return Fp8FlashMHF(network, projections=projections).eval()
+
+
+def quantize_(model: nn.Module, *, projections: bool = True) -> list[str]:
+    """Replaces every FlashMHF in ``model`` by :func:`to_fp8` of it, in place; returns the names of the replaced modules.
+
+    Raises TypeError for what is no module, and ValueError where ``model`` holds no FlashMHF or is one itself: take :func:`to_fp8`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, FlashMHF):
+        raise ValueError("model is a FlashMHF, which cannot be replaced in place; supported: to_fp8(model)")
+    found = [name for name, module in model.named_modules() if isinstance(module, FlashMHF)]
+    if not found:
+        raise ValueError("model holds no FlashMHF")
+    for name in found:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, child, to_fp8(getattr(owner, child), projections=projections))
+    return found

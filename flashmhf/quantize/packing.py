@@ -1,0 +1,148 @@
+"""Packed weights: K, U and V in e4m3, in the order in which the FP8 kernels read them, with their scales.
+
+In each block of 16 columns, place 4t + i holds column 2t + i for i < 2 and column 8 + 2t + i - 2 for i >= 2. What a thread of the Hopper
+kernel holds of Q or of the products Q K^T and Q U^T is then its operand of the next product, without exchange between threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .. import checks
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BLOCK = 16  # columns that are permuted among themselves
+LAYOUT = 1  # of the packed tensors; a change of their order gets another number
+ROW_NORM = 180.0  # of rows of k8 and u8: with |q8| <= 16 sqrt(d_h) no sum of Q K^T or Q U^T leaves fp16's range
+TINIEST_SCALE = 1e-30
+
+
+def permutation(columns: int, device: torch.device | None = None) -> Tensor:
+    """[columns]: the column that stands at each place."""
+    place = torch.tensor([2 * t + i if i < 2 else 8 + 2 * t + i - 2 for t in range(4) for i in range(4)], device=device)
+    return (torch.arange(0, columns, BLOCK, device=device)[:, None] + place).flatten()
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Rounds to e4m3; values beyond +-448 saturate, NaN stays."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """What :func:`pack_fp8` makes.
+
+    k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], e4m3, last dimension permuted in blocks of 16. scales: [3, H_kv, E] fp32, factors
+    of k8, u8 and v8; those of k8 are equal for all sub-networks of a head. layout: the version of this order.
+    """
+
+    k8: Tensor
+    u8: Tensor
+    v8: Tensor
+    scales: Tensor
+    layout: int = LAYOUT
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.k8, self.u8, self.v8, self.scales
+
+    def to(self, device: torch.device | str) -> PackedWeights:
+        return PackedWeights(*(x.to(device) for x in self.tensors), layout=self.layout)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors alone, for safetensors and torch.save."""
+        named = dict(zip(("k8", "u8", "v8", "scales"), self.tensors, strict=True))
+        return named | {"layout": torch.tensor([self.layout], dtype=torch.uint8)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> PackedWeights:
+        """Raises KeyError for a missing tensor, ValueError for another layout and for shapes that do not belong together."""
+        missing = [entry.name for entry in fields(cls) if entry.name not in state]
+        if missing:
+            raise KeyError(f"state has no {', '.join(missing)}")
+        check_layout(state["layout"])
+        packed = cls(*(state[name] for name in ("k8", "u8", "v8", "scales")))
+        check_packed(*packed.tensors)
+        return packed
+
+
+def check_layout(stored: Tensor) -> None:
+    if stored.numel() != 1 or int(stored) != LAYOUT:
+        raise ValueError(f"layout is {stored.tolist()}; supported: [{LAYOUT}]. Pack the weights again with this version")
+
+
+def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
+    """TypeError for dtypes, ValueError for shapes, strides and devices of packed weights."""
+    checks.tensors(k8=k8, u8=u8, v8=v8, scales=scales)
+    for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
+        if tensor.dtype != E4M3:
+            raise TypeError(f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn (flashmhf.quantize.pack_fp8 packs)")
+    if scales.dtype != torch.float32:
+        raise TypeError(f"scales has dtype {checks.name_of(scales.dtype)}; supported: float32")
+    if k8.dim() != 4 or min(k8.shape) < 1:
+        raise ValueError(f"k8 has shape {list(k8.shape)}; expected four dimensions [H_kv, E, d_e, d_h] of at least 1")
+    heads, subnets, subnet_dim, head_dim = k8.shape
+    if subnet_dim % BLOCK or head_dim % BLOCK:
+        raise ValueError(f"k8 has shape {list(k8.shape)}; supported: d_e and d_h that are multiples of {BLOCK}")
+    expected = {
+        "u8": (u8, (heads, subnets, subnet_dim, head_dim), "k8's shape [H_kv, E, d_e, d_h]"),
+        "v8": (v8, (heads, subnets, head_dim, subnet_dim), "[H_kv, E, d_h, d_e]"),
+        "scales": (scales, (3, heads, subnets), "[3, H_kv, E]"),
+    }
+    for name, (tensor, shape, meaning) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)} ({meaning})")
+    for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8), ("scales", scales)):
+        if tensor.device != k8.device:
+            raise ValueError(f"{name} is on {tensor.device} but k8 is on {k8.device}; all tensors must be on one device")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+
+
+@torch.no_grad()
+def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
+    """K, U, V [H_kv, E, d_e, d_h] of any floating dtype -> packed weights on their device. No calibration data is needed.
+
+    A scale follows the root mean square of its sub-network's weights, so that few outliers do not cost the others their bits; it grows
+    where the largest weight would saturate, and for K and U where a row's norm would exceed 180.
+
+    Raises TypeError for dtypes and non-tensors, ValueError for shapes, devices, strides and sizes that are no multiples of 16.
+    """
+    checks.tensors(k=k, u=u, v=v)
+    checks.operands(k.new_empty(0, k.shape[0], k.shape[-1]) if k.dim() == 4 else k, k, u, v)
+    for size, name in zip(k.shape[2:], ("d_e", "d_h"), strict=True):
+        if size % BLOCK:
+            raise ValueError(f"k has shape {list(k.shape)}; supported: d_e and d_h that are multiples of {BLOCK}, {name} is {size}")
+
+    def scale(weight: Tensor, bounded_rows: bool) -> Tensor:
+        w = weight.float()
+        found = torch.maximum(w.square().mean((2, 3)).sqrt(), w.abs().amax((2, 3)) / E4M3_MAX)
+        if bounded_rows:
+            found = torch.maximum(found, w.norm(dim=-1).amax(2) / ROW_NORM)
+        return found.clamp_min(TINIEST_SCALE)
+
+    scales = torch.stack([scale(k, True).amax(1, keepdim=True).expand(k.shape[:2]), scale(u, True), scale(v, False)])
+    rounded = [to_e4m3(w.float() / s[..., None, None]) for w, s in zip((k, u, v), scales, strict=True)]
+    over_heads, over_inter = permutation(k.shape[3], k.device), permutation(k.shape[2], k.device)
+    k8, u8 = (_as_bytes(w, lambda x: x[..., over_heads]) for w in rounded[:2])
+    v8 = _as_bytes(rounded[2], lambda x: x[:, :, over_inter].transpose(2, 3))
+    return PackedWeights(k8, u8, v8, scales.contiguous())
+
+
+def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """(K, U, V) [H_kv, E, d_e, d_h] as the packed weights have them: e4m3 values times scales."""
+    k8, u8, v8, scales = packed.tensors
+    over_heads, over_inter = (permutation(size, k8.device).argsort() for size in (k8.shape[3], k8.shape[2]))
+    plain = k8.float()[..., over_heads], u8.float()[..., over_heads], v8.float()[..., over_inter].transpose(2, 3)
+    k, u, v = ((w * s[..., None, None]).to(dtype).contiguous() for w, s in zip(plain, scales, strict=True))
+    return k, u, v
+
+
+def _as_bytes(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """``change`` of an e4m3 tensor, which PyTorch indexes as bytes only."""
+    return change(x.view(torch.uint8)).contiguous().view(E4M3)

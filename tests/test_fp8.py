@@ -1,0 +1,315 @@
+"""flashmhf.quantize: packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flashmhf
+from flashmhf import quantize, reference
+from flashmhf.quantize import eager, operators
+from flashmhf.quantize.modules import quantise_rows
+from flashmhf.quantize.packing import E4M3, permutation, to_e4m3
+from flashmhf.testing import relative_l2
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+EXACT_FACTOR = 1.05  # of the error that the quantisation points alone cause
+KERNEL_DISTANCE = 1.2e-2  # from exact sums of the same quantised operands: fp16 roundings
+ONE_SIGN = 1.2e-2
+
+
+def problem(
+    tokens=200, heads=2, subnets=3, subnet_dim=80, head_dim=64, *, group=1, dtype=torch.bfloat16, device="cpu", signs=False, seed=0
+):
+    """(q, k, u, v, r); with ``signs`` the terms of a sum all have one sign."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (heads // group, subnets, subnet_dim, head_dim)
+    k, u, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    k, u, v = k / math.sqrt(head_dim), u / math.sqrt(head_dim), v / math.sqrt(subnets * subnet_dim)
+    if signs:
+        u, v = k.clone(), v.abs()
+    q = torch.randn(tokens, heads, head_dim, generator=generator)
+    r = torch.rand(tokens, heads, subnets, generator=generator)
+    r = r / r.sum(-1, keepdim=True)
+    return tuple(x.to(device, dtype) for x in (q, k, u, v)) + (r.to(device),)
+
+
+def exact(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tensor:
+    return reference.forward(*(None if x is None else x.double() for x in (q, k, u, v, r)))
+
+
+def quantised_points(q: Tensor, packed: quantize.PackedWeights, r: Tensor | None) -> Tensor:
+    """The same quantised operands, summed in float64."""
+    points = eager._forward(q, *packed.tensors, None if r is None else r.double(), torch.float64)[0]
+    return points
+
+
+def assert_as_its_points(actual: Tensor, q: Tensor, packed: quantize.PackedWeights, r: Tensor | None, truth: Tensor) -> None:
+    """The rule: no more error than 1.05 of what the quantisation points cause with exact sums."""
+    points = quantised_points(q, packed, r)
+    assert torch.isfinite(actual).all()
+    assert relative_l2(actual, truth) <= EXACT_FACTOR * relative_l2(points, truth)
+    assert relative_l2(actual, points) <= KERNEL_DISTANCE
+
+
+def test_the_rule_rejects_wrong_kernels():
+    q, k, u, v, r = problem()
+    packed, truth = quantize.pack_fp8(k, u, v), exact(q, k, u, v, r)
+    good = quantize.forward(q, packed, r)
+    assert_as_its_points(good, q, packed, r, truth)
+    wrong = {
+        "a gate of the wrong sub-network": quantize.forward(q, packed, r.roll(1, -1)),
+        "a lost sub-network": quantize.forward(q, packed, r * torch.tensor([1.0, 1.0, 0.0])),
+        "a biased sum": good * 0.97,
+        "a swapped column": good[..., permutation(64)],
+        "a token that nobody wrote": torch.cat([good[:-1], torch.full_like(good[:1], math.nan)]),
+    }
+    for name, bad in wrong.items():
+        with pytest.raises(AssertionError):
+            assert_as_its_points(bad, q, packed, r, truth)
+            pytest.fail(f"passed: {name}")
+
+
+def test_packing_and_unpacking():
+    _, k, u, v, _ = problem(dtype=torch.float32)
+    packed = quantize.pack_fp8(k, u, v)
+    assert packed.k8.dtype == packed.v8.dtype == E4M3 and packed.v8.shape == (2, 3, 64, 80) and packed.scales.shape == (3, 2, 3)
+    for weight, unpacked in zip((k, u, v), quantize.unpack(packed), strict=True):
+        assert relative_l2(unpacked, weight.double()) < 0.03
+    assert torch.equal(packed.scales[0], packed.scales[0, :, :1].expand(2, 3))
+    for weight in (packed.k8, packed.u8):
+        assert weight.float().norm(dim=-1).max() <= 181
+    place = permutation(16).tolist()
+    assert place[:4] == [0, 1, 8, 9] and sorted(place) == list(range(16))
+    plain = to_e4m3(k / packed.scales[0][..., None, None]).float()
+    assert torch.equal(packed.k8.float(), plain[..., permutation(64)])
+
+
+def test_outlier_weights_keep_the_others_bits():
+    _, k, u, v, _ = problem(dtype=torch.float32)
+    v[0, 0, 0, 0] = 50 * v.std()
+    _, _, unpacked = quantize.unpack(quantize.pack_fp8(k, u, v))
+    rest = torch.ones_like(v, dtype=torch.bool)
+    rest[0, 0, 0, 0] = False
+    assert relative_l2(unpacked[rest], v[rest].double()) < 0.03
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("head_dim, subnet_dim, group", [(64, 80, 1), (96, 48, 2), (128, 384, 1), (256, 16, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gate", ["r", "ones", "w"])
+def test_error(device, head_dim, subnet_dim, group, dtype, gate):
+    for tokens in (1, 77, 300):
+        q, k, u, v, r = problem(tokens, 2 * group, 5, subnet_dim, head_dim, group=group, dtype=dtype, device=device)
+        packed = quantize.pack_fp8(k, u, v)
+        if gate == "w":
+            w = torch.randn(2 * group, head_dim, 5, generator=torch.Generator().manual_seed(7)).to(device) / math.sqrt(head_dim)
+            r, out = flashmhf.gate(q, w), torch.ops.flashmhf.fp8_gated_forward(q, *packed.tensors, w, 1e-20)
+        else:
+            r = r if gate == "r" else None
+            out = quantize.forward(q, packed, r)
+        assert out.dtype == dtype and out.shape == q.shape
+        assert_as_its_points(out, q, packed, r, exact(q, k, u, v, r))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_sums_of_one_sign(device):
+    q, k, u, v, r = problem(300, 2, 22, 384, 128, device=device, signs=True)
+    assert relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r)) <= ONE_SIGN
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_magnitudes_outliers_and_strides(device):
+    for scale in (1e-6, 1e4):
+        q, k, u, v, r = problem(dtype=torch.bfloat16, device=device)
+        q = q * scale
+        packed = quantize.pack_fp8(k, u, v)
+        assert_as_its_points(quantize.forward(q, packed, r), q, packed, r, exact(q, k, u, v, r))
+    q, k, u, v, r = problem(device=device)
+    q[..., 5] *= 20
+    packed = quantize.pack_fp8(k, u, v)
+    assert_as_its_points(quantize.forward(q, packed, r), q, packed, r, exact(q, k, u, v, r))
+    strided = torch.stack([q, q], 1).transpose(0, 1)  # [2, T, H, d_h], tokens at another stride
+    out = quantize.forward(strided, packed, torch.stack([r, r]))
+    torch.testing.assert_close(out[1], quantize.forward(q, packed, r), atol=0, rtol=0 if device == "cpu" else 2e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_values_that_are_not_finite_stay_in_their_rows(device):
+    q, k, u, v, r = problem(device=device)
+    q[3, 1, 0], q[5, 0, 2], q[9] = math.nan, math.inf, 0
+    out = quantize.forward(q, quantize.pack_fp8(k, u, v), r)
+    assert out[3, 1].isnan().all() and not out[5, 0].isfinite().all() and (out[9] == 0).all()
+    finite = torch.ones(200, 2, dtype=torch.bool, device=device)
+    finite[3, 1] = finite[5, 0] = False
+    assert out[finite].isfinite().all()
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_error_is_that_of_an_fp8_swiglu(device):
+    """Of equal size (the 370M model's layer), rows scaled by their largest value: the usual FP8 recipe."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, d_model, width = 128, 1024, 2752
+    x = torch.randn(tokens, d_model, generator=generator).to(device)
+    gate_proj, up_proj = (torch.randn(width, d_model, generator=generator).to(device) / math.sqrt(d_model) for _ in range(2))
+    down_proj = torch.randn(d_model, width, generator=generator).to(device) / math.sqrt(width)
+
+    def linear(x, weight):
+        (x8, a), (w8, b) = quantise_rows(x), quantise_rows(weight)
+        return (x8.double() @ w8.double().T) * a.double() * b.T.double()
+
+    inner = (nn.functional.silu(linear(x, gate_proj)) * linear(x, up_proj)).float()
+    swiglu = relative_l2(
+        linear(inner, down_proj),
+        (nn.functional.silu(x.double() @ gate_proj.double().T) * (x.double() @ up_proj.double().T)) @ down_proj.double().T,
+    )
+    q, k, u, v, r = problem(tokens, 4, 2, 384, 128, device=device)
+    ours = relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r))
+    assert ours <= swiglu
+
+
+def test_saturation_is_counted():
+    q, k, u, v, r = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    counts = quantize.count_saturated(q, packed)
+    assert counts["a"] == (0, 200 * 2 * 3 * 80) and counts["k"] == (0, k.numel())
+    spiked = q.clone()
+    spiked[0] = 0
+    spiked[0, :, 0] = 1  # one column has all of q
+    k = k.clone()
+    k[..., 0] *= 30
+    u = k.clone()
+    assert quantize.count_saturated(spiked, quantize.pack_fp8(k, u, v))["a"][0] > 0
+    assert torch.isfinite(quantize.forward(spiked, quantize.pack_fp8(k, u, v), r)).all()
+
+
+def test_state_dict_and_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    q, k, u, v, r = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    safetensors.save_file(packed.state_dict(), tmp_path / "packed.safetensors")
+    state = safetensors.load_file(tmp_path / "packed.safetensors")
+    again = quantize.PackedWeights.from_state_dict(state)
+    assert torch.equal(quantize.forward(q, again, r), quantize.forward(q, packed, r))
+    with pytest.raises(ValueError, match=r"layout is \[2\]; supported: \[1\]"):
+        quantize.PackedWeights.from_state_dict(state | {"layout": torch.tensor([2], dtype=torch.uint8)})
+    with pytest.raises(KeyError, match="state has no v8, scales"):
+        quantize.PackedWeights.from_state_dict({name: state[name] for name in ("k8", "u8", "layout")})
+
+
+def test_modules(tmp_path):
+    torch.manual_seed(0)
+    network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16).eval()
+    x = torch.randn(4, 50, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        truth = copy.deepcopy(network).double()(x.double())
+        kept, whole = (quantize.to_fp8(network, projections=projections) for projections in (False, True))
+        assert relative_l2(kept(x), truth) < 0.075 and relative_l2(whole(x), truth) < 0.12
+        other = quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16))
+        other.load_state_dict(whole.state_dict())
+        assert torch.equal(other(x), whole(x)) and not list(whole.parameters())[:0]
+        state = whole.state_dict() | {"layout": torch.tensor([9], dtype=torch.uint8)}
+        with pytest.raises(ValueError, match="layout is"):
+            other.load_state_dict(state)
+        halved = copy.deepcopy(whole).half()
+        assert halved.k8.dtype == E4M3 and halved.scales.dtype == torch.float32 and halved.router.dtype == torch.float16
+        assert relative_l2(halved(x.half()), truth) < 0.12
+
+
+def test_quantize_a_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), flashmhf.FlashMHF(128, 2, 3, 80), nn.Sequential(flashmhf.FlashMHF(128, 1, 2, 64)))
+    x = torch.randn(10, 128)
+    with torch.no_grad():
+        truth = copy.deepcopy(model).double()(x.double())
+        assert quantize.quantize_(model, projections=False) == ["1", "2.0"]
+        assert relative_l2(model(x), truth) < 0.15 and isinstance(model[1], quantize.Fp8FlashMHF)
+    bytes_before = 3 * 2 * 3 * 80 * 64 * 2  # of K, U and V in bf16
+    packed = model[1].packed
+    assert sum(x.numel() * x.element_size() for x in packed.tensors) < 0.51 * bytes_before
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_compile_and_export(device):
+    q, k, u, v, r = problem(device=device)
+    packed = quantize.pack_fp8(k, u, v)
+
+    class Operator(nn.Module):
+        def forward(self, q, r):
+            return quantize.forward(q, packed, r) * 2
+
+    expected = quantize.forward(q, packed, r) * 2
+    compiled = torch.compile(Operator(), fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    torch.testing.assert_close(compiled(q, r), expected)
+    exported = torch.export.export(Operator(), (q, r), strict=False)
+    torch.testing.assert_close(exported.module()(q, r), expected)
+    torch.library.opcheck(
+        torch.ops.flashmhf.fp8_forward, (q, *packed.tensors, r), test_utils=("test_faketensor",)
+    )  # others add e4m3 tensors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 700])
+def test_graphs_and_repetition(tokens):
+    """A captured module gives the values of the call, and the kernel equal bits each time."""
+    torch.manual_seed(0)
+    network = quantize.to_fp8(flashmhf.FlashMHF(512, 4, 5, 384, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = network(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = network(x)
+        graph.replay()
+        torch.testing.assert_close(out, expected)
+        compiled = torch.compile(network, fullgraph=True)
+        assert relative_l2(compiled(x), expected.double()) < 0.03
+    q, k, u, v, r = problem(tokens, 4, 5, 384, 128, device="cuda")
+    packed = quantize.pack_fp8(k, u, v)
+    first = quantize.forward(q, packed, r, backend="hopper")
+    assert all(torch.equal(first, quantize.forward(q, packed, r, backend="hopper")) for _ in range(20))
+
+
+def test_empty_and_leading_dimensions():
+    q, k, u, v, r = problem(24)
+    packed = quantize.pack_fp8(k, u, v)
+    assert quantize.forward(q[:0], packed, r[:0]).shape == (0, 2, 64)
+    shaped = quantize.forward(q.view(2, 3, 4, 2, 64), packed, r.view(2, 3, 4, 2, 3))
+    assert torch.equal(shaped.view(24, 2, 64), quantize.forward(q, packed, r))
+
+
+def test_autocast_casts_q():
+    q, k, u, v, r = problem(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert quantize.forward(q, quantize.pack_fp8(k, u, v), r).dtype == torch.bfloat16
+
+
+def test_refusals():
+    q, k, u, v, r = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    k8, u8, v8, scales = packed.tensors
+    op = torch.ops.flashmhf.fp8_forward
+    for error, message, call in (
+        (TypeError, "k must be a torch.Tensor", lambda: quantize.pack_fp8(None, u, v)),
+        (TypeError, "u has dtype float32", lambda: quantize.pack_fp8(k, u.float(), v)),
+        (ValueError, "multiples of 16, d_e is 20", lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u, v)))),
+        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.forward(q, (k, u, v))),
+        (TypeError, "k8 has dtype bfloat16; supported: float8_e4m3fn", lambda: op(q, k, u8, v8, scales)),
+        (ValueError, r"v8 has shape .*expected \[2, 3, 64, 80\]", lambda: op(q, k8, u8, k8, scales)),
+        (ValueError, r"scales has shape .*expected \[3, 2, 3\]", lambda: op(q, k8, u8, v8, scales[:2].contiguous())),
+        (TypeError, "scales has dtype float64", lambda: op(q, k8, u8, v8, scales.double())),
+        (ValueError, r"q has shape .*H a multiple of H_kv = 2", lambda: op(q[:, :1], k8, u8, v8, scales)),
+        (TypeError, "q has dtype int32", lambda: op(q.int(), k8, u8, v8, scales)),
+        (ValueError, r"r has shape", lambda: op(q, k8, u8, v8, scales, r[..., :2])),
+        (ValueError, "backend is 'cuda'", lambda: op(q, k8, u8, v8, scales, backend="cuda")),
+        (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: op(q, k8, u8, v8, scales, backend="hopper")),
+        (NotImplementedError, "an input requires a gradient", lambda: quantize.forward(q.clone().requires_grad_(), packed)),
+        (TypeError, "network must be a flashmhf.FlashMHF, got Linear", lambda: quantize.to_fp8(nn.Linear(2, 2))),
+        (ValueError, "model holds no FlashMHF", lambda: quantize.quantize_(nn.Sequential(nn.Linear(2, 2)))),
+        (ValueError, r"supported: to_fp8\(model\)", lambda: quantize.quantize_(flashmhf.FlashMHF(64, 1, 1, 16))),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    assert operators.select("auto", q.device, q.dtype, 64, 80) is eager
