@@ -45,6 +45,20 @@ OFFICIAL = {
 }
 
 
+def settings_of(config: dict) -> dict:
+    """The network's settings without the prefix of the model type."""
+    prefix = config["model_type"] + "_"
+    return {name.removeprefix(prefix): value for name, value in config.items() if name.startswith(prefix)}
+
+
+ACTIVATIONS = {
+    "silu": lambda m: m * m.sigmoid(),
+    "gelu": lambda m: m * (1 + (m / 2**0.5).erf()) / 2,
+    "relu": lambda m: m.clamp(min=0),
+    "relu2": lambda m: m.clamp(min=0) ** 2,
+}
+
+
 def official_state(config: dict, seed: int = 0) -> dict[str, Tensor]:
     """Random weights under the official names, float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,21 +67,24 @@ def official_state(config: dict, seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
 
     d, d_ff, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, experts = config["mhffnmoe_num_heads"], config["mhffnmoe_num_experts"]
+    network = settings_of(config)
+    heads, experts, kuv = network["num_heads"], network.get("num_experts"), network["num_kuv_heads"] or network["num_heads"]
     kv = d // config["num_attention_heads"] * config["num_key_value_heads"]
     state = {"model.embed_tokens.weight": draw(vocabulary, d) * d**0.5, "model.norm.weight": 1 + draw(d)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         state[prefix + "input_layernorm.weight"] = 1 + draw(d)
-        if not config.get("mhffnmoe_disable_original_mlp_rmsnorm"):
+        if not network.get("disable_original_mlp_rmsnorm"):
             state[prefix + "post_attention_layernorm.weight"] = 1 + draw(d)
         for name, rows in (("q", d), ("k", kv), ("v", kv), ("o", d)):
             state[f"{prefix}self_attn.{name}_proj.weight"] = draw(rows, d)
-        state[prefix + "mlp.w_self.weight"], state[prefix + "mlp.w_self_2.weight"] = draw(d, d), draw(d, d)
+        if not network["skip_linear"]:
+            state[prefix + "mlp.w_self.weight"], state[prefix + "mlp.w_self_2.weight"] = draw(d, d), draw(d, d)
         for name in ("gate", "up", "down"):
-            state[f"{prefix}mlp.{name}_weight"] = draw(d_ff, d) * heads**0.5
-        state[prefix + "mlp.router"] = draw(heads, d // heads, experts) * 3
-        used = config["mhffnmoe_apply_rmsnorm"]
+            state[f"{prefix}mlp.{name}_weight"] = draw(d_ff, d // heads * kuv) * kuv**0.5
+        if experts:
+            state[prefix + "mlp.router"] = draw(heads, d // heads, experts) * 3
+        used = network["apply_rmsnorm"]
         state[prefix + "mlp.q_norm.weight"] = 1 + draw(heads, d // heads) if used else torch.ones(heads, d // heads, dtype=torch.float64)
     state["lm_head.weight"] = state["model.embed_tokens.weight"] if config["tie_word_embeddings"] else draw(vocabulary, d)
     return state
@@ -87,25 +104,34 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 def feed_forward(x: Tensor, weights: dict[str, Tensor], config: dict) -> Tensor:
-    """Head by head and expert by expert from the official layout: row e d_e + j, column h d_h + i."""
-    heads, experts = config["mhffnmoe_num_heads"], config["mhffnmoe_num_experts"]
+    """Head by head and expert by expert from the official layout: row e d_e + j, column h d_h + i. The PyTorch path's definition."""
+    network = settings_of(config)
+    heads, experts = network["num_heads"], network.get("num_experts", 1)
+    group = heads // (network["num_kuv_heads"] or heads)
     d_h, d_e = x.shape[-1] // heads, config["intermediate_size"] // experts
-    projected, mixed = x @ weights["w_self.weight"].T, []
+    dot = 1.0
+    if network.get("apply_dot_scaling"):
+        dot = heads if network.get("apply_dot_scaling_theory") else heads**0.5
+    final = (3 / 8) ** 0.5 if network.get("apply_final_scaling") else 1.0
+    projected, mixed = x if network["skip_linear"] else x @ weights["w_self.weight"].T, []
     for h in range(heads):
-        columns = slice(h * d_h, (h + 1) * d_h)
-        q = projected[:, columns]
-        if config["mhffnmoe_apply_rmsnorm"]:
+        q = projected[:, h * d_h : (h + 1) * d_h]
+        if network["apply_rmsnorm"]:
             q = rms_norm(q, weights["q_norm.weight"][h], config["rms_norm_eps"])
-        gate = (q @ weights["router"][h]).sigmoid()
-        gate = gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
+        gate = torch.ones(len(q), 1, dtype=q.dtype)
+        if "router" in weights:
+            gate = (q @ weights["router"][h]).sigmoid()
+            gate = gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
         total = torch.zeros_like(q)
+        columns = slice(h // group * d_h, (h // group + 1) * d_h)
         for e in range(experts):
             rows = slice(e * d_e, (e + 1) * d_e)
             k, u, v = (weights[f"{name}_weight"][rows, columns] for name in ("gate", "up", "down"))
-            m = q @ k.T
-            total += gate[:, e : e + 1] * ((m * m.sigmoid() * (q @ u.T)) @ v)
+            p = ACTIVATIONS[config["hidden_act"]](q @ k.T * dot) * (q @ u.T * dot)
+            total += gate[:, e : e + 1] * (p @ v * final)
         mixed.append(total)
-    return torch.cat(mixed, -1) @ weights["w_self_2.weight"].T
+    joined = torch.cat(mixed, -1)
+    return joined if network["skip_linear"] else joined @ weights["w_self_2.weight"].T
 
 
 def official_logits(ids: Tensor, state: dict[str, Tensor], config: dict) -> Tensor:
@@ -125,7 +151,7 @@ def official_logits(ids: Tensor, state: dict[str, Tensor], config: dict) -> Tens
         attended = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), v).reshape(length, d)
         x = x + attended @ weights["self_attn.o_proj.weight"].T
         mlp = {name.removeprefix("mlp."): w for name, w in weights.items() if name.startswith("mlp.")}
-        disabled = config.get("mhffnmoe_disable_original_mlp_rmsnorm")
+        disabled = settings_of(config).get("disable_original_mlp_rmsnorm")
         x = x + feed_forward(x if disabled else rms_norm(x, weights["post_attention_layernorm.weight"], eps), mlp, config)
     return rms_norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T
 
@@ -143,8 +169,20 @@ def write(directory, config: dict, state: dict[str, Tensor]) -> None:
         {"mhffnmoe_disable_original_mlp_rmsnorm": True},
         {"tie_word_embeddings": True, "mhffnmoe_num_experts": 1},
         {"num_key_value_heads": 4, "mhffnmoe_num_heads": 1, "mhffnmoe_num_kuv_heads": None},
+        {"mhffnmoe_num_heads": 6, "mhffnmoe_num_kuv_heads": 2},
+        {"mhffnmoe_skip_linear": True, "hidden_act": "gelu"},
+        {"hidden_act": "relu2", "mhffnmoe_num_kuv_heads": 1},
     ],
-    ids=["q_norm", "unused q_norm", "no norm before the network", "tied, one expert", "one head"],
+    ids=[
+        "q_norm",
+        "unused q_norm",
+        "no norm before the network",
+        "tied, one expert",
+        "one head",
+        "grouped heads",
+        "no projections, gelu",
+        "relu2",
+    ],
 )
 def test_equal_logits_and_round_trip(settings, tmp_path):
     """Conversion, then our forward, against the formulae; and back to the very same tensors."""
@@ -169,6 +207,81 @@ def test_equal_logits_and_round_trip(settings, tmp_path):
     assert {name for name in ours if again[name] != ours[name]} <= {"dtype"}
     for name in ("rope_theta", "rope_scaling", "hidden_size", "mhffnmoe_num_experts", "mhffnmoe_apply_rmsnorm", "tie_word_embeddings"):
         assert rewritten[name] == config[name]
+
+
+MHFFN = {name.replace("mhffnmoe", "mhffn"): value for name, value in OFFICIAL.items() if name != "mhffnmoe_num_experts"}
+MHFFN |= {"model_type": "mhffn"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OFFICIAL | {"mhffnmoe_apply_dot_scaling": True},
+        OFFICIAL | {"mhffnmoe_apply_dot_scaling": True, "mhffnmoe_apply_dot_scaling_theory": True},
+        OFFICIAL | {"mhffnmoe_apply_dot_scaling_theory": True},
+        OFFICIAL | {"mhffnmoe_apply_final_scaling": True, "mhffnmoe_apply_dot_scaling": True, "hidden_act": "relu"},
+        MHFFN,
+        MHFFN | {"mhffn_num_kuv_heads": 1, "mhffn_apply_dot_scaling": True, "mhffn_apply_rmsnorm": False},
+        MHFFN | {"mhffn_skip_linear": True, "mhffn_apply_final_scaling": True},
+    ],
+    ids=["dot", "dot theory", "theory alone", "final and dot", "mhffn", "mhffn grouped and dot", "mhffn without projections"],
+)
+def test_scalings_are_taken_into_the_weights(config, tmp_path):
+    """Equal logits; the checkpoint that is written back has no scalings and the same function."""
+    state = official_state(config)
+    write(tmp_path, config, state)
+    model = conversion.load_official(tmp_path)
+    ids = torch.randint(61, (19,), generator=torch.Generator().manual_seed(3))
+    expected = official_logits(ids, state, config)
+    torch.testing.assert_close(model(ids[None]).logits[0], expected, atol=1e-5, rtol=1e-5)
+    conversion.save_official(model, tmp_path / "back")
+    rewritten = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not any("scaling" in name and value for name, value in rewritten.items())
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    torch.testing.assert_close(official_logits(ids, written, rewritten), expected, atol=1e-9, rtol=1e-9)
+
+
+def test_scales_and_gains_of_the_initialisation():
+    """std * gain of the official module, with the scale that the weights take in."""
+    theory = OFFICIAL | {"mhffnmoe_apply_dot_scaling": True, "mhffnmoe_apply_dot_scaling_theory": True, "mhffnmoe_num_heads": 4}
+    theory |= {"mhffnmoe_num_kuv_heads": 4, "mhffnmoe_init_gate_gain": 0.5, "initializer_range": 0.04, "mhffnmoe_init_w_self_2_gain": 0.707}
+    gains = conversion.config_from_official(theory).official_init
+    # gate: 0.04 * 0.5 / sqrt(4), times the scale 4; the others have the gain 1
+    assert (gains.k, gains.u, gains.v, gains.router) == (2.0, 4.0, 2.0, 2.0)
+    assert (gains.in_proj, gains.out_proj, gains.identity) == (0.707, 0.707, False)
+    assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_init_wself_identity": True}).official_init.identity
+    assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_custom_init": False}).ffn_init == "normal"
+    config = conversion.config_from_official(theory)
+    again = conversion.config_from_official(conversion.config_to_official(config))
+    assert again.official_init == config.official_init
+
+
+@pytest.mark.parametrize(
+    ("name", "ffn", "d_model", "heads", "subnets", "subnet_dim", "layers", "q_norm"),
+    [
+        ("configure-1-tinymhffnmoe", "flashmhf", 768, 8, 8, 256, 10, False),
+        ("configure-2-mhffnmoe-TriDao-350M", "flashmhf", 1024, 8, 11, 256, 20, True),
+        ("configure-3-mhffnmoe-TriDao-1.3B", "flashmhf", 2048, 16, 22, 256, 20, True),
+        ("configure7-tinymhffn", "mh_ffn", 768, 8, None, None, 10, False),
+        ("configure8-TriDao-350M-noskip", "mh_ffn", 1024, 8, None, None, 20, True),
+        ("configure8-tinyllama", "swiglu", 768, None, None, None, 12, False),
+        ("configure9-TriDao-350M-bf16-pile", "swiglu", 1024, None, None, None, 24, False),
+        ("configure10-TriDao-1.3B-bf16-pile", "swiglu", 2048, None, None, None, 24, False),
+    ],
+)
+def test_shipped_configurations_are_presets(name, ffn, d_model, heads, subnets, subnet_dim, layers, q_norm):
+    from transformers import AutoModelForCausalLM
+
+    from flashmhf.lm.presets import preset
+
+    config = preset(name).config()
+    found = (config.ffn_type, config.hidden_size, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim)
+    assert (*found, config.num_hidden_layers, config.ffn_q_norm) == (ffn, d_model, heads, subnets, subnet_dim, layers, q_norm)
+    assert config.ffn_init == ("normal" if ffn == "swiglu" else "official")
+    assert config.official_init.in_proj == (1.0 if name == "configure7-tinymhffn" else 0.707)
+    assert preset(name).config(num_hidden_layers=1).num_hidden_layers == 1
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_our_format_after_conversion(tmp_path):
@@ -212,13 +325,10 @@ def test_swish_is_silu(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"mhffnmoe_skip_linear": True}, NotImplementedError, "mhffnmoe_skip_linear=True"),
-        ({"mhffnmoe_apply_dot_scaling": True}, NotImplementedError, "mhffnmoe_apply_dot_scaling=True"),
-        ({"mhffnmoe_apply_final_scaling": True}, NotImplementedError, "mhffnmoe_apply_final_scaling=True"),
-        ({"mhffnmoe_num_kuv_heads": 1}, NotImplementedError, "mhffnmoe_num_kuv_heads=1"),
-        ({"mhffnmoe_new_idea": 1}, NotImplementedError, "mhffnmoe_new_idea"),
-        ({"hidden_act": "relu"}, NotImplementedError, "hidden_act='relu'"),
-        ({"model_type": "llama"}, ValueError, "model_type is 'llama'"),
+        ({"mhffnmoe_num_kuv_heads": 2}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
+        ({"mhffnmoe_new_idea": 1}, NotImplementedError, "new_idea"),
+        ({"hidden_act": "tanh"}, NotImplementedError, "hidden_act='tanh'"),
+        ({"model_type": "mamba"}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(settings, error, message):

@@ -293,9 +293,9 @@ def test_block_without_its_norm():
         ({"ffn_num_heads": 0}, "ffn_num_heads is 0"),
         ({"ffn_num_subnets": 3}, "ffn_num_subnets is 3; it must be at least 1 and divide intermediate_size = 128"),
         ({"ffn_type": "swiglu"}, "ffn_num_heads is 2; ffn_type='swiglu' has none"),
-        ({"ffn_type": "mh_ffn", "ffn_num_subnets": None, "ffn_q_norm": True}, "ffn_q_norm=True needs ffn_type='flashmhf'"),
+        ({"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_q_norm": True}, "ffn_q_norm=True needs ffn_type='flashmhf' or 'mh_ffn'"),
         ({"ffn_init": "zeros"}, "ffn_init is 'zeros'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; ffn_type='flashmhf' supports: 'silu', 'gelu', 'relu', 'relu2'"),
     ],
 )
 def test_configuration_refusals(settings, message):

@@ -215,19 +215,36 @@ def test_official_layout_keeps_an_unused_q_norm_and_names_what_it_cannot_convert
     assert convert.from_official(convert.to_official(biased), HEADS, SUBNETS).keys() == biased.keys()
 
 
-def test_official_settings_that_change_the_function_are_refused_by_name():
-    for flag in (
-        {"mhffnmoe_skip_linear": True},
-        {"mhffnmoe_apply_dot_scaling": True},
-        {"mhffnmoe_apply_dot_scaling_theory": True},
-        {"mhffnmoe_apply_final_scaling": True},
-        {"mhffnmoe_num_kuv_heads": 2, "mhffnmoe_num_heads": 4},
-        {"hidden_act": "gelu"},
+def test_official_scales_and_activations():
+    scales = convert.official_scales
+    assert scales({"mhffnmoe_num_heads": 9}) == (1.0, 1.0)
+    assert scales({"mhffnmoe_num_heads": 9, "mhffnmoe_apply_dot_scaling": True}) == (3.0, 1.0)
+    theory = {"mhffnmoe_num_heads": 9, "mhffnmoe_apply_dot_scaling_theory": True}
+    assert scales(theory) == (1.0, 1.0) and scales(theory | {"mhffnmoe_apply_dot_scaling": True}) == (9.0, 1.0)
+    final = {"model_type": "mhffn", "mhffn_apply_final_scaling": True}
+    assert scales(final) == (1.0, pytest.approx(0.375**0.5))
+    with pytest.raises(ValueError, match="model_type is 'llama'"):
+        scales({"model_type": "llama"})
+    assert [convert.official_activation({"hidden_act": name}) for name in ("swish", "gelu", "relu2")] == ["silu", "gelu", "relu2"]
+    with pytest.raises(NotImplementedError, match="hidden_act='tanh' is not supported; supported: 'silu', 'gelu'"):
+        convert.official_activation({"hidden_act": "tanh"})
+
+
+def test_a_network_without_gate_or_projections_both_ways():
+    for module in (
+        flashmhf.MHFFN(D_MODEL, HEADS, 40, q_norm=True, num_kv_heads=1),
+        flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, skip_linear=True),
     ):
-        with pytest.raises(NotImplementedError, match=next(iter(flag))):
-            convert.check_official_config(flag)
-    supported = {"mhffnmoe_skip_linear": False, "mhffnmoe_num_kuv_heads": 4, "mhffnmoe_num_heads": 4, "hidden_act": "silu"}
-    convert.check_official_config(supported)
+        official = convert.to_official(module.state_dict())
+        subnets = SUBNETS if "router" in official else None
+        settings = {"num_kv_heads": module.num_kv_heads, "skip_linear": module.skip_linear}
+        back = convert.from_official(official, HEADS, subnets, **settings)
+        assert back.keys() == module.state_dict().keys()
+        assert all(torch.equal(back[name], value) for name, value in module.state_dict().items())
+    with pytest.raises(KeyError, match="w_self.weight"):
+        convert.from_official(official, HEADS, SUBNETS)
+    with pytest.raises(ValueError, match="num_kv_heads is 2; it must divide num_heads = 3"):
+        convert.from_official(official, HEADS, SUBNETS, num_kv_heads=2, skip_linear=True)
 
 
 def test_modules_are_one_function_of_the_operator():

@@ -82,7 +82,8 @@ def _assignment(text: str) -> tuple[str, object]:
 
 PRESETS_AND_EXAMPLES = """\
 presets: FFN-SCALE, with FFN one of swiglu, mh_ffn, pkv, dense_moe, flashmhf; and flashmhf-SCALE-dh64, flashmhf-SCALE-dh256 of the paper's
-scales with other head dimensions. A scale sets the defaults:
+scales with other head dimensions; and the official repository's configurations by the names of their files, such as
+configure-2-mhffnmoe-TriDao-350M (flashmhf.lm.presets.OFFICIAL). A scale sets the defaults:
 
   scale  d_model  vocabulary  length  batch    steps  learning rate
   128m       768      50,432   4,096     64  245,000         0.003

@@ -1,6 +1,6 @@
 """The paper's language models (section 4) on transformers: a Llama whose feed-forward network is chosen by name.
 
-Importing this package registers ``FlashMHFConfig`` and ``FlashMHFForCausalLM`` with transformers' auto classes. Needs the extra
+Importing this package registers ``FlashMHFConfig`` and its models with transformers' auto classes. Needs the extra
 ``flashmhf[lm]``.
 """
 
@@ -8,14 +8,33 @@ from .. import extras
 
 extras.require("flashmhf.lm", "transformers")
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402  (the line above says what is missing)
+import transformers  # noqa: E402  (the line above says what is missing)
 
-from .configuration import FFN_TYPES, FlashMHFConfig  # noqa: E402
-from .modeling import FlashMHFForCausalLM, FlashMHFModel, FlashMHFPreTrainedModel  # noqa: E402
+from . import modeling  # noqa: E402
+from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
+from .modeling import (  # noqa: E402
+    FlashMHFForCausalLM,
+    FlashMHFForQuestionAnswering,
+    FlashMHFForSequenceClassification,
+    FlashMHFForTokenClassification,
+    FlashMHFModel,
+    FlashMHFPreTrainedModel,
+)
 from .replaced import load_replaced  # noqa: E402
 
-AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
-AutoModel.register(FlashMHFConfig, FlashMHFModel, exist_ok=True)
-AutoModelForCausalLM.register(FlashMHFConfig, FlashMHFForCausalLM, exist_ok=True)
+transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
+for _auto, _model in AUTO_CLASSES.items():
+    if _auto != "AutoConfig":
+        getattr(transformers, _auto).register(FlashMHFConfig, getattr(modeling, _model), exist_ok=True)
 
-__all__ = ["FFN_TYPES", "FlashMHFConfig", "FlashMHFForCausalLM", "FlashMHFModel", "FlashMHFPreTrainedModel", "load_replaced"]
+__all__ = [
+    "FFN_TYPES",
+    "FlashMHFConfig",
+    "FlashMHFForCausalLM",
+    "FlashMHFForQuestionAnswering",
+    "FlashMHFForSequenceClassification",
+    "FlashMHFForTokenClassification",
+    "FlashMHFModel",
+    "FlashMHFPreTrainedModel",
+    "load_replaced",
+]

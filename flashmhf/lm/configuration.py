@@ -9,21 +9,30 @@ from transformers import LlamaConfig
 
 from ..nn import default_subnet_dim
 from ..nn.convert import SILU
-from ..nn.init import DEFAULT_INIT, INITS
+from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
+from ..reference import ACTIVATIONS
 
 FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
 _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
 _GATED = ("dense_moe", "flashmhf")
+_OPERATOR = ("mh_ffn", "flashmhf")  # what the operator computes
 _ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name}
 # A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds the classes where
 # flashmhf is installed but not imported. The module holds no code of the model.
 _AUTO_MODULE = "modeling_flashmhf"
-_AUTO_CLASSES = {"AutoConfig": "FlashMHFConfig", "AutoModel": "FlashMHFModel", "AutoModelForCausalLM": "FlashMHFForCausalLM"}
+AUTO_CLASSES = {
+    "AutoConfig": "FlashMHFConfig",
+    "AutoModel": "FlashMHFModel",
+    "AutoModelForCausalLM": "FlashMHFForCausalLM",
+    "AutoModelForSequenceClassification": "FlashMHFForSequenceClassification",
+    "AutoModelForTokenClassification": "FlashMHFForTokenClassification",
+    "AutoModelForQuestionAnswering": "FlashMHFForQuestionAnswering",
+}
 _AUTO_SOURCE = f'''"""The classes of this model, from the installed package: pip install "flashmhf[lm]"."""
 
-from flashmhf.lm import {", ".join(_AUTO_CLASSES.values())}
+from flashmhf.lm import {", ".join(AUTO_CLASSES.values())}
 
-__all__ = [{", ".join(f'"{name}"' for name in _AUTO_CLASSES.values())}]
+__all__ = [{", ".join(f'"{name}"' for name in AUTO_CLASSES.values())}]
 '''
 
 
@@ -36,11 +45,15 @@ class FlashMHFConfig(LlamaConfig):
         intermediate_size: width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
         ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None for heads of 128.
         ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only; None for d_e near 8/3 d_h.
+        ffn_num_kv_heads: heads of K, U and V, a divisor of H that neighbouring heads share; None for H. "mh_ffn", "flashmhf" only.
         ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
+        ffn_skip_linear: no W_in and W_out. These three are for "mh_ffn" and "flashmhf" only, and so is a hidden_act "gelu", "relu" or
+            "relu2" beside "silu".
         ffn_router_eps: eps of the gate's normalisation.
         ffn_norm: RMSNorm before the feed-forward network (official ``mhffnmoe_disable_original_mlp_rmsnorm`` is its negation).
         ffn_init: "balanced" (unit variances, ours; see flashmhf.nn.init), "official" (the paper's code) or "normal" (initializer_range
             everywhere); None for "balanced", or "normal" with "pkv". The attention and the embedding are N(0, initializer_range) in all.
+        ffn_official_init: arguments of flashmhf.nn.init.OfficialInit, the gains of "official".
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
         mlp_bias: biases of the projections ("dense_moe" has none).
 
@@ -54,10 +67,13 @@ class FlashMHFConfig(LlamaConfig):
     ffn_type: str = "flashmhf"
     ffn_num_heads: int | None = None
     ffn_num_subnets: int | None = None
+    ffn_num_kv_heads: int | None = None
     ffn_q_norm: bool = False
+    ffn_skip_linear: bool = False
     ffn_router_eps: float = 1e-20
     ffn_norm: bool = True
     ffn_init: str | None = None
+    ffn_official_init: dict | None = None
     ffn_backend: str = "auto"
     ffn_deterministic: bool | None = None
 
@@ -81,7 +97,7 @@ class FlashMHFConfig(LlamaConfig):
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{_AUTO_MODULE}.py").write_text(_AUTO_SOURCE)
-        self.auto_map = {auto: f"{_AUTO_MODULE}.{name}" for auto, name in _AUTO_CLASSES.items()}
+        self.auto_map = {auto: f"{_AUTO_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
         super().save_pretrained(save_directory, **kwargs)
 
     @classmethod
@@ -95,12 +111,19 @@ class FlashMHFConfig(LlamaConfig):
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
         if self.ffn_init not in INITS:
             raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: {', '.join(map(repr, INITS))}")
-        if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; supported: 'silu'")
+        activations = list(ACTIVATIONS) if self.ffn_type in _OPERATOR else ["silu"]
+        if self.hidden_act not in activations:
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {', '.join(map(repr, activations))}")
         self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)
         self._check_count("ffn_num_subnets", self.ffn_type in _GATED, "intermediate_size", self.intermediate_size)
-        if self.ffn_q_norm and self.ffn_type != "flashmhf":
-            raise ValueError(f"ffn_q_norm=True needs ffn_type='flashmhf', got {self.ffn_type!r}")
+        for name in ("ffn_q_norm", "ffn_skip_linear", "ffn_num_kv_heads"):
+            if getattr(self, name) and self.ffn_type not in _OPERATOR:
+                raise ValueError(f"{name}={getattr(self, name)} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}")
+        if self.ffn_num_kv_heads is not None and (self.ffn_num_kv_heads < 1 or self.ffn_num_heads % self.ffn_num_kv_heads):
+            raise ValueError(f"ffn_num_kv_heads is {self.ffn_num_kv_heads}; it must divide ffn_num_heads = {self.ffn_num_heads}")
+        if self.ffn_skip_linear and self.mlp_bias:
+            raise ValueError("mlp_bias=True is not supported with ffn_skip_linear=True, which leaves out W_in and W_out")
+        self.official_init  # noqa: B018  raises for unknown gains
         if self.mlp_bias and self.ffn_type == "dense_moe":
             raise ValueError("mlp_bias=True is not supported with ffn_type='dense_moe'")
 
@@ -111,6 +134,15 @@ class FlashMHFConfig(LlamaConfig):
                 raise ValueError(f"{name} is {count}; ffn_type={self.ffn_type!r} has none, leave it out")
         elif count < 1 or size % count:
             raise ValueError(f"{name} is {count}; it must be at least 1 and divide {divides} = {size}")
+
+    @property
+    def official_init(self) -> OfficialInit:
+        """The gains of ffn_init="official". Raises ValueError for an unknown name in ``ffn_official_init``."""
+        gains = self.ffn_official_init or {}
+        unknown = sorted(gains.keys() - OfficialInit.__dataclass_fields__.keys())
+        if unknown:
+            raise ValueError(f"ffn_official_init has {unknown}; supported: {', '.join(OfficialInit.__dataclass_fields__)}")
+        return OfficialInit(**gains)
 
     @property
     def ffn_subnet_dim(self) -> int | None:

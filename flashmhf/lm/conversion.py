@@ -1,13 +1,15 @@
-"""Official checkpoints (``MHFFNMoEForCausalLM``) <-> :class:`FlashMHFForCausalLM`: configuration, state dict, directory.
+"""Official checkpoints (``MHFFNMoEForCausalLM``, ``MHFFNForCausalLM``) <-> :class:`FlashMHFForCausalLM`.
 
-The official model is a Llama whose ``mlp`` is the module that :mod:`flashmhf.convert` knows; everything else has Llama's names.
-Its ``q_norm.weight`` exists even when unused (it then never gets a gradient and stays at ones): it is dropped here when unused, and
-written as ones on the way back.
+Configuration, state dict, directory. The official model is a Llama whose ``mlp`` is the module that :mod:`flashmhf.convert` knows;
+everything else has Llama's names. Its ``q_norm.weight`` exists even when unused (it then never gets a gradient and stays at ones): it is
+dropped here when unused, and written as ones on the way back. The official repository has configurations of ``MHFFNForCausalLM`` but not
+its code: their settings are read as those of the mixture.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..nn import convert
+from ..nn.arguments import divisor
+from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from .configuration import FlashMHFConfig
 from .modeling import FlashMHFForCausalLM
 
@@ -40,70 +44,112 @@ _SHARED = (
     "mlp_bias",
     "head_dim",
 )
-# Official settings that choose an implementation or initial values, not the function; the rest is handled or refused by name.
-_WITHOUT_EFFECT = {
-    "mhffnmoe_use_flash",
-    "mhffnmoe_use_legacy_flash",
-    "mhffnmoe_init_wself_identity",
-    *(f"mhffnmoe_init_{name}_gain" for name in ("w_self", "w_self_2", "gate", "up", "down", "router")),
+# Official settings that choose an implementation, not the function; the rest is handled or refused by name.
+_WITHOUT_EFFECT = {"use_flash", "use_legacy_flash"}
+_GAINS = {
+    "init_w_self_gain": "in_proj",
+    "init_w_self_2_gain": "out_proj",
+    "init_gate_gain": "k",
+    "init_up_gain": "u",
+    "init_down_gain": "v",
+    "init_router_gain": "router",
 }
 _HANDLED = {
-    "mhffnmoe_num_heads",
-    "mhffnmoe_num_kuv_heads",
-    "mhffnmoe_num_experts",
-    "mhffnmoe_skip_linear",
-    "mhffnmoe_apply_dot_scaling",
-    "mhffnmoe_apply_dot_scaling_theory",
-    "mhffnmoe_apply_final_scaling",
-    "mhffnmoe_apply_rmsnorm",
-    "mhffnmoe_disable_original_mlp_rmsnorm",
-    "mhffnmoe_custom_init",
+    "num_heads",
+    "num_kuv_heads",
+    "num_experts",
+    "skip_linear",
+    "apply_dot_scaling",
+    "apply_dot_scaling_theory",
+    "apply_final_scaling",
+    "apply_rmsnorm",
+    "disable_original_mlp_rmsnorm",
+    "custom_init",
+    "init_wself_identity",
+    *_GAINS,
 }
 
 
 def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
-    """The official config.json's content -> our configuration.
+    """The official config.json's content, of "mhffnmoe", "mhffn" or a baseline's "llama" -> our configuration.
 
+    Scalings have no setting here: :func:`state_from_official` takes them into the weights, and the gains of the initialisation carry them.
     Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type.
     """
-    if official.get("model_type", "mhffnmoe") != "mhffnmoe":
-        raise ValueError(f"model_type is {official['model_type']!r}; expected 'mhffnmoe'")
-    convert.check_official_config(official)
-    unknown = sorted(name for name in official if name.startswith("mhffnmoe_") and name not in _WITHOUT_EFFECT | _HANDLED)
-    if unknown:
-        raise NotImplementedError(f"unknown settings of the official configuration: {unknown}")
     rope = {"rope_type": "default", **(official.get("rope_scaling") or {}), "rope_theta": official.get("rope_theta", 10_000.0)}
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
+    shared = {name: official[name] for name in _SHARED if name in official}
+    if official.get("model_type") == "llama":
+        return FlashMHFConfig(**shared, rope_parameters=rope, ffn_type="swiglu", ffn_init="normal")
+    settings = convert.official_settings(official)
+    unknown = sorted(settings.keys() - _WITHOUT_EFFECT - _HANDLED)
+    if unknown:
+        raise NotImplementedError(f"unknown settings of the official configuration: {unknown}")
+    mixture, heads, kv_heads = "mhffn" != official.get("model_type"), settings.get("num_heads", 1), settings.get("num_kuv_heads")
+    divisor("num_kuv_heads", kv_heads, "num_heads", heads)
+    custom = bool(settings.get("custom_init"))
     return FlashMHFConfig(
-        **{name: official[name] for name in _SHARED if name in official},
+        **{**shared, "hidden_act": convert.official_activation(official)},
         rope_parameters=rope,
-        ffn_type="flashmhf",
-        ffn_num_heads=official.get("mhffnmoe_num_heads", 1),
-        ffn_num_subnets=official.get("mhffnmoe_num_experts", 1),
-        ffn_q_norm=bool(official.get("mhffnmoe_apply_rmsnorm", False)),
-        ffn_norm=not official.get("mhffnmoe_disable_original_mlp_rmsnorm", False),
-        ffn_init="official" if official.get("mhffnmoe_custom_init") else "normal",
+        ffn_type="flashmhf" if mixture else "mh_ffn",
+        ffn_num_heads=heads,
+        ffn_num_kv_heads=None if kv_heads == heads else kv_heads,
+        ffn_num_subnets=settings.get("num_experts", 1) if mixture else None,
+        ffn_q_norm=bool(settings.get("apply_rmsnorm", False)),
+        ffn_skip_linear=bool(settings.get("skip_linear", False)),
+        ffn_norm=not settings.get("disable_original_mlp_rmsnorm", False),
+        ffn_init="official" if custom else "normal",
+        ffn_official_init=_official_init(official, settings) if custom else None,
     )
 
 
+def _official_init(official: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
+    """The gains with what the weights take in: the scale of the scores, of which the official initialisation divides out the square
+    root under apply_dot_scaling_theory, and initializer_range in units of ours. It divides the scale of the sum out of V altogether."""
+    gains = {ours: float(settings.get(theirs, 1.0)) for theirs, ours in _GAINS.items()}
+    score, _ = convert.official_scales(official)
+    score = math.sqrt(score) if settings.get("apply_dot_scaling_theory") else score
+    unit = official.get("initializer_range", INITIALIZER_RANGE) / INITIALIZER_RANGE
+    factors = {"k": score * unit, "u": score * unit, "v": unit, "router": unit}
+    gains = {name: gain * factors.get(name, 1.0) for name, gain in gains.items()}
+    gains["identity"] = bool(settings.get("init_wself_identity", False))
+    return {name: value for name, value in gains.items() if value != getattr(OfficialInit(), name)}
+
+
 def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
-    """Our configuration -> the official config.json's content. NotImplementedError for other feed-forward networks than flashmhf."""
-    if config.ffn_type != "flashmhf":
-        raise NotImplementedError(f"the official model has ffn_type='flashmhf' only, got {config.ffn_type!r}")
+    """Our configuration -> the official config.json's content, without scalings: the weights have them.
+
+    NotImplementedError for other feed-forward networks than flashmhf and mh_ffn.
+    """
+    model_type = {"flashmhf": "mhffnmoe", "mh_ffn": "mhffn"}.get(config.ffn_type)
+    if model_type is None:
+        raise NotImplementedError(f"the official models have ffn_type='flashmhf' and 'mh_ffn', got {config.ffn_type!r}")
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
+    settings = {
+        "num_heads": config.ffn_num_heads,
+        "num_kuv_heads": config.ffn_num_kv_heads or config.ffn_num_heads,
+        "skip_linear": config.ffn_skip_linear,
+        "apply_rmsnorm": config.ffn_q_norm,
+        "disable_original_mlp_rmsnorm": not config.ffn_norm,
+        "custom_init": config.ffn_init == "official",
+    }
+    if model_type == "mhffnmoe":
+        settings["num_experts"] = config.ffn_num_subnets
+    if config.ffn_init == "official":
+        gains, unit = config.official_init, config.initializer_range / INITIALIZER_RANGE
+        scaled = ("k", "u", "v", "router")
+        settings |= {theirs: getattr(gains, ours) / (unit if ours in scaled else 1) for theirs, ours in _GAINS.items()}
+        settings["init_wself_identity"] = gains.identity
+        if model_type == "mhffn":
+            del settings["init_router_gain"]
     return {
-        "architectures": ["MHFFNMoEForCausalLM"],
-        "model_type": "mhffnmoe",
+        "architectures": ["MHFFNMoEForCausalLM" if model_type == "mhffnmoe" else "MHFFNForCausalLM"],
+        "model_type": model_type,
         **{name: getattr(config, name) for name in _SHARED},
         "rope_theta": theta,
         "rope_scaling": None if rope == {"rope_type": "default"} else rope,
-        "mhffnmoe_num_heads": config.ffn_num_heads,
-        "mhffnmoe_num_kuv_heads": config.ffn_num_heads,
-        "mhffnmoe_num_experts": config.ffn_num_subnets,
-        "mhffnmoe_apply_rmsnorm": config.ffn_q_norm,
-        "mhffnmoe_disable_original_mlp_rmsnorm": not config.ffn_norm,
-        "mhffnmoe_custom_init": config.ffn_init == "official",
+        **{convert.PREFIXES[model_type] + name: value for name, value in settings.items()},
     }
 
 
@@ -119,15 +165,28 @@ def _split_layers(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return outside, inside
 
 
-def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> dict[str, Tensor]:
-    """Official state dict of the whole model -> ours, for the configuration that :func:`config_from_official` gave."""
+def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Tensor]:
+    """Official state dict of the whole model -> ours, for the configuration that :func:`config_from_official` gave.
+
+    scales: of ``flashmhf.convert.official_scales(official)``; K, U and V take them in.
+    """
     outside, inside = _split_layers(state)
     if config.tie_word_embeddings and not torch.equal(
         outside.pop("lm_head.weight", outside["model.embed_tokens.weight"]), outside["model.embed_tokens.weight"]
     ):
         raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
     for prefix, official in inside.items():
-        ours = convert.from_official(official, config.ffn_num_heads, config.ffn_num_subnets)
+        if config.ffn_type == "swiglu":  # a baseline's names are Llama's and ours
+            outside.update({prefix + name: tensor for name, tensor in official.items()})
+            continue
+        ours = convert.from_official(
+            official,
+            config.ffn_num_heads,
+            config.ffn_num_subnets,
+            num_kv_heads=config.ffn_num_kv_heads,
+            skip_linear=config.ffn_skip_linear,
+            scales=scales,
+        )
         if not config.ffn_q_norm:
             ours.pop("q_norm.weight", None)
         outside.update({prefix + name: tensor for name, tensor in ours.items()})
@@ -138,8 +197,8 @@ def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> di
     """Our state dict of the whole model -> the official one, complete for a strict load there."""
     outside, inside = _split_layers(state)
     for prefix, ours in inside.items():
-        heads, _, _, head_dim = ours["k"].shape
-        official = {"q_norm.weight": ours["k"].new_ones(heads, head_dim), **convert.to_official(ours)}
+        k = ours["k"]
+        official = {"q_norm.weight": k.new_ones(config.ffn_num_heads, k.shape[-1]), **convert.to_official(ours)}
         outside.update({prefix + name: tensor for name, tensor in official.items()})
     if config.tie_word_embeddings:
         outside.setdefault("lm_head.weight", outside["model.embed_tokens.weight"])
@@ -161,8 +220,10 @@ def load_official(directory: str | Path, dtype: torch.dtype | None = None) -> Fl
     Raises FileNotFoundError, and what :func:`config_from_official` and :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)
-    config = config_from_official(json.loads((directory / "config.json").read_text()))
-    state = state_from_official(_read_state(directory), config)
+    official = json.loads((directory / "config.json").read_text())
+    config = config_from_official(official)
+    scales = (1.0, 1.0) if config.ffn_type == "swiglu" else convert.official_scales(official)
+    state = state_from_official(_read_state(directory), config, scales)
     stored = state["model.embed_tokens.weight"].dtype
     with torch.device("meta"):
         model = FlashMHFForCausalLM(config)

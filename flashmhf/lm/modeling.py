@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
@@ -21,28 +26,27 @@ _FEED_FORWARD = (DenseMoE, FlashMHF, MHFFN, ParametricKV, SwiGLU)
 def feed_forward(config: FlashMHFConfig) -> nn.Module:
     """The feed-forward network that ``config`` names, [..., hidden_size] -> [..., hidden_size]."""
     d_model, width, heads = config.hidden_size, config.intermediate_size, config.ffn_num_heads
-    kernels = {"backend": config.ffn_backend, "deterministic": config.ffn_deterministic}
+    operator = {
+        "num_kv_heads": config.ffn_num_kv_heads,
+        "q_norm": config.ffn_q_norm,
+        "q_norm_eps": config.rms_norm_eps,
+        "skip_linear": config.ffn_skip_linear,
+        "activation": config.hidden_act,
+        "bias": config.mlp_bias,
+        "backend": config.ffn_backend,
+        "deterministic": config.ffn_deterministic,
+    }
     match config.ffn_type:
         case "swiglu":
             return SwiGLU(d_model, width, bias=config.mlp_bias)
         case "mh_ffn":
-            return MHFFN(d_model, heads, width, bias=config.mlp_bias, **kernels)
+            return MHFFN(d_model, heads, width, **operator)
         case "pkv":
             return ParametricKV(d_model, heads, width, bias=config.mlp_bias)
         case "dense_moe":
             return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
         case "flashmhf":
-            return FlashMHF(
-                d_model,
-                heads,
-                config.ffn_num_subnets,
-                config.ffn_subnet_dim,
-                router_eps=config.ffn_router_eps,
-                q_norm=config.ffn_q_norm,
-                q_norm_eps=config.rms_norm_eps,
-                bias=config.mlp_bias,
-                **kernels,
-            )
+            return FlashMHF(d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps, **operator)
 
 
 class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):
@@ -96,7 +100,8 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this with torch.nn.init guarded: tensors that a checkpoint has filled are left alone.
         if isinstance(module, _FEED_FORWARD):
-            module.reset_parameters(self.config.ffn_init, self.config.initializer_range, self.config.num_hidden_layers)
+            official = (self.config.official_init,) if isinstance(module, (FlashMHF, MHFFN)) else ()
+            module.reset_parameters(self.config.ffn_init, self.config.initializer_range, self.config.num_hidden_layers, *official)
         else:
             super()._init_weights(module)
 
@@ -130,3 +135,15 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
+
+
+class FlashMHFForSequenceClassification(GenericForSequenceClassification, FlashMHFPreTrainedModel):
+    """Labels of a whole sequence from its last token (transformers' head)."""
+
+
+class FlashMHFForTokenClassification(GenericForTokenClassification, FlashMHFPreTrainedModel):
+    """A label for every token (transformers' head)."""
+
+
+class FlashMHFForQuestionAnswering(GenericForQuestionAnswering, FlashMHFPreTrainedModel):
+    """Start and end of an answer within the sequence (transformers' head)."""

@@ -1,6 +1,8 @@
 """The paper's models by name (table "Model and training configurations"), and tiny ones for CPUs.
 
-A name is ``<ffn>-<scale>``, as in "flashmhf-370m", with "-dh64" or "-dh256" for the head-dimension ablation.
+``OFFICIAL`` has the configurations that the official repository ships, by the names of their files: d_h = 96 and d_e = 256 in the 128M
+mixture, d_e = 256 in the others. Everywhere else a name is ``<ffn>-<scale>``, as in "flashmhf-370m", with "-dh64" or "-dh256" for the
+head-dimension ablation.
 ``printed_parameters`` is the count as the paper prints it, in units of 2**20 ("M") or 2**30 ("B"). So read, all nine counts follow
 from the configurations, those of FlashMHF with the weights of the per-head RMSNorm on Q, which the official code always allocates.
 Entries without a printed count complete the grid: the paper names these models but not all of their sizes, and here they are set
@@ -117,8 +119,65 @@ def _table() -> dict[str, Preset]:
 PRESETS = _table()
 
 
+@dataclass(frozen=True)
+class OfficialPreset(Preset):
+    """A configuration that the official repository ships, by the name of its file; trained like the preset of its scale."""
+
+    official: dict = field(default_factory=dict, compare=False)
+
+    def config(self, **overrides) -> FlashMHFConfig:
+        """What ``conversion.config_from_official`` makes of the official file; ``overrides`` are FlashMHFConfig arguments."""
+        from .conversion import config_from_official  # not above: it imports the models
+
+        return FlashMHFConfig(**{**config_from_official(self.official).to_dict(), **overrides})
+
+
+def _shipped() -> dict[str, OfficialPreset]:
+    presets = {}
+    ffns = {"mhffnmoe": "flashmhf", "mhffn": "mh_ffn", "llama": "swiglu"}
+
+    def add(name: str, model_type: str, scale: str, layers: int, intermediate: int, heads=None, experts=None, q_norm=False, gain=0.707):
+        chosen, official = SCALES[scale], {"model_type": model_type}
+        official |= {
+            "vocab_size": chosen.vocabulary,
+            "hidden_size": chosen.d_model,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": chosen.attention_heads,
+            "num_key_value_heads": chosen.attention_heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": chosen.context,
+            "initializer_range": 0.02,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "rope_scaling": None,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "tie_word_embeddings": chosen.tied,
+        }
+        if heads:
+            settings = {"num_heads": heads, "num_kuv_heads": heads, "apply_rmsnorm": q_norm, "custom_init": True}
+            settings |= {"init_w_self_gain": gain, "init_w_self_2_gain": gain} | ({"num_experts": experts} if experts else {})
+            official |= {f"{model_type}_{setting}": value for setting, value in settings.items()}
+        presets[name] = OfficialPreset(name, ffns[model_type], chosen, layers, intermediate, heads, experts, official=official)
+
+    add("configure-1-tinymhffnmoe", "mhffnmoe", "128m", 10, 2048, 8, 8)
+    add("configure-2-mhffnmoe-TriDao-350M", "mhffnmoe", "370m", 20, 2816, 8, 11, q_norm=True)
+    add("configure-3-mhffnmoe-TriDao-1.3B", "mhffnmoe", "1.3b", 20, 5632, 16, 22, q_norm=True)
+    add("configure7-tinymhffn", "mhffn", "128m", 10, 2048, 8, gain=1.0)
+    add("configure8-TriDao-350M-noskip", "mhffn", "370m", 20, 2752, 8, q_norm=True)
+    add("configure8-tinyllama", "llama", "128m", 12, 2048)
+    add("configure9-TriDao-350M-bf16-pile", "llama", "370m", 24, 2752)
+    add("configure10-TriDao-1.3B-bf16-pile", "llama", "1.3b", 24, 5504)
+    return presets
+
+
+OFFICIAL = _shipped()
+
+
 def preset(name: str) -> Preset:
     """The preset of this name. Raises ValueError that lists the names."""
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; there are: {', '.join(sorted(PRESETS))}")
-    return PRESETS[name]
+    presets = PRESETS | OFFICIAL
+    if name not in presets:
+        raise ValueError(f"no preset {name!r}; there are: {', '.join(sorted(presets))}")
+    return presets[name]

@@ -234,8 +234,16 @@ class ParametricKVShard(_HeadShard):
 def served_feed_forward(config, rank: Rank = Rank()) -> nn.Module:  # noqa: B008  frozen
     """The multi-head network that a :class:`flashmhf.lm.FlashMHFConfig` names, with the heads of ``rank``, empty.
 
-    Raises NotImplementedError for "swiglu" and "dense_moe", which engines build from their own linear layers.
+    Raises NotImplementedError for "swiglu" and "dense_moe", which engines build from their own linear layers, and for settings that the
+    shards do not have.
     """
+    norm = config.ffn_q_norm and config.ffn_type != "flashmhf"
+    unserved = {"ffn_num_kv_heads": config.ffn_num_kv_heads, "ffn_skip_linear": config.ffn_skip_linear, "ffn_q_norm": norm}
+    for name, value in unserved.items():
+        if value and value != config.ffn_num_heads:
+            raise NotImplementedError(f"{name} is {value} with ffn_type={config.ffn_type!r}; no shard has it, the module has")
+    if config.hidden_act != "silu":
+        raise NotImplementedError(f"hidden_act is {config.hidden_act!r}; shards support 'silu'")
     sizes = (config.hidden_size, config.ffn_num_heads)
     match config.ffn_type:
         case "flashmhf":
