@@ -19,7 +19,7 @@ def run(direction: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([harness, *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "forward_fp8", "backward"])
 @pytest.mark.parametrize("argument", ["T=many", "dtype=fp32", "d_h=80", "d_e=20", "H=0", "size=3", "T"])
 def test_bad_arguments_are_named_on_one_line(direction, argument):
     done = run(direction, argument)
@@ -35,6 +35,26 @@ SMALL = ("T=300", "H=2", "E=3", "d_e=80", "launches=2")
 @pytest.mark.parametrize("arguments", [("gate=r",), ("gate=w", "dtype=fp16"), ("gate=ones",)])
 def test_forward(d_h, arguments):
     done = run("forward", *SMALL, f"d_h={d_h}", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_h", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gate=r",),
+        ("gate=w", "dtype=fp16"),
+        ("gate=ones", "signs=one"),
+        ("gate=r", "E=30", "d_e=48"),  # more sub-networks than a chunk of the gate
+        ("gate=w", "E=30", "d_e=48"),
+        ("gate=w", "T=1"),  # CTAs divide an item
+        ("gate=r", "T=4400", "H=8", "repeat=20"),  # items are split
+        ("gate=w", "group=2"),
+    ],
+)
+def test_forward_fp8(d_h, arguments):
+    done = run("forward_fp8", *SMALL, f"d_h={d_h}", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -50,7 +50,7 @@ __global__ void scale_of_head(float *scale, Shape s) {  // the largest of a head
 // Where column c lies in its block of 16.
 __device__ int64_t place(int64_t c) { return c / 16 * 16 + c % 8 / 2 * 4 + c % 16 / 8 * 2 + c % 2; }
 template <typename T> __global__ void quantise(__nv_fp8_storage_t *out, const T *x, const float *scale, Shape s, bool transposed) {
-    const int64_t all = s.weight_heads() * s.subnets * s.subnet_dim * s.head_dim;
+    const int64_t all = int64_t{s.heads / s.group} * s.subnets * s.subnet_dim * s.head_dim;
     for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < all; i += int64_t{gridDim.x} * blockDim.x) {
         const int64_t d = i % s.head_dim, j = i / s.head_dim % s.subnet_dim, subnet = i / s.head_dim / s.subnet_dim;
         const int64_t at = transposed ? d * s.subnet_dim + place(j) : j * s.head_dim + place(d);
@@ -90,7 +90,7 @@ template <typename T>
 __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_storage_t *k, const __nv_fp8_storage_t *u,
                                     const __nv_fp8_storage_t *v, const float *scales, const double *gate, Shape s, int64_t stride) {
     extern __shared__ double acc[];
-    const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = s.weight_heads() * s.subnets;
+    const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = int64_t{s.heads / s.group} * s.subnets;
     const int d = s.head_dim;
     double *q8 = acc + d;
     double largest = 1e-18, squares = 0;
