@@ -1,0 +1,80 @@
+"""Train a small model, serve it, ask it with the OpenAI client: two minutes on a CPU, and a check that ends with status 0.
+
+    pip install "flashmhf[lm]" "transformers[serving]" openai
+    python examples/serve/run.py                    # transformers' server: flashmhf serve
+    python examples/serve/run.py --engine vllm      # in an environment that has vLLM; docs/serving.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+from openai import OpenAI
+
+PROMPT = "    def __init__(self"
+SERVERS = {
+    "transformers": ["-m", "flashmhf", "serve", "--device", "cpu", "--dtype", "float32", "--model"],
+    "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager", "--model"],
+}
+
+
+def train(run: Path, steps: int) -> None:
+    """A tiny FlashMHF model of Python's standard library, with a chat template."""
+    text = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    command = [sys.executable, "-m", "flashmhf", "train", "--output", str(run), "--preset", "tiny", "--device", "cpu"]
+    command += ["--steps", str(steps), "--chat-template", "plain", "--eval-fraction", "0.05", "--data", *map(str, text)]
+    subprocess.run(command, check=True)
+
+
+def wait(process: subprocess.Popen, url: str) -> None:
+    """Until the server answers. Raises RuntimeError where it has ended."""
+    while process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise RuntimeError(f"the server ended with status {process.returncode}")
+
+
+def ask(url: str, model: str) -> None:
+    """A completion, the same one streamed, and a chat."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
+    settings = {"model": model, "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(prompt=PROMPT, **settings).choices[0].text
+    parts = [part.choices[0].text for part in client.completions.create(prompt=PROMPT, stream=True, **settings) if part.choices]
+    print(PROMPT + whole, f"({len(parts)} parts streamed)")
+    assert whole.strip() and "".join(parts) == whole
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": "import os"}], **settings)
+    print("chat:", repr(chat.choices[0].message.content))
+    assert chat.choices[0].finish_reason in ("length", "stop")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=tuple(SERVERS), default="transformers")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--port", type=int, default=8765)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run, url = Path(folder) / "run", f"http://localhost:{options.port}"
+        train(run, options.steps)
+        process = subprocess.Popen([sys.executable, *SERVERS[options.engine], str(run), "--port", str(options.port)])
+        try:
+            wait(process, url)
+            ask(url, str(run))
+        finally:
+            process.terminate()
+            process.wait(60)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
