@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(*rows[-2:], sep="\n", flush=True)
     rows += own_loop(models)
     parameters = {key: sum(p.numel() for p in model.parameters()) for key, model in models.items()}
-    record = {**environment.describe(torch.device("cuda", 0)), "parameters": parameters, "new_tokens": NEW, "rows": rows}
+    record = {"environment": environment.describe(torch.device("cuda", 0)), "parameters": parameters, "new_tokens": NEW, "rows": rows}
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         suite.write_json(record, options.out)

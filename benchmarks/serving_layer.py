@@ -78,7 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
                 ratio = seconds / medians["module"]
                 rows.append({"tokens": tokens, "subject": name, "graph_us": 1e6 * seconds, "x_module": ratio, "host_us": 1e6 * host[name]})
             print(tokens, *(f"{r['subject']} {r['graph_us']:.1f} us x{r['x_module']:.3f} host {r['host_us']:.1f};" for r in rows[-4:]))
-    record = {**environment.describe(torch.device("cuda", 0)), "shape": dict(zip(("d_model", "H", "E", "d_e"), SIZES, strict=True))}
+    record = {
+        "environment": environment.describe(torch.device("cuda", 0)),
+        "shape": dict(zip(("d_model", "H", "E", "d_e"), SIZES, strict=True)),
+    }
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         suite.write_json({**record, "rows": rows}, options.out)

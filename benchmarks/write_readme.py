@@ -76,10 +76,50 @@ def training_table(root: pathlib.Path) -> str:
     return f"{paper.table(header, lines)}\n\n{where['device']}, {where['date']}, {size}: `{where['command']}`."
 
 
+def generate_table(root: pathlib.Path) -> str:
+    record = read(root, "generate_h200.json")
+    cells: dict[tuple[int, int], dict[str, dict]] = {}
+    for row in record["rows"]:
+        cells.setdefault((row["batch"], row["context"]), {})[row["subject"]] = row
+    lines = []
+    for (batch, context), rows in cells.items():
+        ours, theirs = rows["flashmhf"], rows["swiglu"]
+        rates = (f"{ours['tokens_per_s']:,.0f}", f"{theirs['tokens_per_s']:,.0f}", f"{ours['x_swiglu']:.2f}")
+        lines.append([str(batch), f"{context:,}", *rates, f"{ours['ms_per_token']:.2f}", f"{ours['host_ms_per_token']:.2f}"])
+    header = ["batch", "context", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio", "FlashMHF ms a step", "host ms a step"]
+    return f"{paper.table(header, lines)}\n\n{_conditions('`generate`', record)}"
+
+
+def serving_table(root: pathlib.Path) -> str:
+    record = read(root, "serving_layer_h200.json")
+    tokens: dict[int, dict[str, dict]] = {}
+    for row in record["rows"]:
+        tokens.setdefault(row["tokens"], {})[row["subject"]] = row
+    lines = []
+    for count, rows in tokens.items():
+        times = [f"{rows[name]['graph_us']:.1f}" for name in ("module", "layer", "layer compiled", "swiglu")]
+        ratios = [f"{rows[name]['x_module']:.3f}" for name in ("layer", "layer compiled")]
+        host = [f"{rows[name]['host_us']:.0f}" for name in ("module", "layer")]
+        lines.append([f"{count:,}", *times, *ratios, *host])
+    header = [
+        "T",
+        "module µs",
+        "layer µs",
+        "compiled µs",
+        "SwiGLU µs",
+        "layer ÷ module",
+        "compiled ÷ module",
+        "host: module µs",
+        "host: layer µs",
+    ]
+    return f"{paper.table(header, lines)}\n\n{_conditions('Layer', record)} SwiGLU: d_ff 8192. Host: to queue one eager call."
+
+
 BLOCKS: dict[str, dict[str, Callable[[pathlib.Path], str]]] = {
     "README.md": {"headline": headline},
     "benchmarks/README.md": {"summary": summary, "operator": operator_table},
     "docs/language-models.md": {"training": training_table},
+    "docs/serving.md": {"generate": generate_table, "serving": serving_table},
 }
 
 

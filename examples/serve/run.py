@@ -1,8 +1,8 @@
 """Train a small model, serve it, ask it with the OpenAI client: two minutes on a CPU, and a check that ends with status 0.
 
-    pip install "flashmhf[lm]" "transformers[serving]" openai
-    python examples/serve/run.py                    # transformers' server: flashmhf serve
-    python examples/serve/run.py --engine vllm      # in an environment that has vLLM; docs/serving.md
+pip install "flashmhf[lm]" "transformers[serving]" openai
+python examples/serve/run.py                    # transformers' server: flashmhf serve
+python examples/serve/run.py --engine vllm      # in an environment that has vLLM; docs/serving.md
 """
 
 from __future__ import annotations
