@@ -220,6 +220,27 @@ def test_plugins(monkeypatch):
     assert sys.modules["transformers"].FlashMHFForCausalLM.__module__ == "flashmhf.lm.modeling"
 
 
+def test_the_network_of_a_configuration():
+    """Every multi-head ffn_type with the settings it has: the served network loads the model's and gives its values."""
+    pytest.importorskip("transformers")
+    from flashmhf.lm.modeling import feed_forward
+    from flashmhf.lm.presets import preset
+
+    for ffn, settings in (
+        ("flashmhf", {"ffn_q_norm": True, "ffn_num_kv_heads": 1, "hidden_act": "relu"}),
+        ("mh_ffn", {"ffn_q_norm": True, "hidden_act": "gelu", "mlp_bias": True}),
+        ("pkv", {}),
+    ):
+        config = preset(f"{ffn}-tiny").config(**settings)
+        network, served, x = feed_forward(config), serving.served_feed_forward(config), torch.randn(5, 64)
+        served.load(network.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(served(x), network(x), rtol=1e-5, atol=1e-6)
+    for config in (preset("flashmhf-tiny").config(ffn_skip_linear=True), preset("swiglu-tiny").config()):
+        with pytest.raises(NotImplementedError, match="supported"):
+            serving.served_feed_forward(config)
+
+
 def two_ranks(rank: int, folder: str, device: str) -> None:
     """One process of two: its shard of FlashMHF with a real all-reduce, on a GPU compiled and in a CUDA graph, against the module."""
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)

@@ -234,32 +234,23 @@ class ParametricKVShard(_HeadShard):
 def served_feed_forward(config, rank: Rank = Rank()) -> nn.Module:  # noqa: B008  frozen
     """The multi-head network that a :class:`flashmhf.lm.FlashMHFConfig` names, with the heads of ``rank``, empty.
 
-    Raises NotImplementedError for "swiglu" and "dense_moe", which engines build from their own linear layers, and for settings that the
-    shards do not have.
+    Raises NotImplementedError for ffn_skip_linear=True, whose ranks would have nothing to add up, and for "swiglu" and "dense_moe", which
+    engines build from their own linear layers.
     """
-    norm = config.ffn_q_norm and config.ffn_type != "flashmhf"
-    unserved = {"ffn_num_kv_heads": config.ffn_num_kv_heads, "ffn_skip_linear": config.ffn_skip_linear, "ffn_q_norm": norm}
-    for name, value in unserved.items():
-        if value and value != config.ffn_num_heads:
-            raise NotImplementedError(f"{name} is {value} with ffn_type={config.ffn_type!r}; no shard has it, the module has")
-    if config.hidden_act != "silu":
-        raise NotImplementedError(f"hidden_act is {config.hidden_act!r}; shards support 'silu'")
-    sizes = (config.hidden_size, config.ffn_num_heads)
-    match config.ffn_type:
-        case "flashmhf":
-            return FlashMHFShard(
-                *sizes,
-                config.ffn_num_subnets,
-                config.ffn_subnet_dim,
-                router_eps=config.ffn_router_eps,
-                q_norm=config.ffn_q_norm,
-                q_norm_eps=config.rms_norm_eps,
-                bias=config.mlp_bias,
-                backend=config.ffn_backend,
-                rank=rank,
-            )
-        case "mh_ffn":
-            return MHFFNShard(*sizes, config.intermediate_size, bias=config.mlp_bias, backend=config.ffn_backend, rank=rank)
-        case "pkv":
-            return ParametricKVShard(*sizes, config.intermediate_size, bias=config.mlp_bias, rank=rank)
+    if config.ffn_skip_linear:
+        raise NotImplementedError("ffn_skip_linear is True; served networks support False only")
+    sizes, shared = (config.hidden_size, config.ffn_num_heads), {"bias": config.mlp_bias, "rank": rank}
+    if config.ffn_type == "pkv":
+        return ParametricKVShard(*sizes, config.intermediate_size, **shared)
+    shared |= {
+        "num_kv_heads": config.ffn_num_kv_heads,
+        "q_norm": config.ffn_q_norm,
+        "q_norm_eps": config.rms_norm_eps,
+        "activation": config.hidden_act,
+        "backend": config.ffn_backend,
+    }
+    if config.ffn_type == "mh_ffn":
+        return MHFFNShard(*sizes, config.intermediate_size, **shared)
+    if config.ffn_type == "flashmhf":
+        return FlashMHFShard(*sizes, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps, **shared)
     raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: flashmhf, mh_ffn, pkv")

@@ -6,6 +6,8 @@ U, V and the router on every rank. vLLM imports this module by the name that ``f
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -52,8 +54,10 @@ class NoNorm(nn.Module):
 
 class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", **kwargs) -> None:
-        super().__init__(vllm_config, prefix, **kwargs)
-        config = kwargs.get("config") or vllm_config.model_config.hf_config
+        config = kwargs.pop("config", None) or vllm_config.model_config.hf_config
+        as_llama = copy.copy(config)
+        as_llama.hidden_act = "silu"  # its own network, which is replaced below, has no other
+        super().__init__(vllm_config, prefix, config=as_llama, **kwargs)
         if config.ffn_type == "dense_moe":
             self.mlp = DenseMoE(config, f"{prefix}.mlp")
         elif config.ffn_type != "swiglu":
