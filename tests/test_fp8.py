@@ -12,7 +12,7 @@ from flashmhf import quantize, reference
 from flashmhf.quantize import eager, operators
 from flashmhf.quantize.modules import quantise_rows
 from flashmhf.quantize.packing import E4M3, permutation, to_e4m3
-from flashmhf.testing import relative_l2
+from flashmhf.testing import SMALL, relative_l2
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 EXACT_FACTOR = 1.05  # of the error that the quantisation points alone cause
@@ -51,7 +51,7 @@ def assert_as_its_points(actual: Tensor, q: Tensor, packed: quantize.PackedWeigh
     points = quantised_points(q, packed, r)
     assert torch.isfinite(actual).all()
     assert relative_l2(actual, truth) <= EXACT_FACTOR * relative_l2(points, truth)
-    assert relative_l2(actual, points) <= KERNEL_DISTANCE
+    assert relative_l2(actual, points) <= KERNEL_DISTANCE * (3 if actual.numel() < SMALL else 1)
 
 
 def test_the_rule_rejects_wrong_kernels():
@@ -209,13 +209,41 @@ def test_modules(tmp_path):
         assert relative_l2(kept(x), truth) < 0.075 and relative_l2(whole(x), truth) < 0.12
         other = quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16))
         other.load_state_dict(whole.state_dict())
-        assert torch.equal(other(x), whole(x)) and not list(whole.parameters())[:0]
+        assert torch.equal(other(x), whole(x))
         state = whole.state_dict() | {"layout": torch.tensor([9], dtype=torch.uint8)}
         with pytest.raises(ValueError, match="layout is"):
             other.load_state_dict(state)
         halved = copy.deepcopy(whole).half()
-        assert halved.k8.dtype == E4M3 and halved.scales.dtype == torch.float32 and halved.router.dtype == torch.float16
+        assert halved.k8.dtype == halved.in_proj.weight8.dtype == E4M3 and halved.router.dtype == torch.float16
+        assert halved.scales.dtype == halved.out_proj.scale.dtype == torch.float32
         assert relative_l2(halved(x.half()), truth) < 0.12
+
+
+@pytest.mark.parametrize("settings", [{"skip_linear": True}, {"num_kv_heads": 1}])
+def test_modules_with_other_settings(settings):
+    torch.manual_seed(0)
+    network = flashmhf.FlashMHF(128, 2, 3, 80, **settings).eval()
+    x = torch.randn(40, 128)
+    with torch.no_grad():
+        assert relative_l2(quantize.to_fp8(network)(x), copy.deepcopy(network).double()(x.double())) < 0.12
+
+
+def test_the_source_stays_as_it_was():
+    network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True)
+    before = copy.deepcopy(network.state_dict())
+    served = quantize.to_fp8(network, projections=False)
+    assert network.training and network.in_proj.training and all(each.requires_grad for each in network.parameters())
+    with torch.no_grad():
+        for tensor in served.state_dict().values():
+            tensor.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_no_tokens_and_shared_networks():
+    network = flashmhf.FlashMHF(128, 2, 3, 80)
+    model = nn.ModuleList([network, nn.Linear(2, 2), network])
+    assert quantize.quantize_(model) == ["0", "2"]
+    assert model[0] is model[2] and model[0](torch.randn(3, 0, 128)).shape == (3, 0, 128)
 
 
 def test_quantize_a_model():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,9 @@ from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import check_input
 from .packing import E4M3_MAX, LAYOUT, TINIEST_SCALE, PackedWeights, check_layout, pack_fp8, to_e4m3
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SCALED_MM_CAPABILITY = (8, 9)
 
@@ -21,11 +26,26 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_e4m3(x.float() / scale), scale
 
 
-class Fp8Linear(nn.Module):
+class _Quantised(nn.Module):
+    """Keeps the dtypes of quantised tensors where ``.to(dtype)``, ``.half()`` and their kin change those of others."""
+
+    _fixed: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: getattr(self, name) for name in self._fixed}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            now = getattr(self, name)
+            if now.dtype != tensor.dtype:
+                setattr(self, name, tensor.to(now.device))
+        return self
+
+
+class Fp8Linear(_Quantised):
     """x W^T + b with W in e4m3 and a scale for each row of W; x is quantised by rows as it comes.
 
     The product is ``torch._scaled_mm`` where the device has e4m3 products (capability 8.9 and later) and the sizes are multiples of 16;
-    elsewhere the same values are multiplied in float32.
+    elsewhere the same values are multiplied in float32. ``torch._scaled_mm`` rounds to bf16. A row of x that is not finite gives NaN.
 
     State: weight8 [N, K] e4m3, scale [N, 1] float32, bias [N] or None.
     """
@@ -33,6 +53,7 @@ class Fp8Linear(nn.Module):
     weight8: Tensor
     scale: Tensor
     bias: Tensor | None
+    _fixed = ("weight8", "scale")
 
     def __init__(self, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -56,7 +77,7 @@ class Fp8Linear(nn.Module):
             out = (x8.float() @ self.weight8.float().t()) * x_scale * self.scale.t()
         if self.bias is not None:
             out = out + self.bias
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
+        return out.to(x.dtype).view(*x.shape[:-1], self.weight8.shape[0])
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight8.shape[1]}, out_features={self.weight8.shape[0]}, bias={self.bias is not None}"
@@ -66,7 +87,7 @@ def _has_scaled_mm(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= SCALED_MM_CAPABILITY
 
 
-class Fp8FlashMHF(nn.Module):
+class Fp8FlashMHF(_Quantised):
     """:class:`flashmhf.FlashMHF` for inference with K, U, V in e4m3; made by :func:`to_fp8`.
 
     State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj, out_proj (:class:`Fp8Linear` or
@@ -79,6 +100,9 @@ class Fp8FlashMHF(nn.Module):
     scales: Tensor
     layout: Tensor
     router: Tensor
+    in_proj: nn.Module | None
+    out_proj: nn.Module | None
+    _fixed = ("k8", "u8", "v8", "scales", "layout")
 
     def __init__(self, network: FlashMHF, *, projections: bool = True) -> None:
         super().__init__()
@@ -88,9 +112,14 @@ class Fp8FlashMHF(nn.Module):
         for name, tensor in packed.state_dict().items():
             self.register_buffer(name, tensor.to(packed.k8.device))
         self.register_buffer("router", network.router.detach().clone())
-        convert = Fp8Linear.from_linear if flag("projections", projections) else (lambda linear: linear.requires_grad_(False))
-        self.in_proj, self.out_proj = convert(network.in_proj), convert(network.out_proj)
-        self.q_norm = None if network.q_norm is None else network.q_norm.requires_grad_(False)
+        quantised = flag("projections", projections)
+
+        def own(module: nn.Module | None) -> nn.Module | None:
+            if quantised and isinstance(module, nn.Linear):
+                return Fp8Linear.from_linear(module)
+            return module if module is None else copy.deepcopy(module).requires_grad_(False)
+
+        self.in_proj, self.out_proj, self.q_norm = own(network.in_proj), own(network.out_proj), own(network.q_norm)
 
     @property
     def packed(self) -> PackedWeights:
@@ -99,21 +128,11 @@ class Fp8FlashMHF(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
-        q = self.in_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        q = (x if self.in_proj is None else self.in_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
         mixed = torch.ops.flashmhf.fp8_gated_forward(q, *self.packed.tensors, self.router, self.router_eps, backend=self.backend)
-        return self.out_proj(mixed.flatten(-2))
-
-    def _apply(self, fn, recurse: bool = True) -> Fp8FlashMHF:
-        """``.to(dtype)`` changes the router and what is not quantised: e4m3 values and their scales keep their dtypes."""
-        kept = {name: getattr(self, name) for name in ("k8", "u8", "v8", "scales", "layout")}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            now = getattr(self, name)
-            if now.dtype != before.dtype:
-                setattr(self, name, before.to(now.device))
-        return self
+        return mixed.flatten(-2) if self.out_proj is None else self.out_proj(mixed.flatten(-2))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = state_dict.get(f"{prefix}layout")
@@ -149,11 +168,11 @@ def quantize_(model: nn.Module, *, projections: bool = True) -> list[str]:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, FlashMHF):
         raise ValueError("model is a FlashMHF, which cannot be replaced in place; supported: to_fp8(model)")
-    found = [name for name, module in model.named_modules() if isinstance(module, FlashMHF)]
+    found = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, FlashMHF)}
     if not found:
         raise ValueError("model holds no FlashMHF")
-    for name in found:
+    converted = {id(module): to_fp8(module, projections=projections) for module in {id(each): each for each in found.values()}.values()}
+    for name, module in found.items():
         parent, _, child = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        setattr(owner, child, to_fp8(getattr(owner, child), projections=projections))
-    return found
+        setattr(model.get_submodule(parent), child, converted[id(module)])
+    return list(found)
