@@ -129,3 +129,37 @@ def test_replaced_networks_of_grouped_heads_have_equal_parameters():
     assert flashmhf.replace_ffn(model, num_heads=4, num_kv_heads=1) == ["0"]
     counts = [sum(p.numel() for p in network.parameters()) for network in (swiglu, model[0])]
     assert counts[1] == pytest.approx(counts[0], rel=0.03) and model[0].num_kv_heads == 1
+
+
+def test_padded_subnets_are_the_same_function_and_stay_padded(tmp_path):
+    plain = randomised(flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2))
+    padded = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2, pad_subnets=True).double()
+    assert padded.k.shape[2] == 32 and not padded.k[:, :, SUBNET_DIM:].any()
+    torch.save(plain.state_dict(), tmp_path / "state.pt")
+    padded.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for stacked in (False, True):
+        padded.stack_weights(stacked)
+        state = padded.state_dict()
+        assert state.keys() == plain.state_dict().keys() and all(torch.equal(state[n], w) for n, w in plain.state_dict().items())
+        x = torch.randn(3, 5, D_MODEL, dtype=torch.float64)
+        torch.testing.assert_close(padded(x), plain(x), rtol=1e-12, atol=1e-12)
+    padded.stack_weights(False)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1) for module in (plain, padded)]
+    for _ in range(3):
+        for module, optimizer in zip((plain, padded), optimizers, strict=True):
+            module(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not any(weight[:, :, SUBNET_DIM:].any() for weight in (padded.k, padded.u, padded.v))
+    for name, weight in padded.state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-9, atol=1e-9)
+    padded.reset_parameters("official")
+    assert not padded.v[:, :, SUBNET_DIM:].any() and padded.v[:, :, :SUBNET_DIM].all()
+
+
+def test_padded_subnets_from_a_swiglu():
+    swiglu = flashmhf.SwiGLU(D_MODEL, 3 * SUBNET_DIM)
+    module = flashmhf.FlashMHF.from_swiglu(swiglu, num_subnets=3, pad_subnets=True)
+    x = torch.randn(5, D_MODEL)
+    assert module.k.shape[2] == 32
+    torch.testing.assert_close(module(x), swiglu(x), rtol=1e-4, atol=1e-5)

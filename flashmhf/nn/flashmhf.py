@@ -16,6 +16,7 @@ from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit,
 from .multihead import GroupedHeads, check_input
 
 WEIGHTS = ("k", "u", "v")
+SUBNET_MULTIPLE = 16  # of d_e, for the kernels
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
 
 
@@ -99,6 +100,8 @@ class FlashMHF(GroupedHeads):
         q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none).
         skip_linear: no W_in and W_out.
         activation: "silu", "gelu", "relu" or "relu2", as in :func:`flashmhf.flash_mhf`.
+        pad_subnets: store k, u and v with zero rows up to the next multiple of 16 of d_e, which hopper and triton need. The rows get zero
+            gradients, so optimizers leave them zero. State dicts have d_e rows.
         bias: biases in in_proj and out_proj.
         backend, deterministic: as in :func:`flashmhf.flash_mhf`.
         accumulate_main_grad: add the gradients of k, u, v into their fp32 ``main_grad`` buffers instead of returning them.
@@ -108,6 +111,7 @@ class FlashMHF(GroupedHeads):
 
     num_subnets: int
     subnet_dim: int
+    pad_subnets: bool
     router_eps: float
     backend: str
     deterministic: bool | None
@@ -130,6 +134,7 @@ class FlashMHF(GroupedHeads):
         q_norm_eps: float = 1e-5,
         skip_linear: bool = False,
         activation: str = "silu",
+        pad_subnets: bool = False,
         bias: bool = False,
         backend: str = "auto",
         deterministic: bool | None = None,
@@ -140,6 +145,7 @@ class FlashMHF(GroupedHeads):
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, skip_linear, activation, bias, device, dtype)
         self.num_subnets = positive("num_subnets", num_subnets)
         self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
+        self.pad_subnets = flag("pad_subnets", pad_subnets)
         self.router_eps = epsilon("router_eps", router_eps)
         self.backend, self.deterministic = backend_and_deterministic(backend, deterministic)
         self.accumulate_main_grad = flag("accumulate_main_grad", accumulate_main_grad)
@@ -183,9 +189,13 @@ class FlashMHF(GroupedHeads):
         if bias is not None:
             module.in_proj.bias.zero_()
             module.out_proj.bias.copy_(bias)
-        module.k.copy_(swiglu.gate_proj.weight.view_as(module.k))
-        module.u.copy_(swiglu.up_proj.weight.view_as(module.u))
-        module.v.copy_(num_subnets * swiglu.down_proj.weight.T.reshape(module.v.shape))
+        shape = (1, num_subnets, width // num_subnets, d_model)
+        for parameter, value in (
+            (module.k, swiglu.gate_proj.weight.view(shape)),
+            (module.u, swiglu.up_proj.weight.view(shape)),
+            (module.v, num_subnets * swiglu.down_proj.weight.T.reshape(shape)),
+        ):
+            parameter[:, :, : shape[2]] = value
         module.router.zero_()
         return module
 
@@ -205,6 +215,9 @@ class FlashMHF(GroupedHeads):
         key, value = self.head_dim**-0.5, math.sqrt(self.num_subnets / (GATED_VARIANCE[self.activation] * self.subnet_dim))
         weights = ((self.k, key), (self.u, key), (self.v, self.balanced_value(value, num_layers)))
         initialise(weights, self.balanced_projections(num_layers), (self.router,), init, initializer_range, official)
+        with torch.no_grad():
+            for weight in (self.k, self.u, self.v):
+                weight[..., self.subnet_dim :, :] = 0  # of pad_subnets
         if self.q_norm is not None:
             nn.init.ones_(self.q_norm.weight)
 
@@ -228,8 +241,9 @@ class FlashMHF(GroupedHeads):
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
-        """(H_kv, E, d_e, d_h) of k, u and v."""
-        return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
+        """(H_kv, E, d_e, d_h) of k, u and v; d_e with the zero rows of pad_subnets."""
+        width = -(-self.subnet_dim // SUBNET_MULTIPLE) * SUBNET_MULTIPLE if self.pad_subnets else self.subnet_dim
+        return self.num_kv_heads, self.num_subnets, width, self.head_dim
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """k, u, v [H_kv, E, d_e, d_h], however they are stored."""
@@ -240,9 +254,15 @@ class FlashMHF(GroupedHeads):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._reshape(destination, prefix, self.weight_shape)
+        if self.weight_shape[2] != self.subnet_dim:
+            for name in WEIGHTS:
+                destination[prefix + name] = destination[prefix + name][:, :, : self.subnet_dim].contiguous()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in WEIGHTS:
+            value, padding = state_dict.get(prefix + name), self.weight_shape[2] - self.subnet_dim
+            if padding and value is not None and value.dim() in (3, 4) and value.shape[-2] == self.subnet_dim:
+                state_dict[prefix + name] = nn.functional.pad(value, (0, 0, 0, padding))
             self._reshape(state_dict, prefix, getattr(self, name).shape, (name,))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

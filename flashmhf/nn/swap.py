@@ -89,7 +89,7 @@ def _settings(network: FlashMHF) -> dict[str, Any]:
     names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic", "accumulate_main_grad")
     bias = not network.skip_linear and network.in_proj.bias is not None
     settings = {name: getattr(network, name) for name in names} | {"bias": bias}
-    defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu"}
+    defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu", "pad_subnets": False}
     settings |= {name: getattr(network, name) for name, default in defaults.items() if getattr(network, name) != default}
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
 
