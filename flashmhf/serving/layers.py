@@ -238,7 +238,7 @@ def served_feed_forward(config, rank: Rank = Rank()) -> nn.Module:  # noqa: B008
     engines build from their own linear layers.
     """
     if config.ffn_skip_linear:
-        raise NotImplementedError("ffn_skip_linear is True; served networks support False only")
+        raise NotImplementedError("ffn_skip_linear is True; supported: False")
     sizes, shared = (config.hidden_size, config.ffn_num_heads), {"bias": config.mlp_bias, "rank": rank}
     if config.ffn_type == "pkv":
         return ParametricKVShard(*sizes, config.intermediate_size, **shared)
