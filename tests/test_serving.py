@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashmhf
-from flashmhf import serving
+from flashmhf import quantize, serving
 from flashmhf.serving import Rank
 
 D_MODEL, HEADS, SUBNETS, WIDTH = 256, 4, 3, 32
@@ -218,6 +218,42 @@ def test_plugins(monkeypatch):
     assert registered == {"FlashMHFForCausalLM": "flashmhf.serving.vllm:FlashMHFForCausalLM"}
     assert importlib.util.find_spec("flashmhf.serving.vllm")
     assert sys.modules["transformers"].FlashMHFForCausalLM.__module__ == "flashmhf.lm.modeling"
+
+
+@pytest.mark.parametrize("settings", [{}, {"q_norm": True, "bias": True}])
+def test_fp8_shards(settings):
+    """One rank has the bits of the packed network. Ranks quantise their parts of S apart, as exactly as the whole network does."""
+    network = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, WIDTH, **settings)
+    packed, x = quantize.to_fp8(network), torch.randn(9, D_MODEL)
+    results = []
+    for size in (1, 2):
+        parts = []
+        for index in range(size):
+            part = serving.Fp8FlashMHFShard(D_MODEL, HEADS, SUBNETS, WIDTH, rank=Rank(index, size, lambda y: y), **settings)
+            part.load(packed.state_dict())
+            parts.append(part)
+        with torch.no_grad():
+            results.append(sum(part(x) for part in parts))
+    with torch.no_grad():
+        assert torch.equal(results[0], packed(x))
+        exact = network(x)
+        errors = [(result - exact).norm() / exact.norm() for result in (*results, packed(x))]
+    assert errors[1] <= 1.1 * errors[2] and errors[2] < 0.1
+    assert len(parts[1].k8) == HEADS // 2
+    with pytest.raises(ValueError, match="layout is"):
+        parts[0].load({**packed.state_dict(), "layout": torch.tensor([7], dtype=torch.uint8)})
+
+
+def test_fp8_is_one_node():
+    part = serving.Fp8FlashMHFShard(D_MODEL, HEADS, SUBNETS, WIDTH)
+    part.load(quantize.to_fp8(flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, WIDTH)).state_dict())
+    graphs = []
+    compiled = torch.compile(part, fullgraph=True, dynamic=True, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    with torch.no_grad():
+        for tokens in (2, 7, 65):
+            x = torch.randn(tokens, D_MODEL)
+            assert torch.equal(compiled(x), part(x))
+    assert [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"] == ["flashmhf.fp8_layer"] and len(graphs) == 1
 
 
 def test_the_network_of_a_configuration():

@@ -41,6 +41,19 @@ class _Quantised(nn.Module):
         return self
 
 
+def fp8_linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """What :class:`Fp8Linear` computes: x [..., K], weight8 [N, K], scale [N, 1], bias [N] -> [..., N] in x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    x8, x_scale = quantise_rows(rows)
+    if _has_scaled_mm(x.device) and not (weight8.shape[0] % 16 or weight8.shape[1] % 16):
+        out = torch._scaled_mm(x8, weight8.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    else:
+        out = (x8.float() @ weight8.float().t()) * x_scale * scale.t()
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], weight8.shape[0])
+
+
 class Fp8Linear(_Quantised):
     """x W^T + b with W in e4m3 and a scale for each row of W; x is quantised by rows as it comes.
 
@@ -69,15 +82,7 @@ class Fp8Linear(_Quantised):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype."""
-        rows = x.reshape(-1, x.shape[-1])
-        x8, x_scale = quantise_rows(rows)
-        if _has_scaled_mm(x.device) and not (self.weight8.shape[0] % 16 or self.weight8.shape[1] % 16):
-            out = torch._scaled_mm(x8, self.weight8.t(), scale_a=x_scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16)
-        else:
-            out = (x8.float() @ self.weight8.float().t()) * x_scale * self.scale.t()
-        if self.bias is not None:
-            out = out + self.bias
-        return out.to(x.dtype).view(*x.shape[:-1], self.weight8.shape[0])
+        return fp8_linear(x, self.weight8, self.scale, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight8.shape[1]}, out_features={self.weight8.shape[0]}, bias={self.bias is not None}"

@@ -57,16 +57,34 @@ def loadable(parameter: nn.Parameter, dim: int | None, rank: Rank) -> nn.Paramet
     return parameter
 
 
-class _HeadShard(nn.Module):
-    """in_proj by columns, the heads of this rank, out_proj by rows; out_proj's bias enters the sum over the ranks once."""
+class Shard(nn.Module):
+    """What the networks of one rank share: their heads, the sum over the ranks, and loading a whole state dict."""
 
-    def __init__(self, d_model: int, num_heads: int, bias: bool, rank: Rank, device, dtype) -> None:
+    def __init__(self, d_model: int, num_heads: int, rank: Rank) -> None:
         super().__init__()
         self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
         self.rank, self.head_dim = rank, self.d_model // self.num_heads
         self.local_heads = rank.of("num_heads", self.num_heads)
+
+    def reduce(self, y: Tensor) -> Tensor:
+        return y if self.rank.size == 1 else self.rank.all_reduce(y)
+
+    def load(self, whole: dict[str, Tensor]) -> None:
+        """Loads the state dict of the whole network. Raises ValueError for missing, unknown and misshapen tensors."""
+        parameters = dict(self.named_parameters())
+        if parameters.keys() != whole.keys():
+            raise ValueError(f"the state dict has {sorted(whole)}; expected {sorted(parameters)}")
+        for name, parameter in parameters.items():
+            parameter.weight_loader(parameter, whole[name])
+
+
+class _HeadShard(Shard):
+    """in_proj by columns, the heads of this rank, out_proj by rows; out_proj's bias enters the sum over the ranks once."""
+
+    def __init__(self, d_model: int, num_heads: int, bias: bool, rank: Rank, device, dtype) -> None:
+        super().__init__(d_model, num_heads, rank)
         inner = self.local_heads * self.head_dim
         self.in_proj = nn.Linear(self.d_model, inner, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(inner, self.d_model, bias=bias, device=device, dtype=dtype)
@@ -80,17 +98,6 @@ class _HeadShard(nn.Module):
     @property
     def out_bias(self) -> Tensor | None:
         return self.out_proj.bias if self.rank.index == 0 else None
-
-    def reduce(self, y: Tensor) -> Tensor:
-        return y if self.rank.size == 1 else self.rank.all_reduce(y)
-
-    def load(self, whole: dict[str, Tensor]) -> None:
-        """Loads the state dict of the whole network. Raises ValueError for missing, unknown and misshapen tensors."""
-        parameters = dict(self.named_parameters())
-        if parameters.keys() != whole.keys():
-            raise ValueError(f"the state dict has {sorted(whole)}; expected {sorted(parameters)}")
-        for name, parameter in parameters.items():
-            parameter.weight_loader(parameter, whole[name])
 
 
 class _OperatorShard(_HeadShard):

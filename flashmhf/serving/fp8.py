@@ -1,0 +1,122 @@
+"""FP8 weights of one tensor-parallel rank: the network as one operator ``flashmhf::fp8_layer``, and the layer that holds its operands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import reference, torch_private
+from ..nn.arguments import epsilon, positive
+from ..nn.multihead import check_input
+from ..quantize import LAYOUT
+from ..quantize.modules import fp8_linear
+from ..quantize.packing import check_layout
+from .layers import Rank, Shard, loadable
+
+_library = torch.library.Library("flashmhf", "FRAGMENT")
+_library.define(
+    "fp8_layer(Tensor x, Tensor in8, Tensor in_scale, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, "
+    "float eps, Tensor out8, Tensor out_scale, Tensor? out_bias, *, Tensor? q_norm=None, float q_norm_eps=0.0, "
+    'str backend="auto") -> Tensor',
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _layer(
+    x, in8, in_scale, in_bias, k8, u8, v8, scales, w, eps, out8, out_scale, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"
+):
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], len(out8)))
+    q = fp8_linear(x, in8, in_scale, in_bias).unflatten(-1, (-1, k8.shape[3]))
+    if q_norm is not None:
+        q = reference.normalise_heads(q, q_norm, q_norm_eps)
+    mixed = torch.ops.flashmhf.fp8_gated_forward(q, k8, u8, v8, scales, w, eps, backend=backend)
+    return fp8_linear(mixed.flatten(-2), out8, out_scale, out_bias)
+
+
+def _fake_layer(x, *operands, q_norm=None, q_norm_eps=0.0, backend="auto"):
+    return x.new_empty((*x.shape[:-1], operands[9].shape[0]))
+
+
+def _without_gradients(x, *operands, **settings):
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError("flashmhf::fp8_layer: x requires a gradient; supported: inference (torch.no_grad)")
+    with torch_private.below_autograd():
+        return torch.ops.flashmhf.fp8_layer(x, *operands, **settings)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("fp8_layer", _layer, _key)
+_library.impl("fp8_layer", _without_gradients, "Autograd")
+torch.library.register_fake("flashmhf::fp8_layer", _fake_layer, lib=_library)
+
+
+class Fp8FlashMHFShard(Shard):
+    """:class:`flashmhf.quantize.Fp8FlashMHF` with FP8 projections and H / size heads; one operator and one all-reduce.
+
+    Arguments as in :class:`FlashMHFShard`; the state dict is that of ``flashmhf.quantize.to_fp8``. A row of out_proj keeps the scale of
+    the whole row on every rank, and a rank quantises its part of S by itself. Raises ValueError for another layout of packed weights.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_subnets: int,
+        subnet_dim: int,
+        *,
+        router_eps: float = 1e-20,
+        q_norm: bool = False,
+        q_norm_eps: float = 1e-5,
+        bias: bool = False,
+        backend: str = "auto",
+        rank: Rank = Rank(),  # noqa: B008  frozen
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, num_heads, rank)
+        self.router_eps, self.q_norm_eps, self.backend = epsilon("router_eps", router_eps), epsilon("q_norm_eps", q_norm_eps), backend
+        heads, subnets, width = self.local_heads, positive("num_subnets", num_subnets), positive("subnet_dim", subnet_dim)
+        inner, e4m3 = heads * self.head_dim, torch.float8_e4m3fn
+
+        def weight(shape: tuple[int, ...], of: torch.dtype | None, dim: int | None) -> nn.Parameter:
+            return loadable(nn.Parameter(torch.empty(shape, device=device, dtype=of), requires_grad=False), dim, rank)
+
+        def projection(rows: int, columns: int, dim: int) -> nn.ParameterDict:
+            split = dim if dim == 0 else None
+            tensors = {"weight8": weight((rows, columns), e4m3, dim), "scale": weight((rows, 1), torch.float32, split)}
+            return nn.ParameterDict(tensors | ({"bias": weight((rows,), dtype, split)} if bias else {}))
+
+        self.in_proj, self.out_proj = projection(inner, self.d_model, 0), projection(self.d_model, inner, 1)
+        self.k8, self.u8 = (weight((heads, subnets, width, self.head_dim), e4m3, 0) for _ in range(2))
+        self.v8 = weight((heads, subnets, self.head_dim, width), e4m3, 0)
+        self.scales = weight((3, heads, subnets), torch.float32, 1)
+        self.router = weight((heads, self.head_dim, subnets), dtype, 0)
+        self.layout = weight((1,), torch.uint8, None)
+        self.layout.fill_(LAYOUT)
+        self.layout.weight_loader = lambda parameter, whole: check_layout(whole)
+        self.q_norm = nn.ParameterDict({"weight": weight((heads, self.head_dim), dtype, 0)}) if q_norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model], equal on every rank."""
+        check_input(x, self.d_model)
+        in_proj, out_proj = dict(self.in_proj.items()), dict(self.out_proj.items())
+        y = torch.ops.flashmhf.fp8_layer(
+            x,
+            in_proj["weight8"],
+            in_proj["scale"],
+            in_proj.get("bias"),
+            self.k8,
+            self.u8,
+            self.v8,
+            self.scales,
+            self.router,
+            self.router_eps,
+            out_proj["weight8"],
+            out_proj["scale"],
+            out_proj.get("bias") if self.rank.index == 0 else None,
+            q_norm=None if self.q_norm is None else self.q_norm["weight"],
+            q_norm_eps=self.q_norm_eps,
+            backend=self.backend,
+        )
+        return self.reduce(y)
