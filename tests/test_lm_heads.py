@@ -11,6 +11,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from flashmhf import lm
+from flashmhf.lm.flops import training_flops_per_token
 from flashmhf.lm.presets import preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,3 +88,11 @@ def test_the_plan_of_pipeline_stages_names_modules_that_exist():
 def test_bad_settings(settings, message):
     with pytest.raises(StrictDataclassError, match=message):
         preset("flashmhf-tiny").config(**settings)
+
+
+def test_training_operations_of_grouped_heads():
+    """Every head of a group multiplies the weights it shares: as many operations as without groups."""
+    count = lambda **settings: training_flops_per_token(  # noqa: E731
+        transformers.AutoModelForCausalLM.from_config(preset("flashmhf-tiny").config(**settings)), 128
+    )
+    assert count(ffn_num_kv_heads=1) == count()

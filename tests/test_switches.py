@@ -129,6 +129,8 @@ def test_replaced_networks_of_grouped_heads_have_equal_parameters():
     assert flashmhf.replace_ffn(model, num_heads=4, num_kv_heads=1) == ["0"]
     counts = [sum(p.numel() for p in network.parameters()) for network in (swiglu, model[0])]
     assert counts[1] == pytest.approx(counts[0], rel=0.03) and model[0].num_kv_heads == 1
+    with pytest.raises(ValueError, match="pad_subnets is True"):
+        flashmhf.replace_ffn(nn.Sequential(swiglu), num_heads=4, num_subnets=2, subnet_dim=20, pad_subnets=True)
 
 
 def test_padded_subnets_are_the_same_function_and_stay_padded(tmp_path):

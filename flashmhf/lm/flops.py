@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from ..nn.multihead import GroupedHeads
+
 # Dense bf16 tensor-core peaks, FLOP/s, by the device's name; the first that the name contains.
 PEAKS = {
     "H100 PCIe": 756e12,
@@ -24,6 +26,10 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     if not config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel()
+    for module in model.modules():
+        if isinstance(module, GroupedHeads):  # every head of a group multiplies the weights that they share
+            shared = module.num_heads // module.num_kv_heads - 1
+            weights += shared * sum(weight.numel() for weight in (module.k, module.u, module.v))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads  # Qwen2 and others have no head_dim
     attention = config.num_hidden_layers * config.num_attention_heads * head_dim * length
     return 6.0 * weights + 6.0 * attention

@@ -59,6 +59,8 @@ def replace_ffn(
     networks, so that :func:`flashmhf.lm.load_replaced` loads what the model's own ``save_pretrained`` stores.
     Raises ValueError when there is nothing to replace, when ``model`` itself is the network to replace, or when sizes do not fit.
     """
+    if kwargs.get("pad_subnets"):
+        raise ValueError("pad_subnets is True; from_pretrained loads parameters of their own shapes, so give a subnet_dim of whole 16s")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     names = [name for name, module in model.named_modules() if is_swiglu(module) and ".experts" not in name and "shared_expert" not in name]
@@ -89,7 +91,7 @@ def _settings(network: FlashMHF) -> dict[str, Any]:
     names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic", "accumulate_main_grad")
     bias = not network.skip_linear and network.in_proj.bias is not None
     settings = {name: getattr(network, name) for name in names} | {"bias": bias}
-    defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu", "pad_subnets": False}
+    defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu"}
     settings |= {name: getattr(network, name) for name, default in defaults.items() if getattr(network, name) != default}
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
 
