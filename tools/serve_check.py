@@ -109,8 +109,8 @@ def shapes_of(model) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.model.layers[0].mlp.named_parameters()}
 
 
-def check_tokens(checks: Checks, folder: Path) -> None:
-    for name in ("flashmhf", "mh_ffn", "pkv", "dense_moe", "swiglu"):
+def check_tokens(checks: Checks, folder: Path, networks: list[str]) -> None:
+    for name in networks:
         wanted = expected(folder / name)
         found = {}
         for ranks in (1, 2):
@@ -301,6 +301,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--parts", nargs="+", default=["tokens", "server", "start"], choices=("tokens", "server", "start"))
+    networks = ["flashmhf", "mh_ffn", "pkv", "dense_moe", "swiglu"]
+    parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="of the part tokens")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each model (2)")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)  # one engine in its own process
     options = parser.parse_args()
@@ -317,7 +319,7 @@ def main() -> int:
         folder = Path(temporary)
         make_models(folder)
         if "tokens" in options.parts:
-            check_tokens(checks, folder)
+            check_tokens(checks, folder, options.networks)
         if "server" in options.parts:
             check_server(checks, folder)
         if "start" in options.parts:
