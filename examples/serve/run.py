@@ -27,9 +27,10 @@ SERVERS = {
 
 def train(run: Path, steps: int) -> None:
     """A tiny FlashMHF model of Python's standard library, with a chat template."""
-    text = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = run.with_name("text.txt")
+    text.write_text("\n".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))))
     command = [sys.executable, "-m", "flashmhf", "train", "--output", str(run), "--preset", "tiny", "--device", "cpu"]
-    command += ["--steps", str(steps), "--chat-template", "plain", "--eval-fraction", "0.05", "--data", *map(str, text)]
+    command += ["--steps", str(steps), "--chat-template", "plain", "--eval-fraction", "0.05", "--data", str(text)]
     subprocess.run(command, check=True)
 
 
