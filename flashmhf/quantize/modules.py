@@ -157,15 +157,13 @@ def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
     are some percent faster. docs/fp8.md has the figures.
 
     Raises TypeError for anything but a FlashMHF and for weights of other dtypes than floating ones, ValueError for d_e or d_h that are no
-    multiples of 16, for another activation than SiLU and for skip_linear=True.
+    multiples of 16 and for another activation than SiLU.
     """
     if not isinstance(network, FlashMHF):
         raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
     activation = getattr(network, "activation", "silu")
     if activation != "silu":
         raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
-    if network.skip_linear:
-        raise ValueError("skip_linear is True; supported in FP8: False")
     return Fp8FlashMHF(network, projections=projections).eval()
 
 
