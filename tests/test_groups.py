@@ -54,6 +54,27 @@ def test_token_counts(target, tokens):
     assert not any(x.any() for x in (dk, du, dv))
 
 
+@pytest.mark.parametrize("gate", ["float32", "same"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "subnets", "subnet_dim"),
+    [
+        (1, 8, 2, 128, 22, 96),
+        (16, 16, 4, 64, 20, 128),
+        (13, 8, 1, 96, 35, 64),
+        (32, 8, 4, 128, 22, 96),
+        (16, 12, 2, 128, 6, 384),
+        (9, 8, 2, 256, 4, 128),
+    ],
+)
+def test_few_tokens_and_many_tiles(target, tokens, heads, kv_heads, head_dim, subnets, subnet_dim, gate):
+    """Heads of a group in one row tile, and clusters that divide its inter range."""
+    dtype = target.dtypes[-1] if target.device == "cuda" else torch.float32
+    p = problem(tokens, heads, head_dim, subnets, subnet_dim, dtype, target.device, gate=gate, num_kv_heads=kv_heads)
+    check_all(target, p, names=("forward", "gated_forward"))
+    args = (*p.operands, p.w, p.eps)
+    assert torch.equal(target.call("gated_forward", *args), target.call("gated_forward", *args))
+
+
 def test_the_definition_repeats_the_weight_heads():
     p = problem((2, 3), 6, 4, 3, 5, torch.float64, num_kv_heads=2)
     inputs = [x.requires_grad_() for x in (*p.operands, p.r)]

@@ -45,10 +45,7 @@ bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan) {
     return problem.shape.group == 1 || (plan.bundle == 1 && tiles % plan.consumers == 0);
 }
 
-bool may_bundle(const ForwardProblem &problem) {
-    if (!gate_is_given(problem.gate)) return true;
-    return gate_in_tiles(problem) && problem.r.head_stride * 4 % tma_alignment == 0;
-}
+bool may_bundle(const ForwardProblem &problem) { return !gate_is_given(problem.gate); }
 
 ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const Shape &s = problem.shape;
@@ -84,12 +81,12 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     return p;
 }
 
-CUtensorMap gate_map(const ForwardProblem &problem, const ForwardPlan &plan, int columns) {
+CUtensorMap gate_map(const ForwardProblem &problem, int columns) {
     const Shape &s = problem.shape;
-    const MapAxis outer = plan.bundle == 1 ? MapAxis{s.batch, problem.r.batch_stride, 1} : MapAxis{plan.bundle, s.subnets, plan.bundle};
-    return tensor_map("r", problem.r.data, MapType::fp32,
-                      {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows / plan.bundle}, outer},
-                      columns * 4 == 128 ? 128 : 0);
+    return tensor_map(
+        "r", problem.r.data, MapType::fp32,
+        {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
+        columns * 4 == 128 ? 128 : 0);
 }
 
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
@@ -129,7 +126,7 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
 
     p.gate_tiles = gate_in_tiles(problem);
-    if (p.gate_tiles) launch.r = gate_map(problem, plan, 32);
+    if (p.gate_tiles) launch.r = gate_map(problem, 32);
     return launch;
 }
 

@@ -18,12 +18,12 @@ struct ForwardLaunch {
     int shared_memory;  // bytes a CTA
 };
 
-// Whether a row tile may hold the gates of several heads.
+// Whether a row tile may be of several heads: a router computes the gate, or there is none.
 bool may_bundle(const ForwardProblem &problem);
 // Whether R is fp32 with heads side by side at strides that TMA takes.
 bool gate_by_tma(const ForwardProblem &problem);
 // The tensor map of such an R: tiles of `columns` sub-networks of a row tile.
-CUtensorMap gate_map(const ForwardProblem &problem, const ForwardPlan &plan, int columns);
+CUtensorMap gate_map(const ForwardProblem &problem, int columns);
 // Whether all row tiles of a CTA are of one head.
 bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan);
 // What the forward kernels in 16 bits and in FP8 get alike.

@@ -50,12 +50,11 @@ int plan_slices(int64_t items, int heads, int inter_tiles, int head_dim, const D
     return 1;
 }
 
-// Heads of a row tile. A warp's 16 rows must be of one head, so at most four.
+// Heads of a row tile: a whole group of two or four, where their tokens fit. A warp's 16 rows must be of one head, so at most four. Groups
+// of eight in two bundles would be slower than a row tile a head: each bundle reads W of its heads from global memory.
 int plan_bundle(const Shape &shape, bool may_bundle) {
-    int bundle = 1;
-    if (may_bundle && shape.batch == 1)
-        while (bundle < 4 && shape.group % (2 * bundle) == 0 && 2 * bundle * shape.length <= tile_rows) bundle *= 2;
-    return bundle;
+    const bool fits = shape.group * shape.length <= tile_rows && (shape.group == 2 || shape.group == 4);
+    return may_bundle && shape.batch == 1 && fits ? shape.group : 1;
 }
 
 ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim, bool may_add_parts, const ForwardCostModel &cost) {

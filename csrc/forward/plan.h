@@ -39,7 +39,7 @@ struct ForwardFootprint {
     bool may_slice, may_add_parts;
 };
 
-// may_bundle: the gate can be brought for a row tile of several heads. Throws std::invalid_argument for shapes beyond the index range.
+// may_bundle: a row tile may be of several heads. Throws std::invalid_argument for shapes beyond the index range.
 ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
                          const ForwardCostModel &cost);
 // Of the 16-bit kernel. Throws std::invalid_argument also for a head dimension without a policy.

@@ -65,7 +65,7 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
     // TMA reads from multiples of four columns on: all sub-networks fit a tile wherever it begins.
     const int furthest = s.subnets % 4 == 0 ? 0 : s.subnets % 2 == 0 ? 2 : 3;
     p.gate_tiles = s.subnets + furthest <= gate_columns && gate_by_tma(problem);
-    if (p.gate_tiles) launch.r = gate_map(problem, plan, gate_columns);
+    if (p.gate_tiles) launch.r = gate_map(problem, gate_columns);
     return launch;
 }
 
