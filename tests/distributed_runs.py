@@ -6,6 +6,7 @@ Every case compares with the same computation in one process. A failed assertion
 from __future__ import annotations
 
 import copy
+import functools
 import multiprocessing
 import os
 import sys
@@ -237,7 +238,7 @@ def local_heads() -> None:
 def language_model(kind: str = "flashmhf", **options):
     from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM
 
-    own = {"ffn_num_heads": 4, "ffn_num_subnets": 2, "ffn_q_norm": True} if kind == "flashmhf" else {}
+    own = {"swiglu": {}, "mh_ffn": {"ffn_num_heads": 4}}.get(kind, {"ffn_num_heads": 4, "ffn_num_subnets": 2, "ffn_q_norm": True})
     torch.manual_seed(0)
     config = FlashMHFConfig(
         vocab_size=64,
@@ -247,8 +248,7 @@ def language_model(kind: str = "flashmhf", **options):
         num_attention_heads=4,
         num_key_value_heads=4,
         ffn_type=kind,
-        **own,
-        **options,
+        **(own | options),
     )
     return FlashMHFForCausalLM(config).to(torch.float64)
 
@@ -338,6 +338,45 @@ def load_checkpoint(folder: str) -> None:
     equal(losses, expected["losses"], rtol=1e-5, atol=1e-5)
 
 
+def transformers_plans(folder: str) -> None:
+    """tp_plan="auto" and pp_size: logits, generation, gradients and what is saved, as one process."""
+    from transformers.distributed import DistributedConfig
+
+    from flashmhf.lm import FlashMHFForCausalLM
+
+    tokens = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(3))
+    settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
+    load = functools.partial(FlashMHFForCausalLM.from_pretrained, dtype=torch.float64)
+    for kind in ("flashmhf", "mh_ffn"):
+        saved, again = os.path.join(folder, kind), os.path.join(folder, f"{kind}-again")
+        if dist.get_rank() == 0:
+            language_model(kind, mlp_bias=True).save_pretrained(saved)
+        dist.barrier()
+        whole, sharded = load(saved), load(saved, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+        network = sharded.model.layers[1].mlp
+        assert network.k.placements == (Shard(0),) and network.out_proj.weight.placements == (Shard(1),)
+        losses = [model(input_ids=tokens, labels=tokens).loss for model in (sharded, whole)]
+        for loss in losses:
+            loss.backward()
+        equal(losses[0].detach(), losses[1].detach(), rtol=1e-5, atol=1e-6)
+        for parameter, other in zip(sharded.parameters(), whole.parameters(), strict=True):
+            equal(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+        assert torch.equal(sharded.generate(tokens, **settings), whole.generate(tokens, **settings))
+        sharded.save_pretrained(again)
+        dist.barrier()
+        for (name, value), other in zip(load(again).state_dict().items(), whole.state_dict().values(), strict=True):
+            assert torch.equal(value, other), name
+        with torch.no_grad():
+            staged = load(saved, distributed_config=DistributedConfig(pp_size=dist.get_world_size()))
+            equal(staged(tokens).logits, whole(tokens).logits)
+    uneven = os.path.join(folder, "uneven")
+    if dist.get_rank() == 0:
+        language_model("flashmhf", ffn_num_heads=1).save_pretrained(uneven)
+    dist.barrier()
+    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    raises(ValueError, ("has H = 1 heads", "size 2"), lambda: load(uneven, distributed_config=plan))
+
+
 def compiled_blocks() -> None:
     """Tensor parallelism with every block compiled, as large trainings do."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -353,6 +392,7 @@ def compiled_blocks() -> None:
 
 
 CASES = (
+    transformers_plans,
     compiled_blocks,
     rules,
     rules_on_two_dimensions,

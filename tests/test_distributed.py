@@ -45,6 +45,11 @@ def test_training_steps_equal_one_process():
 
 
 @pytest.mark.slow
+def test_transformers_own_tensor_and_pipeline_parallelism(tmp_path):
+    pytest.importorskip("transformers")
+    run("transformers_plans", 2, tmp_path)
+
+
 def test_a_checkpoint_of_four_processes_loads_on_two_and_one(tmp_path):
     pytest.importorskip("transformers")
     run("save_checkpoint", 4, tmp_path)

@@ -265,12 +265,12 @@ def test_device_map_and_dtype(tmp_path):
 
 
 def test_tensor_parallel_plan_names_existing_modules():
-    """Replicated where the weights are no Linear layers, Llama's plan for SwiGLU."""
+    """By heads, Llama's plan for SwiGLU; "pkv" and "dense_moe" are replicated."""
     for ffn in FFN_TYPES:
         model = tiny(ffn)
         modules = {name.replace(".0.", ".*.").replace(".1.", ".*.") for name, _ in model.named_modules()}
         assert set(model._tp_plan) <= modules
-        assert any(".mlp." in name for name in model._tp_plan) == (ffn == "swiglu")
+        assert any(".mlp." in name for name in model._tp_plan) == (ffn not in ("pkv", "dense_moe"))
         assert "base_model_tp_plan" not in model.config.to_dict()
 
 

@@ -10,7 +10,7 @@ extras.require("flashmhf.lm", "transformers")
 
 import transformers  # noqa: E402  (the line above says what is missing)
 
-from . import modeling  # noqa: E402
+from . import modeling, tensor_parallel  # noqa: E402
 from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
 from .modeling import (  # noqa: E402
     FlashMHFForCausalLM,
@@ -22,6 +22,7 @@ from .modeling import (  # noqa: E402
 )
 from .replaced import load_replaced  # noqa: E402
 
+tensor_parallel.register()
 transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
 for _auto, _model in AUTO_CLASSES.items():
     if _auto != "AutoConfig":

@@ -11,6 +11,7 @@ from ..nn import default_subnet_dim
 from ..nn.convert import SILU
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
 from ..reference import ACTIVATIONS
+from . import tensor_parallel
 
 FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
 _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
@@ -61,7 +62,7 @@ class FlashMHFConfig(LlamaConfig):
     """
 
     model_type = "flashmhf"
-    # The feed-forward parameters that are not Linear layers are replicated under tensor parallelism.
+    # "pkv" and "dense_moe" are replicated under tensor parallelism; the other networks have plans of their own.
     base_model_tp_plan = _ATTENTION_PLAN
 
     ffn_type: str = "flashmhf"
@@ -80,6 +81,8 @@ class FlashMHFConfig(LlamaConfig):
     def __post_init__(self, **kwargs):
         if self.ffn_type == "swiglu":
             self.base_model_tp_plan = dict(LlamaConfig.base_model_tp_plan)
+        elif self.ffn_type in ("mh_ffn", "flashmhf"):
+            self.base_model_tp_plan = _ATTENTION_PLAN | tensor_parallel.network_plan(self.ffn_q_norm, self.ffn_skip_linear)
         if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
             self.ffn_num_heads = max(1, self.hidden_size // 128)
         if self.ffn_num_subnets is None and self.ffn_type in _GATED:
