@@ -18,8 +18,8 @@ pass, and float32 sums of the gradients. The learning rate warms up.
 Written: distributed_<device>.json with times, speed-ups, tokens/s (median of the steps after the compiling ones), MFU, peak memory,
 every loss, the kernels' time of one further step by kind, and the bars of the project's scaling goal with whether each is met. The record
 is written anew after every part: a part that fails or that --limit leaves out has its reason there, and the parts after a failed one run
-in new processes. Exit status 1 when
-a part has no result or a bar is not met.
+in new processes. Exit status 1 when a
+part has no result or a bar is not met.
 """
 
 from __future__ import annotations
@@ -427,7 +427,7 @@ def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[st
         )
         job = Job(rank, options)
         if rank == 0:
-            write(folder / "environment.json", environment.describe(job.device) | {"environment": ENVIRONMENT, "gpus": RANKS})
+            write(folder / "environment.json", environment.describe(job.device) | {"variables": ENVIRONMENT, "gpus": RANKS})
         for part in parts:
             job.log(f"--- {part}")
             result = run_part(job, part)
@@ -495,7 +495,7 @@ def run_pair(record: Record, options: argparse.Namespace, parts: list[str]) -> s
     for child in children:
         if reason is not None:
             child.kill()  # it waits in a collective
-        child.join()
+        child.join(10)  # a process that waits for its GPU does not end
     return reason
 
 

@@ -16,7 +16,7 @@ _LM = (
     "tqdm",
     "transformers",
 )
-EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "lm_eval": "eval"}
+EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "lm_eval": "eval", "spmd_types": "titan", "torchtitan": "titan"}
 
 
 def advice(user: str, module: str | None) -> str | None:
