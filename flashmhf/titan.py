@@ -13,18 +13,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-import spmd_types as spmd
-from torch import nn
-from torchtitan.config import override
-from torchtitan.models.common.decoder_sharding import colwise_config, dense_param_placement
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
-from torchtitan.protocols.module import Module
-from torchtitan.protocols.sharding import ShardingConfig
-from torchtitan.trainer import Trainer
+from . import extras
 
-from .nn import FlashMHF, default_subnet_dim
-from .nn.multihead import HeadRMSNorm
+extras.require("flashmhf.titan", "torchtitan")
+
+import spmd_types as spmd  # noqa: E402  (the line above says what is missing)
+from torch import nn  # noqa: E402
+from torchtitan.config import override  # noqa: E402
+from torchtitan.models.common.decoder_sharding import colwise_config, dense_param_placement  # noqa: E402
+from torchtitan.models.common.feed_forward import FeedForward  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
+from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+from .nn import FlashMHF, default_subnet_dim  # noqa: E402
+from .nn.multihead import HeadRMSNorm  # noqa: E402
 
 __all__ = ["TitanFlashMHF", "TitanHeadRMSNorm", "flashmhf", "flashmhf_1_3b"]
 
