@@ -29,8 +29,8 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("fp8_forward(Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor? r, Tensor? w, float eps) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias, bool weights_ready=False) -> Tensor");
     m.def(
-        "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor k, Tensor u, Tensor v, Tensor w, float eps, Tensor out_w, Tensor? out_bias)"
-        " -> Tensor");
+        "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v, Tensor w, float eps,"
+        " Tensor out_w, Tensor? out_bias) -> Tensor?");
     m.def(
         "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
         "needs_weights)"

@@ -24,9 +24,12 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
 // this one starts writes w or bias, which are then read at once; csrc/project/README.md says when that holds.
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready);
 
-// The whole layer at inference, x [..., H d_h] -> [..., H d_h]: linear, split heads, gated_forward, linear. in_w and out_w [H d_h, H d_h].
-Tensor layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const Tensor &k, const Tensor &u, const Tensor &v,
-             const Tensor &w, double eps, const Tensor &out_w, const std::optional<Tensor> &out_bias);
+// The whole layer at inference, x [..., d_model] -> [..., d_out]: linear, split heads, RMS normalisation with weight q_norm [H, d_h] where
+// given, gated_forward, linear. in_w [H d_h, d_model], out_w [d_out, H d_h]. Nothing for an x without tokens and for tensors of other
+// dtypes, shapes or layouts than the kernels read: the caller then takes the parts, which name what is wrong or copy.
+std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm,
+                            double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
+                            const Tensor &out_w, const std::optional<Tensor> &out_bias);
 
 // (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
 // without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in backward/plan.h).

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import checks, torch_private
 from .backends import BACKENDS, REFERENCE, definition, select
-from .backends.contract import Backend, Projection
+from .backends.contract import Backend, Norm, Projection
 from .backends.tokens import collapse
 
 _BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True], str activation="silu"'
@@ -460,6 +460,7 @@ def few_token_projection(
 def inference_layer(
     x: Tensor,
     in_proj: Projection,
+    q_norm: Norm | None,
     k: Tensor,
     u: Tensor,
     v: Tensor,
@@ -474,4 +475,4 @@ def inference_layer(
     None where the back end has no such operator or does not take these tensors as they are. Raises NotImplementedError for an explicit
     back end that cannot run.
     """
-    return _back_end(x, k, backend, activation).layer(x, in_proj, k, u, v, w, eps, out_proj)
+    return _back_end(x, k, backend, activation).layer(x, in_proj, q_norm, k, u, v, w, eps, out_proj)

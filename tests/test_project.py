@@ -56,12 +56,12 @@ def test_every_number_of_tokens(usable, dtype, bias):
     ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (131072, 64)]
 )
 def test_sizes(usable, dtype, inner, features):
-    for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64):
+    for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128):
         check(*operands(tokens, inner, features, dtype, bias=True), f"T = {tokens}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 16, 29, 60])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 29, 60, 90, 120])
 def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
     x, w, bias = operands(tokens, 512, 128, torch.bfloat16, bias=True)
     memory = torch.full((tokens + 8, 3 * 512 + 8), float("nan"), device="cuda", dtype=x.dtype)
@@ -70,7 +70,7 @@ def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 13, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 13, 32, 64, 96, 128])
 def test_equal_inputs_give_equal_bits(usable, tokens):
     inputs = operands(tokens, 2048, 2048, torch.bfloat16, bias=True)
     first = hopper.project(*inputs)
@@ -79,7 +79,7 @@ def test_equal_inputs_give_equal_bits(usable, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 96, 128])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, tokens, graphed):
     """Every result lies in memory that an earlier one has left; at the end the kernel before a projection writes its weight."""
@@ -122,7 +122,7 @@ def test_the_operator_checks_by_itself(usable):
         ((x.float(), w, None), "x must be bfloat16 or float16"),
         ((x, w.half(), None), "w must have the dtype of x"),
         ((x, w.cpu(), None), "w must be on the same CUDA device"),
-        ((x.repeat(9, 1), w, None), "T at most 64"),
+        ((x.repeat(hopper.PROJECT_TOKENS // 8 + 1, 1), w, None), f"T at most {hopper.PROJECT_TOKENS}"),
         ((x, w[:, :64], None), "w must be"),
         ((x, w[:48], None), "multiples of 64"),
         ((x, w, bias[:32]), "bias must be"),
@@ -141,7 +141,11 @@ def zeros(*shape: int, dtype=torch.bfloat16, device="cpu") -> torch.Tensor:
     ("change", "error", "message"),
     [
         ({"x": zeros(8, 128, dtype=torch.float32)}, TypeError, "x has dtype float32; supported: bfloat16, float16"),
-        ({"x": zeros(65, 128)}, ValueError, r"x has shape \[65, 128\]; supported: \[T, K\] with T up to 64"),
+        (
+            {"x": zeros(hopper.PROJECT_TOKENS + 1, 128)},
+            ValueError,
+            rf"x has shape \[{hopper.PROJECT_TOKENS + 1}, 128\]; supported: \[T, K\] with T up to {hopper.PROJECT_TOKENS}",
+        ),
         ({"x": zeros(2, 4, 128)}, ValueError, r"x has shape \[2, 4, 128\]"),
         ({"w": zeros(64, 128, dtype=torch.float16)}, TypeError, r"w has dtype float16; supported: bfloat16 \(x's dtype\)"),
         ({"w": zeros(64, 64)}, ValueError, r"w has shape \[64, 64\]; expected \[N, K\] with K = 128"),
@@ -217,7 +221,7 @@ def test_views(projected):
 def test_module_keeps_its_linear_layers_elsewhere(projected):
     x = torch.randn(5, 128).bfloat16()
     with torch.no_grad():
-        make()(torch.randn(65, 128).bfloat16())
+        make()(torch.randn(hopper.PROJECT_TOKENS + 1, 128).bfloat16())
         make()(torch.randn(0, 128).bfloat16())
         make(torch.float32)(x.float())
         make(backend="reference")(x)
@@ -299,22 +303,23 @@ def on_gpu(dtype, d_model=512, heads=4, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 300])
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}], ids=["plain", "bias", "q_norm"])
+@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 129, 300, 1025])
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}, {"q_norm": True, "bias": True}], ids=str)
 def test_module_values(usable, by_parts, monkeypatch, dtype, tokens, options):
-    """One operator for the module and one for each part take the same kernels; q_norm keeps to the parts."""
-    layers, projections = [], []
-    layer, project = hopper.layer, hopper.project
-    monkeypatch.setattr(hopper, "layer", lambda *args: layers.append(len(args[0])) or layer(*args))
-    monkeypatch.setattr(hopper, "project", lambda *args, **kwargs: projections.append(len(args[0])) or project(*args, **kwargs))
+    """One operator for the module and one for each part take the same kernels, but for q_norm's."""
+    layers = []
+    layer = hopper.layer
+    monkeypatch.setattr(hopper, "layer", lambda *args: layers.append(layer(*args)) or layers[-1])
     module = on_gpu(dtype, **options)
     with torch.no_grad():
+        if "q_norm" in options:
+            module.q_norm.weight.normal_(1, 0.3)
         x = torch.randn(tokens, 512, device="cuda", dtype=dtype)
         with poisoned_memory():
             actual = module(x)
-        assert layers == ([] if "q_norm" in options else [tokens])
-        assert projections == ([tokens] * 2 if "q_norm" in options and tokens <= 64 else [])
-        assert torch.equal(actual, by_parts(module, x))
+        assert len(layers) == 1 and layers[0] is actual
+        if "q_norm" not in options:
+            assert torch.equal(actual, by_parts(module, x))
         linear = plain(module, x)  # the same with cuBLAS's projections
         module.backend = "eager"
         exact = module.double()(x.double())
@@ -351,9 +356,40 @@ def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(usable
 
 
 @pytest.mark.gpu
-def test_module_in_a_cuda_graph_and_with_gradients(usable):
-    layers = nn.Sequential(*(flashmhf.FlashMHF(512, 4, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)))
-    x = torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("d_model", "heads"), [(256, 4), (288, 3), (512, 4), (512, 2)])
+def test_q_norm_rounds_once(usable, dtype, d_model, heads):
+    """d_h = 64, 96, 128 and 256, weights in Q's type and in fp32, rows of many magnitudes and of zeros."""
+    module = flashmhf.FlashMHF(d_model, heads, 3, 64, q_norm=True, q_norm_eps=1e-3, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        module.q_norm.weight.normal_(1, 0.5)
+        for tokens in (1, 3, 70, 1030):
+            x = torch.randn(tokens, d_model, device="cuda", dtype=dtype) * torch.logspace(-3, 1, tokens, device="cuda").to(dtype)[:, None]
+            x[0] = 0
+            for weight in (module.q_norm.weight, nn.Parameter(module.q_norm.weight.float() * 1.001)):
+                module.q_norm.weight = weight
+                actual, expected = module(x), plain(module, x)
+                assert relative_l2(actual, expected) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+                assert not actual[0].any()
+
+
+@pytest.mark.gpu
+def test_a_replaced_or_hooked_q_norm_is_called(usable):
+    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
+    module = on_gpu(torch.bfloat16, q_norm=True)
+    module.q_norm.register_forward_hook(lambda norm, args, out: 2 * out)
+    with torch.no_grad():
+        assert relative_l2(module(x), plain(module, x)) < 1e-2
+        module.q_norm = nn.Identity()
+        assert relative_l2(module(x), plain(module, x)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 100, 300, 1200])
+@pytest.mark.parametrize("options", [{}, {"q_norm": True}], ids=str)
+def test_module_in_a_cuda_graph(usable, tokens, options):
+    layers = nn.Sequential(*(flashmhf.FlashMHF(512, 4, 3, 64, device="cuda", dtype=torch.bfloat16, **options) for _ in range(4)))
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         expected = layers(x)
         graph = torch.cuda.CUDAGraph()
@@ -365,7 +401,11 @@ def test_module_in_a_cuda_graph_and_with_gradients(usable):
         for _ in range(100):
             graph.replay()
             assert torch.equal(out, expected)
-    module = layers[0]
+
+
+@pytest.mark.gpu
+def test_module_with_gradients(usable):
+    module, x = on_gpu(torch.bfloat16), torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
     leaf = x.clone().requires_grad_()
     inputs = [leaf, *module.parameters()]
     actual = torch.autograd.grad(module(leaf).float().sum(), inputs)

@@ -4,6 +4,7 @@
 #include "forward/launch.h"
 #include "forward/policy.h"
 #include "operators.h"
+#include "tensors.h"
 
 namespace flashmhf {
 namespace {
@@ -17,7 +18,7 @@ struct GateSource {
 Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, GateSource gate, const ProblemSizes &sizes,
            const char *range) {
     const DeviceScope scope(q.get_device_index(), range);
-    Tensor out = torch::stable::new_empty(q, q.sizes());
+    Tensor out = new_dense(q, Sizes(q.sizes().data(), q.sizes().size()));
     if (sizes.tokens == 0) return out;
 
     std::optional<Tensor> r = gate_is_given(gate.kind) ? gate.tensor : std::nullopt;
@@ -42,7 +43,7 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
     check_cuda(describe_device(problem.shape.head_dim, &device));
     const ForwardPlan plan = plan_forward(problem.shape, device, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
-    if (plan.partials) workspace = torch::stable::new_empty(q, {plan.workspace()}, ScalarType::Float);
+    if (plan.partials) workspace = new_dense(q, std::array{plan.workspace()}, aoti_torch_dtype_float32());
     const ForwardLaunch launch = prepare_forward(problem, plan, workspace ? static_cast<float *>(workspace->data_ptr()) : nullptr);
     check_cuda(launch_forward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
     return out;

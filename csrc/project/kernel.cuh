@@ -3,7 +3,7 @@
 //
 //   producer warp        before the wait for the kernel before: prefetches its tiles of W to the L2, which stays coherent if that kernel
 //                        writes them; with `weights_ready`, loads them into the ring. Then x, and W where it is not in the ring, by TMA
-//   consumer warpgroup   64 features of all tokens over the CTA's range of k: features are the rows of wgmma, tokens its columns
+//   consumer warpgroups  64 features each of the CTA's tokens over its range of k: features are the rows of wgmma, tokens its columns
 //   end                  each warp sends its sums to the CTA of the cluster that finishes their 16 features, which adds them by rank
 #pragma once
 
@@ -24,35 +24,35 @@ __device__ __forceinline__ uint16_t load_2_bytes(const void *p) {
     return x;
 }
 
-template <int max_tokens, typename T> struct alignas(1024) ProjectShared {
-    using P = ProjectPolicy<max_tokens>;
-    using W = kittens::st<T, P::features, P::step>;
-    using X = kittens::st<T, max_tokens, P::step>;
-    W w[P::slots];
+template <typename P, typename T> struct alignas(1024) ProjectShared {
+    using W = kittens::st<T, 64, P::step>;
+    using X = kittens::st<T, P::max_tokens, P::step>;
+    W w[P::slots][P::warpgroups];
     X x[P::slots];
-    float4 parts[P::cluster][max_tokens / 8][32];  // by rank; 8 tokens of the CTA's 16 features, as a warp holds them
+    float4 parts[P::cluster][P::finished][P::max_tokens / 8][32];  // by rank; 8 tokens of 16 of the CTA's features, as a warp holds them
     kittens::semaphore full[P::slots], empty[P::slots], parts_full;
-    static_assert(2 * (sizeof(w) + sizeof(x) + sizeof(parts) + 2048) <= 228 * 1024, "two CTAs an SM: one starts under the other");
+    static_assert(sizeof(w[0]) + sizeof(x[0]) == P::slot_bytes && sizeof(parts) == P::parts_bytes);
+    static_assert(P::warpgroups > 1 || 2 * (sizeof(w) + sizeof(x) + sizeof(parts) + 2048) <= 228 * 1024);
 };
 
-template <int max_tokens, typename T>
-__global__ __launch_bounds__(ProjectPolicy<max_tokens>::threads) void flashmhf_project(const __grid_constant__ CUtensorMap map_w,
-                                                                                       const __grid_constant__ CUtensorMap map_x,
-                                                                                       const __grid_constant__ ProjectParams p) {
-    using P = ProjectPolicy<max_tokens>;
-    using Shared = ProjectShared<max_tokens, T>;
+template <typename P, typename T>
+__global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_constant__ CUtensorMap map_w,
+                                                               const __grid_constant__ CUtensorMap map_x,
+                                                               const __grid_constant__ ProjectParams p) {
+    using Shared = ProjectShared<P, T>;
     using warpgroup = kittens::warpgroup;
+    constexpr int max_tokens = P::max_tokens;
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     kittens::pdl::arrive();  // the next kernel waits for this one before it touches what this one reads or writes
     const int warp = __shfl_sync(kittens::MASK_ALL, threadIdx.x / 32, 0), lane = kittens::laneid(), rank = kittens::cluster_ctarank();
-    const int feature = static_cast<int>(blockIdx.x) / P::cluster * P::features;
+    const int feature = static_cast<int>(blockIdx.x) / P::cluster * P::features, first_token = blockIdx.y * max_tokens;
     const int all = p.depth / P::step, begin = all * rank / P::cluster, steps = all * (rank + 1) / P::cluster - begin;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < P::slots; ++i) {
             kittens::init_semaphore(shared.full[i], loader_arrival);
-            kittens::init_semaphore(shared.empty[i], warpgroup_arrivals);  // of the consumers
+            kittens::init_semaphore(shared.empty[i], P::warpgroups * warpgroup_arrivals);  // of the consumers
         }
         kittens::init_semaphore(shared.parts_full, loader_arrival);
         tma::fence_semaphore_init();
@@ -61,12 +61,10 @@ __global__ __launch_bounds__(ProjectPolicy<max_tokens>::threads) void flashmhf_p
     __syncthreads();
     cluster_sync();
 
-    if (warp == 4) {
+    if (warp == 4 * P::warpgroups) {
         if (lane != 0) return;
         auto w_at = [&](int i) { return int2{(begin + i) * P::step, feature}; };
-        auto expect = [&](int slot) {
-            kittens::tma::expect_bytes(shared.full[slot], sizeof(typename Shared::W) + sizeof(typename Shared::X));
-        };
+        auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], P::slot_bytes); };
         for (int i = 0; i < min(steps, P::early); ++i) {
             if (!p.weights_ready || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));
             else expect(i), tma::load_async(&shared.w[i], &map_w, w_at(i), shared.full[i]);
@@ -77,12 +75,13 @@ __global__ __launch_bounds__(ProjectPolicy<max_tokens>::threads) void flashmhf_p
             auto &full = shared.full[ring.slot];
             if (i >= P::slots) kittens::wait(shared.empty[ring.slot], ring.phase ^ 1);
             if (!p.weights_ready || i >= P::slots) expect(ring.slot), tma::load_async(&shared.w[ring.slot], &map_w, w_at(i), full);
-            tma::load_async(&shared.x[ring.slot], &map_x, int2{w_at(i).x, 0}, full);
+            tma::load_async(&shared.x[ring.slot], &map_x, int2{w_at(i).x, first_token}, full);
         }
         return;
     }
 
     kittens::pdl::wait();
+    const int wg = warp / 4;
     kittens::rt_fl<16, max_tokens> sum;
     sum = 0.f;
     Ring<P::slots> ring;
@@ -90,7 +89,7 @@ __global__ __launch_bounds__(ProjectPolicy<max_tokens>::threads) void flashmhf_p
     for (int i = 0; i < steps; ++i, ring.advance()) {
         kittens::wait(shared.full[ring.slot], ring.phase);
         pin(sum);
-        warpgroup::mma_ABt(sum, shared.w[ring.slot], shared.x[ring.slot]);
+        warpgroup::mma_ABt(sum, shared.w[ring.slot][wg], shared.x[ring.slot]);
         warpgroup::mma_async_wait<1>();
         if (i > 0 && lane == 0) kittens::arrive(shared.empty[before]);
         before = ring.slot;
@@ -99,10 +98,12 @@ __global__ __launch_bounds__(ProjectPolicy<max_tokens>::threads) void flashmhf_p
     pin(sum);
 #pragma unroll
     for (int j = 0; j < max_tokens / 8; ++j)
-        tma::store_remote_async(&shared.parts[rank][j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full, warp);
+        tma::store_remote_async(&shared.parts[rank][warp % P::finished][j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full,
+                                warp / P::finished);
 
-    // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens.
-    const int column = feature + rank * 16 + lane / 4;
+    // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens. Warps that finish one group of features are neighbours.
+    constexpr int warps = 4 * P::warpgroups / P::finished;
+    const int group = warp / warps, column = feature + (rank * P::finished + group) * 16 + lane / 4;
     float bias[2] = {0.f, 0.f};
     if (p.bias)
         for (int i = 0; i < 2; ++i) {
@@ -110,14 +111,14 @@ __global__ __launch_bounds__(ProjectPolicy<max_tokens>::threads) void flashmhf_p
             bias[i] = kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bits));
         }
     kittens::wait(shared.parts_full, 0);
-    for (int j = warp; 8 * j < p.tokens; j += 4) {
+    for (int j = warp % warps; j < max_tokens / 8 && first_token + 8 * j < p.tokens; j += warps) {
         float4 s = {bias[0], bias[0], bias[1], bias[1]};
 #pragma unroll
-        for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][j][lane]);
+        for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][group][j][lane]);
         const float values[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int token = 8 * j + lane % 4 * 2 + i % 2;
+            const int token = first_token + 8 * j + lane % 4 * 2 + i % 2;
             T *out = static_cast<T *>(p.out) + static_cast<int64_t>(token) * p.features + column + i / 2 * 8;
             if (token < p.tokens) *out = kittens::base_types::convertor<T, float>::convert(values[i]);
         }

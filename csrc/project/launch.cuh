@@ -11,24 +11,37 @@
 namespace flashmhf {
 namespace {
 
-template <int max_tokens, typename T> cudaError_t launch_tiles(const ProjectParams &p, cudaStream_t stream) {
-    using P = ProjectPolicy<max_tokens>;
+template <typename P, typename T> cudaError_t launch_tiles(const ProjectParams &p, int blocks, cudaStream_t stream) {
     const MapType type = map_type(std::is_same_v<T, kittens::bf16>);
     const CUtensorMap map_w = tensor_map("w", p.w, type, {{p.depth, 1, P::step}, {p.features, p.depth, P::features}}, 128);
-    const CUtensorMap map_x = tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, max_tokens}}, 128);
-    constexpr size_t bytes = sizeof(ProjectShared<max_tokens, T>);
-    if (cudaError_t error = allow_shared_memory(flashmhf_project<max_tokens, T>, bytes)) return error;
-    return launch_clusters(P::cluster, true, flashmhf_project<max_tokens, T>, dim3(p.features / P::features * P::cluster), P::threads,
-                           bytes, stream, map_w, map_x, p);
+    const CUtensorMap map_x = tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, P::max_tokens}}, 128);
+    constexpr size_t bytes = sizeof(ProjectShared<P, T>);
+    static_assert(bytes <= shared_memory_limit);
+    if (cudaError_t error = allow_shared_memory(flashmhf_project<P, T>, bytes)) return error;
+    return launch_clusters(P::cluster, true, flashmhf_project<P, T>, dim3(p.features / P::features * P::cluster, blocks), P::threads, bytes,
+                           stream, map_w, map_x, p);
+}
+
+// The policies that plan_project chooses from.
+template <typename T, typename... Policies>
+cudaError_t launch_one_of(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
+    cudaError_t error = cudaErrorInvalidValue;
+    auto matches = [&](auto policy) {
+        using P = decltype(policy);
+        if (plan.warpgroups != P::warpgroups || plan.max_tokens != P::max_tokens) return false;
+        error = launch_tiles<P, T>(p, plan.blocks, stream);
+        return true;
+    };
+    (matches(Policies{}) || ...);
+    return error;
 }
 
 }  // namespace
 
-template <bool bf16> cudaError_t launch_project(const ProjectParams &p, cudaStream_t stream) {
+template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
     using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
-    return p.tokens <= 16   ? launch_tiles<16, T>(p, stream)
-           : p.tokens <= 32 ? launch_tiles<32, T>(p, stream)
-                            : launch_tiles<project_tokens, T>(p, stream);
+    return launch_one_of<T, ProjectPolicy<1, 16>, ProjectPolicy<1, 32>, ProjectPolicy<1, 64>, ProjectPolicy<2, 96>, ProjectPolicy<2, 128>>(
+        plan, p, stream);
 }
 
 }  // namespace flashmhf

@@ -4,9 +4,11 @@
 #include <cuda_runtime_api.h>
 
 #include "project/params.h"
+#include "project/plan.h"
 
 namespace flashmhf {
 
-template <bool bf16> cudaError_t launch_project(const ProjectParams &params, cudaStream_t stream);  // otherwise fp16
+template <bool bf16>
+cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &params, cudaStream_t stream);  // otherwise fp16
 
 }  // namespace flashmhf

@@ -3,13 +3,14 @@
 #include "device.h"
 #include "operators.h"
 #include "project/launch.h"
+#include "tensors.h"
 
 namespace flashmhf {
 
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready) {
     check_projection(x, w, bias);
     const DeviceScope scope(x.get_device_index(), "flashmhf project");
-    Tensor out = torch::stable::new_empty(x, {x.size(0), w.size(0)});
+    Tensor out = new_dense(x, std::array{x.size(0), w.size(0)});
     if (x.size(0) == 0) return out;
 
     ProjectParams params{};
@@ -19,8 +20,9 @@ Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bi
     params.depth = static_cast<int>(w.size(1)), params.features = static_cast<int>(w.size(0));
     params.x_stride = x.stride(0);
     params.weights_ready = weights_ready;
+    const ProjectPlan plan = plan_project(params.tokens, params.features);
     auto launch = x.scalar_type() == ScalarType::BFloat16 ? launch_project<true> : launch_project<false>;
-    check_cuda(launch(params, current_stream(x.get_device_index())));
+    check_cuda(launch(plan, params, current_stream(x.get_device_index())));
     return out;
 }
 

@@ -5,8 +5,10 @@
 
 namespace flashmhf {
 
-constexpr int project_tokens = 64;    // at most
-constexpr int project_multiple = 64;  // of the sizes of W: the features of a cluster, and the k of a tile
+constexpr int project_tokens = 128;  // at most
+// At 128 features a cluster, of more than 64 tokens: with more clusters than run at once cuBLAS is faster.
+constexpr int project_most_features = 3072;
+constexpr int project_multiple = 64;  // of the sizes of W: the features of a warpgroup, and the k of a tile
 
 struct ProjectParams {
     const void *x;     // [tokens, depth], rows x_stride elements apart, a multiple of 8

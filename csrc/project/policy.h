@@ -1,17 +1,25 @@
-// Tile sizes of the kernel for projections of few tokens. Pure C++.
+// Tile sizes of the kernel for projections, and its shared memory. Pure C++.
 #pragma once
 
+#include "common/geometry.h"
 #include "project/params.h"
 
 namespace flashmhf {
 
-template <int max_tokens> struct ProjectPolicy {
-    static constexpr int features = 64, step = 64;  // of a tile of W; k of a slot
-    static constexpr int cluster = 4;               // CTAs that divide k; each finishes the features of one warp
-    static constexpr int slots = max_tokens > 32 ? 6 : 8, threads = 128 + 32;
+// warpgroups: that compute, 64 features each. max_tokens: of a CTA.
+template <int warpgroups_, int max_tokens_> struct ProjectPolicy {
+    static constexpr int warpgroups = warpgroups_, max_tokens = max_tokens_;
+    static constexpr int cluster = 4;                            // CTAs that divide k; each finishes its part of the features
+    static constexpr int features = 64 * warpgroups, step = 64;  // of a CTA; k of a slot
+    static constexpr int finished = 4 * warpgroups / cluster;    // groups of 16 features, a warp's, that a CTA finishes
+    static constexpr int threads = 128 * warpgroups + 32;
+    static constexpr int slot_bytes = (features + max_tokens) * step * element_bytes, parts_bytes = 4 * features * max_tokens;
+    // One warpgroup: two CTAs fit an SM, so that one starts under the other.
+    static constexpr int room = (warpgroups == 1 ? (shared_memory_limit + 1024) / 2 - 1024 : shared_memory_limit) - parts_bytes - 1024;
+    static constexpr int slots = room / slot_bytes < 8 ? room / slot_bytes : 8;
     static constexpr int early = 16;  // tiles of W that are fetched before the wait, at most; of a W that fills the L2, not all
-    static_assert(early >= slots);
-    static_assert(project_multiple % features == 0 && project_multiple % step == 0 && max_tokens % 16 == 0);
+    static_assert(early >= slots && slots >= 3);
+    static_assert(4 * warpgroups % cluster == 0 && project_multiple % step == 0 && max_tokens % 16 == 0);
 };
 
 }  // namespace flashmhf

@@ -13,6 +13,8 @@ from torch import Tensor
 
 Projection = tuple[Tensor, Tensor | None]
 """Weight [N, K] and bias [N] of a linear layer."""
+Norm = tuple[Tensor, float]
+"""Weight [H, d_h] and eps of the RMS normalisation of Q."""
 
 
 class Backend(Protocol):
@@ -100,9 +102,19 @@ class Backend(Protocol):
         ...
 
     def layer(
-        self, x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, out_proj: Projection
+        self,
+        x: Tensor,
+        in_proj: Projection,
+        q_norm: Norm | None,
+        k: Tensor,
+        u: Tensor,
+        v: Tensor,
+        w: Tensor,
+        eps: float,
+        out_proj: Projection,
     ) -> Tensor | None:
-        """The module's values at inference, [..., d_model] -> [..., d_model], queued by one call without autograd; out_proj(S(in_proj(x))).
+        """The module's values at inference, [..., d_model] -> [..., d_model], queued by one call without autograd:
+        out_proj(S(q_norm(in_proj(x)))).
 
         None where the back end has no such operator or does not take these tensors as they are; the module then calls its parts.
         """
@@ -122,6 +134,16 @@ def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: 
     raise refuse_projection(x, w, bias)
 
 
-def layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, out_proj: Projection) -> Tensor | None:
+def layer(
+    x: Tensor,
+    in_proj: Projection,
+    q_norm: Norm | None,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    out_proj: Projection,
+) -> Tensor | None:
     """For a back end without an operator for the whole module."""
     return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checks import name_of
 from . import driver
-from .contract import Projection
+from .contract import Norm, Projection
 from .tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parent.with_name("libflashmhf_hopper.so")
@@ -25,8 +25,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
-PROJECT_TOKENS = 64  # that project takes at most
+PROJECT_TOKENS = 128  # that project takes at most
 PROJECT_MULTIPLE = 64  # of the sizes of its weight
+_NO_NORM = (None, 0.0)
 
 
 @functools.cache
@@ -223,30 +224,20 @@ def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: 
     return torch.ops.flashmhf_hopper.project(x, w, bias, weights_ready)
 
 
-def _takes_layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, out_proj: Projection) -> bool:
-    """Whether :func:`layer` reads these tensors as they are. A refusal needs no reason: the operators that follow name the argument."""
-    (in_w, in_bias), (out_w, out_bias) = in_proj, out_proj
-    dtype, device, d_model = x.dtype, x.device, x.shape[-1]
-    for tensor, shape in ((k, k.shape), (u, k.shape), (v, k.shape), (in_w, (d_model, d_model)), (out_w, (d_model, d_model))):
-        if tensor.dtype != dtype or tensor.device != device or tensor.shape != shape:
-            return False
-        if not tensor.is_contiguous() or tensor.data_ptr() % TMA_ALIGNMENT:
-            return False
-    for bias in (in_bias, out_bias):
-        if bias is not None and (bias.dtype != dtype or bias.device != device or bias.shape != (d_model,) or not bias.is_contiguous()):
-            return False
-    kv_heads, subnets, _, head_dim = k.shape
-    heads = d_model // head_dim
-    router = w.dtype in (dtype, torch.float32) and w.device == device and w.shape == (heads, head_dim, subnets) and w.is_contiguous()
-    return router and heads * head_dim == d_model and heads % kv_heads == 0
+def layer(
+    x: Tensor,
+    in_proj: Projection,
+    q_norm: Norm | None,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    out_proj: Projection,
+) -> Tensor | None:
+    """out_proj(S(q_norm(in_proj(x)))) for x [..., d_model]; None where x has no token or a tensor's dtype, shape or layout is another one.
 
-
-def layer(x: Tensor, in_proj: Projection, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, out_proj: Projection) -> Tensor | None:
-    """out_proj(S(in_proj(x))) for x [..., d_model] with at least one token; None where a tensor's dtype, shape or layout is another one.
-
-    At most ``PROJECT_TOKENS`` tokens take the kernel of :func:`project`, more tokens cuBLAS. The host queues the module in one call: for
-    few tokens the host's time is longer than the GPU's.
+    At most ``PROJECT_TOKENS`` tokens take the kernel of :func:`project`, more tokens cuBLAS. The host queues the module in one call, and
+    the operator checks the tensors itself: for few tokens the host's time is longer than the GPU's.
     """
-    if not _takes_layer(x, in_proj, k, u, v, w, out_proj):
-        return None
-    return torch.ops.flashmhf_hopper.layer(x, *in_proj, k, u, v, w, eps, *out_proj)
+    return torch.ops.flashmhf_hopper.layer(x, *in_proj, *(q_norm or _NO_NORM), k, u, v, w, eps, *out_proj)

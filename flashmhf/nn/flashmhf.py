@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import ops, router, torch_private
+from ..backends.contract import Projection
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise
 from .multihead import GroupedHeads, check_input
@@ -74,10 +75,15 @@ def _signal_accumulated(parameter: Tensor) -> Tensor | None:
     return parameter.new_zeros(()).expand(parameter.shape)
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    """Exactly x W^T + b over ordinary tensors: not replaced, wrapped, patched, hooked or distributed."""
-    hooks = (linear._forward_pre_hooks, linear._forward_hooks)
-    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and "forward" not in vars(linear) and not any(hooks)
+def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Exactly what ``kind`` computes over ordinary tensors: not replaced, wrapped, patched, hooked or distributed."""
+    if type(module) is not kind or type(module._parameters["weight"]) is not nn.Parameter:  # not .weight: a microsecond of the host
+        return False
+    return "forward" not in vars(module) and not module._forward_pre_hooks and not module._forward_hooks
+
+
+def _projection(linear: nn.Module) -> Projection:
+    return linear._parameters["weight"], linear._parameters["bias"]
 
 
 def _project(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
@@ -285,7 +291,8 @@ class FlashMHF(GroupedHeads):
 
         Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on that number.
         """
-        if torch.compiler.is_compiling() or x.dtype != self.k.dtype or not x.numel():
+        k = self._parameters.get("k")  # not self.k, which takes the host a microsecond; a parametrised weight is no parameter
+        if torch.compiler.is_compiling() or k is None or x.dtype != k.dtype or not x.numel():
             return False
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return False
@@ -293,16 +300,21 @@ class FlashMHF(GroupedHeads):
             return False
         if self.skip_linear:
             return False
-        plain = type(self.k) is nn.Parameter and _is_plain(self.in_proj) and _is_plain(self.out_proj)
-        return plain and len(self.in_proj.weight) == self.d_model  # else the heads of one rank
+        modules = self._modules
+        plain = type(k) is nn.Parameter and _is_plain(modules["in_proj"], nn.Linear) and _is_plain(modules["out_proj"], nn.Linear)
+        return plain and len(modules["in_proj"]._parameters["weight"]) == self.d_model  # else the heads of one rank
 
     def _forward_inference(self, x: Tensor) -> Tensor | None:
         """The result by the fewest calls and the least memory; None where the parts' ordinary calls are what remains."""
         if x.numel() > CHUNK_TOKENS * self.d_model:
             return self._forward_chunks(x)
-        in_proj, out_proj = ((linear.weight, linear.bias) for linear in (self.in_proj, self.out_proj))
-        if self.q_norm is None:
-            y = ops.inference_layer(x, in_proj, *self._weights(), self.router, self.router_eps, out_proj, self.backend, self.activation)
+        in_proj, out_proj = _projection(self._modules["in_proj"]), _projection(self._modules["out_proj"])
+        q_norm = self._modules.get("q_norm")
+        if q_norm is None or _is_plain(q_norm, HeadRMSNorm):
+            norm = None if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
+            y = ops.inference_layer(
+                x, in_proj, norm, *self._weights(), self.router, self.router_eps, out_proj, self.backend, self.activation
+            )
             if y is not None:
                 return y
         if x.numel() > ops.PROJECT_TOKENS * self.d_model:

@@ -74,8 +74,9 @@ def _layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q
     if not x.numel():
         return x.new_empty(shape)
     module = backends.select(backend, x.device, x.dtype, k.shape[3], k.shape[2], activation)
-    if w is not None and q_norm is None:
-        y = module.layer(x, (in_w, in_bias), k, u, v, w, eps, (out_w, out_bias))
+    if w is not None:
+        norm = None if q_norm is None else (q_norm, q_norm_eps)
+        y = module.layer(x, (in_w, in_bias), norm, k, u, v, w, eps, (out_w, out_bias))
         if y is not None:
             return y
     rows, mix = x.reshape(-1, x.shape[-1]), _Mix(k, u, v, w, eps, q_norm, q_norm_eps, {"backend": backend, "activation": activation})
