@@ -8,6 +8,7 @@
 #include "forward/policy.h"
 #include "forward_fp8/plan.h"
 #include "forward_fp8/policy.h"
+#include "project/plan.h"
 
 namespace py = pybind11;
 
@@ -62,23 +63,26 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
     d["blocks"] = plan.blocks;
     d["subnet_tiles"] = plan.subnet_tiles;
     d["inter_tiles"] = s.inter_tiles;
-    d["clusters"] = s.clusters;
+    d["clusters"] = s.clusters * s.lanes;
     d["waves"] = s.waves;
-    d["rest"] = s.rest;
-    d["splits"] = s.splits;
+    d["lanes"] = s.lanes;
+    d["rest"] = s.rest * s.lanes;
+    d["splits"] = s.splits * s.lanes;
     d["partials"] = plan.partials;
     d["flags"] = plan.flags;
     d["workspace"] = plan.workspace();
     d["shared_memory"] = plan.shared_memory;
     py::list work;
     for (const auto &w : flashmhf::enumerate_work(s))
-        work.append(py::make_tuple(w.cluster, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
+        work.append(py::make_tuple(w.cluster * s.lanes + w.lane, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
     d["work"] = work;
     py::list owners;  // of the items after the whole waves: first and last cluster
-    for (int i = 0; i < s.rest; ++i) owners.append(py::make_tuple(s.first_owner(i), s.last_owner(i)));
+    for (int i = 0; i < s.rest; ++i)
+        for (int lane = 0; lane < s.lanes; ++lane)
+            owners.append(py::make_tuple(s.first_owner(i) * s.lanes + lane, s.last_owner(i) * s.lanes + lane));
     d["owners"] = owners;
     py::list adds;  // the one of these items that a cluster adds up, or -1
-    for (int cluster = 0; cluster < s.clusters; ++cluster) adds.append(s.adds_parts ? s.ends_item(cluster) : -1);
+    for (int cluster = 0; cluster < s.clusters * s.lanes; ++cluster) adds.append(s.adds_parts ? s.ends_item(cluster) : -1);
     d["adds"] = adds;
     return d;
 }
@@ -223,6 +227,17 @@ PYBIND11_MODULE(_plan, m) {
     m.def(
         "forward_fp8_policies", [] { return py::make_tuple(fp8_policy<64>(), fp8_policy<96>(), fp8_policy<128>(), fp8_policy<256>()); },
         "Shared memory and registers of the FP8 forward kernel for each head dimension.");
+    m.def(
+        "plan_project",
+        [](int64_t tokens, int64_t features) {
+            const flashmhf::ProjectPlan plan = flashmhf::plan_project(tokens, features);
+            py::dict d;
+            d["warpgroups"] = plan.warpgroups;
+            d["max_tokens"] = plan.max_tokens;
+            d["blocks"] = plan.blocks;
+            return d;
+        },
+        py::arg("tokens"), py::arg("features"));
     m.def("forward_costs", &forward_costs, py::arg("head_dim"),
           "What the forward's planner counts with: the time of an inter tile of a CTA in microseconds; in such tiles, adding parts in a\n"
           "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");

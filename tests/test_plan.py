@@ -75,7 +75,7 @@ def test_every_tile_once_and_balanced(shape, device):
             assert clusters == [item] * p["slices"]
         if item not in whole:
             first, last = p["owners"][item - p["waves"] * p["clusters"]]
-            assert clusters == list(range(first, last + 1))
+            assert clusters == list(range(first, last + 1, p["lanes"]))
             for _, _, cluster, part in pieces:
                 assert part in (0, 1) and (cluster, part) not in parts
                 parts.add((cluster, part))
@@ -147,6 +147,28 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
         # where the adding cluster looks for them: only the first can hold its part as the second of its span
         assert all(part == 0 for cluster, part in pieces if cluster > first)
         assert len(clusters) * 8 <= p["inter_tiles"], "the whole items are too short to add under"
+
+
+@pytest.mark.parametrize(("tokens", "lanes"), [(256, 1), (384, 3), (512, 1), (640, 5), (768, 3), (896, 7), (1024, 1), (1536, 1)])
+def test_the_blocks_of_a_head_take_its_inter_tiles_side_by_side(tokens, lanes):
+    """Else each block would bring the weights from memory again, hundreds of MB: the L2 does not hold those of all heads."""
+    p = plan.plan_forward(1, tokens, 16, 128, 22, 384, clusters=DEVICES[0])
+    assert p["lanes"] == lanes
+    if lanes > 1:
+        ranges = collections.defaultdict(list)
+        for _, _, item, begin, end, _ in p["work"]:
+            ranges[item].append((begin, end))
+        for head in range(16):
+            assert all(ranges[head * lanes + lane] == ranges[head * lanes] for lane in range(lanes))
+
+
+@pytest.mark.parametrize("features", [64, 128, 320, 768, 2048])
+def test_projections_cover_every_token_and_feature(features):
+    for tokens in range(1, 129):
+        p = plan.plan_project(tokens, features)
+        assert (p["warpgroups"], p["max_tokens"]) in {(1, 16), (1, 32), (1, 64), (2, 96), (2, 128)}
+        assert p["blocks"] * p["max_tokens"] >= tokens > (p["blocks"] - 1) * p["max_tokens"]
+        assert features % (64 * p["warpgroups"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         WorkCursor cursor(s, cluster);
         Work work;
         int signalled = 0;
-        while (cursor.next(work, cluster, 0) && work.item >= s.waves * s.clusters)
+        while (cursor.next(work, cluster, 0, 0) && work.item >= s.waves * s.clusters)
             if (work.end - work.begin < s.inter_tiles) {
                 wait_sleeping(sem.part_stored[work.part], 0);
                 store_release(part_flag(p, cluster, work.part, rank()), p.token);
@@ -48,7 +48,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         while (load_acquire(flag) != p.token) __nanosleep(256);
         *flag = 0;  // no other warp waits for it, and a graph launch has the same token again
         tma::fence_global();
-        src = p.partials + part_offset<d_h>(p, first + lane, part, rank(), 0);
+        src = p.partials + part_offset<d_h>(p, first + lane, 0, part, rank(), 0);
     }
     __syncwarp();
     int sender = 0;

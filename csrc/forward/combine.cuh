@@ -11,19 +11,28 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_f
     const auto &s = p.schedule;
     const int tiles = gridDim.x / s.rest;  // row tiles of an item
     const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / p.consumers, wg = blockIdx.x % tiles % p.consumers,
-              column = blockIdx.y;
-    const int first = s.first_owner(index), last = s.last_owner(index);
-    const RowTile tile(p, s.waves * s.clusters + index, rank, wg);
+              column = blockIdx.y, lane = blockIdx.z;
+    const int first = s.first_owner(index), last = s.last_owner(index), part = s.part_of(first, index);
+    const RowTile tile(p, s.waves * s.clusters + index * s.lanes + lane, rank, wg);
     const int row = fragment_row(threadIdx.x);
     kittens::pdl::arrive();  // the next kernel, which waits for this one before it touches what this one writes
     kittens::pdl::wait();
     if (first == last || !holds_token(p, tile.sequence, tile.token + p.token_of(row))) return;
 
-    float4 sum = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-    for (int c = first; c <= last; ++c) {
-        const float *part = p.partials + part_offset<d_h>(p, c, s.part_of(c, index), rank, wg);
-        add(sum, __ldcg(reinterpret_cast<const float4 *>(part) + 128 * column + threadIdx.x));
+    // As many loads in flight as there are parts, for the most part. A span behind the first begins within the item: its part is number 0.
+    constexpr int at_once = 8;
+    const auto *data =
+        reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first, lane, 0, rank, wg)) + 128 * column + threadIdx.x;
+    const int64_t part_quads = p.row_ctas * p.consumers * (tile_rows * d_h / 4), cluster_quads = 2 * s.lanes * part_quads;
+    float4 sum = __ldcg(data + part * part_quads);
+    for (int left = last - first; left > 0; left -= at_once) {
+        float4 x[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            if (data += cluster_quads; i < left) x[i] = __ldcg(data);
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            if (i < left) add(sum, x[i]);
     }
     store_quad<d_h, T>(sum, p, tile, row, 8 * column + threadIdx.x % 4 * 2);
 }

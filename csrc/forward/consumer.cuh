@@ -85,7 +85,9 @@ template <int d_h, typename T> struct ForwardConsumer {
             kittens::wait(shared.semaphores.slice_sums_full, 0);
             add_slice_sums<d_h, T>(shared.slice_sums(), p, wg);
         } else if (part >= 0) {
-            if (stores) store_part<d_h>(o, p, kittens::clusterIdx().x, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
+            if (stores)
+                store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part,
+                                p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
             if (P::may_add_parts) {
                 __syncwarp();
                 if (lane == 0) kittens::arrive(shared.semaphores.part_stored[part]);

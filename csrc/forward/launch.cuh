@@ -13,7 +13,7 @@ template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan
     if (plan.partials == 0 || plan.flags) return cudaSuccess;
 
     const int64_t tiles = int64_t{params.bundles} * params.head_tiles, of_item = plan.row_ctas * plan.consumers;
-    const dim3 grid(static_cast<unsigned>(plan.schedule.rest * (tiles < of_item ? tiles : of_item)), d_h / 8);
+    const dim3 grid(static_cast<unsigned>(plan.schedule.rest * (tiles < of_item ? tiles : of_item)), d_h / 8, plan.schedule.lanes);
     return launch_kernel(true, flashmhf_forward_combine<d_h, T>, grid, 128, 0, stream, params);
 }
 
@@ -22,7 +22,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, 
     const ForwardSchedule &s = l.plan.schedule;
     if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
     if (cudaError_t error =
-            launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size),
+            launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size, s.lanes),
                             128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
         return error;
     return combine_typed<d_h, T>(l.plan, l.params, stream);

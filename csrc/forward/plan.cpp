@@ -57,10 +57,23 @@ int plan_bundle(const Shape &shape, bool may_bundle) {
     return may_bundle && shape.batch == 1 && fits ? shape.group : 1;
 }
 
-ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head_dim, bool may_add_parts, const ForwardCostModel &cost) {
+// The blocks of a head in lanes (schedule.cuh), when all items run at once and that leaves no more clusters idle than the memory would.
+// Laid end to end, each block brings the weights anew.
+int plan_lanes(int heads, int blocks, int inter_tiles, int clusters, const Device &device, const ForwardCostModel &cost) {
+    const int spans = clusters / blocks;
+    if (blocks == 1 || spans <= heads) return 1;
+    const int64_t stream = int64_t{heads} * inter_tiles * blocks * cost.stream_numerator / cost.stream_denominator / device.clusters[0];
+    const int64_t end_to_end = std::max(span_tiles(int64_t{heads} * blocks, inter_tiles, clusters), stream);
+    return span_tiles(heads, inter_tiles, spans) <= end_to_end ? blocks : 1;
+}
+
+ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int clusters, int head_dim, bool may_add_parts,
+                              const ForwardCostModel &cost) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
     s.slices = 1;
+    s.lanes = lanes;
+    if (lanes > 1) items /= lanes, clusters /= lanes;
     s.clusters = std::min<int64_t>(clusters, static_cast<int64_t>(items) * ceil_div(inter_tiles, cost.shortest_part));
     s.waves = items / s.clusters;
     s.rest = items % s.clusters;
@@ -74,6 +87,10 @@ ForwardSchedule plan_schedule(int items, int inter_tiles, int clusters, int head
         if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;
         s.adds_parts = adds && s.splits > s.rest;
         if (tiles / s.splits >= 4 * gap) s.gap = gap;  // shorter spans may take two times to go on to an item
+        // As many spans for every item, where that takes no longer: no cluster goes on to another item, and there are fewer parts to add.
+        const int spans = s.splits / s.rest;
+        if (s.waves == 0 && inter_tiles % spans == 0 && inter_tiles / spans <= ceil_div(tiles + int64_t{s.rest} * s.gap, s.splits))
+            s.splits = s.rest * spans, s.gap = 0, s.clusters = s.splits;
         tiles += static_cast<int64_t>(s.rest) * s.gap;
         checked(tiles, "the split range");
         s.quotient = static_cast<int>(tiles / s.splits);
@@ -121,14 +138,16 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
         plan.schedule.clusters = items;
         plan.schedule.waves = 1;
         plan.schedule.slices = slices;
+        plan.schedule.lanes = 1;
         plan.schedule.quotient = inter_tiles / slices;
         plan.schedule.remainder = inter_tiles % slices;
         return plan;
     }
-    plan.schedule = plan_schedule(items, inter_tiles, device.clusters[plan.row_ctas - 1], shape.head_dim,
-                                  footprint.may_add_parts && plan.bundle == 1, cost);
+    const int clusters = device.clusters[plan.row_ctas - 1];
+    const int lanes = plan_lanes(heads, plan.blocks, inter_tiles, clusters, device, cost);
+    plan.schedule = plan_schedule(items, lanes, inter_tiles, clusters, shape.head_dim, footprint.may_add_parts && plan.bundle == 1, cost);
     if (plan.schedule.splits > plan.schedule.rest)
-        plan.partials = static_cast<int64_t>(plan.schedule.splits) * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
+        plan.partials = int64_t{plan.schedule.splits} * lanes * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
     if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
     return plan;
 }
@@ -136,11 +155,12 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {
     std::vector<PlannedWork> all;
     for (int cluster = 0; cluster < schedule.clusters; ++cluster)
-        for (int slice = 0; slice < schedule.slices; ++slice) {
-            WorkCursor cursor(schedule, cluster);
-            Work work;
-            while (cursor.next(work, cluster, slice)) all.push_back({cluster, slice, work});
-        }
+        for (int lane = 0; lane < schedule.lanes; ++lane)
+            for (int slice = 0; slice < schedule.slices; ++slice) {
+                WorkCursor cursor(schedule, cluster);
+                Work work;
+                while (cursor.next(work, cluster, lane, slice)) all.push_back({cluster, lane, slice, work});
+            }
     return all;
 }
 

@@ -45,9 +45,9 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
 // Of the 16-bit kernel. Throws std::invalid_argument also for a head dimension without a policy.
 ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost = {});
 
-// The work of every cluster, for the tests: (cluster, slice, item, begin, end, part).
+// The work of every cluster, for the tests.
 struct PlannedWork {
-    int cluster, slice;
+    int cluster, lane, slice;
     Work work;
 };
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule);

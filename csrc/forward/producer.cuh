@@ -40,7 +40,9 @@ template <int d_h> __device__ __forceinline__ void prefetch_weights(const Weight
     using P = ForwardPolicy<d_h>;
     const int own_row = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
     Work work;
-    if (!WorkCursor(p.schedule, kittens::clusterIdx().x).next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return;
+    if (!WorkCursor(p.schedule, kittens::clusterIdx().x)
+             .next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank()))
+        return;
 #pragma unroll 1
     for (int i = work.begin; i < min(work.end, work.begin + P::slots); ++i) {
         const int subnet = i / p.subnet_tiles, row = (i - subnet * p.subnet_tiles) * tile_inter + own_row;
@@ -80,7 +82,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
 
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    while (cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) {
+    while (cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) {
         int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
         subnet += work.item / p.blocks * p.subnets;
 #pragma unroll 1  // the producer has few registers
@@ -209,7 +211,7 @@ __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared
     };
     auto next_item = [&]() {
         Work work;
-        if (!cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return false;
+        if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
         const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
         const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
         const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;

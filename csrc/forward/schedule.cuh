@@ -11,6 +11,9 @@
 // only. They were launched before it and signal their parts without waiting, so their parts arrive however few clusters the device runs at
 // a time.
 //
+// Where all items run at once and a head has several blocks, clusters side by side take one span of the inter dimension for all blocks of a
+// head (`lanes`), so that its weights come from memory once: end to end the blocks would reach a tile at times too far apart for the L2.
+//
 // Where all items run at once and are few, the CTAs of a cluster divide the inter range of its one item into slices, and add their sums in
 // the order of their ranks.
 #pragma once
@@ -24,6 +27,7 @@ constexpr int most_parts = 32;  // of an item that the clusters add up: a lane f
 
 struct ForwardSchedule {
     int inter_tiles;          // of a head: E * ceil(d_e / 64)
+    int lanes;                // 1; or the blocks of a head, without whole waves: what follows then counts those of one block
     int clusters;             // of the launch
     int waves;                // of whole items
     int rest;                 // items after them, fewer than clusters
@@ -67,13 +71,13 @@ struct WorkCursor {
     FLASHMHF_HOST_DEVICE WorkCursor(const ForwardSchedule &schedule, int cluster) : s(schedule) {
         tile = cluster < s.splits ? s.span_begin(cluster) : 0;
     }
-    // The same cluster every time (a caller may have no register for it), and the CTA's rank in it.
-    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int rank) {
+    // The same cluster and lane every time (a caller may have no register for them), and the CTA's rank in the cluster.
+    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int lane, int rank) {
         const int stop = cluster < s.splits ? s.span_begin(cluster + 1) : 0;
         if ((s.adds_parts || wave == s.waves) && tile < stop) {
             const int index = tile / (s.gap + s.inter_tiles), first = index * (s.gap + s.inter_tiles) + s.gap;
             if (first < stop) {
-                work = {s.waves * s.clusters + index, tile < first ? 0 : tile - first,
+                work = {s.waves * s.clusters + index * s.lanes + lane, tile < first ? 0 : tile - first,
                         s.inter_tiles < stop - first ? s.inter_tiles : stop - first, s.part_of(cluster, index)};
                 tile = first + work.end;
                 return true;

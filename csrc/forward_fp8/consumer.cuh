@@ -207,7 +207,8 @@ template <int d_h, typename T> struct ForwardFp8Consumer {
             add_slice_sums<d_h, T>(shared.slice_sums(), p, wg);
         } else if (part >= 0 && stores) {
             sums.get(o, scale);
-            store_part<d_h>(o, p, kittens::clusterIdx().x, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
+            store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
+                            wg);
         }
     }
 

@@ -20,7 +20,7 @@ struct Fp8GateRows {
     __device__ __forceinline__ float &at(unsigned row, int subnet) { return values[static_cast<int64_t>(row) * subnets + subnet]; }
 };
 template <int d_h> __device__ __forceinline__ float *gate_rows(const ForwardFp8Params &p, int warpgroup) {
-    return p.gate_rows + (static_cast<int64_t>(blockIdx.x) * p.consumers + warpgroup) * tile_rows * p.subnets;
+    return p.gate_rows + ((static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * p.consumers + warpgroup) * tile_rows * p.subnets;
 }
 
 // Factors are divided by the sum of their magnitudes over the sub-networks seen so far, so that sums in fp16 neither overflow nor vanish;

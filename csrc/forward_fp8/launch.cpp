@@ -30,7 +30,7 @@ bool router_in_shared_memory(const ForwardFp8Problem &problem, const ForwardPlan
 
 int64_t workspace_forward_fp8(const ForwardFp8Problem &problem, const ForwardPlan &plan) {
     const bool rows = has_router(problem.gate) && !router_in_shared_memory(problem, plan);
-    const int64_t ctas = int64_t{plan.schedule.clusters} * plan.cluster_size;
+    const int64_t ctas = int64_t{plan.schedule.clusters} * plan.schedule.lanes * plan.cluster_size;
     return plan.workspace() + (rows ? ctas * plan.consumers * tile_rows * problem.shape.subnets : 0);
 }
 

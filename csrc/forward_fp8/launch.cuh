@@ -11,8 +11,9 @@ namespace {
 // May be started before its predecessor has finished; it waits for that before it touches any data.
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardFp8Launch &l, cudaStream_t stream) {
     if (cudaError_t error = allow_shared_memory(flashmhf_forward_fp8<d_h, T>, ForwardFp8Policy<d_h>::shared_memory)) return error;
-    return launch_clusters(l.plan.cluster_size, true, flashmhf_forward_fp8<d_h, T>, dim3(l.plan.schedule.clusters * l.plan.cluster_size),
-                           128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params);
+    const dim3 grid(l.plan.schedule.clusters * l.plan.cluster_size, l.plan.schedule.lanes);
+    return launch_clusters(l.plan.cluster_size, true, flashmhf_forward_fp8<d_h, T>, grid, 128 * (l.plan.consumers + 1), l.shared_memory,
+                           stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params);
 }
 
 }  // namespace

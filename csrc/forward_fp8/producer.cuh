@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T> &share
 
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    while (cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) {
+    while (cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) {
         int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
         subnet += work.item / p.blocks * p.subnets;
 #pragma unroll 1  // the producer has few registers
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T> &shared, 
     };
     auto next_item = [&]() {
         Work work;
-        if (!cursor.next(work, kittens::clusterIdx().x, kittens::cluster_ctarank())) return false;
+        if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
         const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
         const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
         const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;

@@ -76,11 +76,12 @@ template <typename T> int run(const Arguments &options) {
     const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
     const flashmhf::ForwardSchedule &schedule = plan.schedule;
     std::printf(
-        "heads of a row tile %d, clusters %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f MB of "
+        "heads of a row tile %d, clusters %d x %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f "
+        "MB of "
         "partial sums, added by "
         "%s\n",
-        plan.bundle, schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles, schedule.rest,
-        schedule.splits, plan.partials * 4e-6,
+        plan.bundle, schedule.lanes, schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles,
+        schedule.rest, schedule.splits, plan.partials * 4e-6,
         plan.flags      ? "forward"
         : plan.partials ? "combine"
                         : "nobody");

@@ -52,7 +52,7 @@ SHAPES = {
 }
 BATCH = 8
 LENGTHS = (192, 384, 768, 1536, 1920, 2880, 4032, 8064, 16128)
-DECODE_TOKENS = (1, 16, 64, 128, 256, 512)
+DECODE_TOKENS = (1, 16, 64, 96, 128, 192, 256, 384, 512, 1024)
 
 # The paper's appendix "Efficiency Benchmark Configuration Details on Hopper": H100, batch 8, ms and MB by length; None: out of memory.
 PAPER_MS = {

@@ -14,7 +14,7 @@ from .. import ops, router, torch_private
 from ..backends.contract import Projection
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise
-from .multihead import GroupedHeads, check_input
+from .multihead import GroupedHeads, HeadRMSNorm, check_input
 
 WEIGHTS = ("k", "u", "v")
 SUBNET_MULTIPLE = 16  # of d_e, for the kernels
