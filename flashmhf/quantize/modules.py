@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import check_input
 from .packing import E4M3_MAX, LAYOUT, TINIEST_SCALE, PackedWeights, check_layout, pack_fp8, to_e4m3
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+_Module = TypeVar("_Module", bound="_Quantised")
 SCALED_MM_CAPABILITY = (8, 9)
 
 
@@ -31,7 +29,7 @@ class _Quantised(nn.Module):
 
     _fixed: tuple[str, ...] = ()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self: _Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Module:
         before = {name: getattr(self, name) for name in self._fixed}
         super()._apply(fn, recurse)
         for name, tensor in before.items():
