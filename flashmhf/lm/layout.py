@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .errors import OptionError
 
+_LAUNCHER = dict(os.environ)  # as the launcher set it: forget_accelerate changes it
 REPLICATE, SHARD, HEADS = "dp_replicate", "dp_shard", "tp"
 
 
@@ -67,7 +68,7 @@ class Layout:
                 fully_shard(module, mesh=data, shard_placement_fn=shard_placement(self.shards))
 
 
-def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment: Mapping[str, str] = os.environ) -> Layout:
+def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment: Mapping[str, str] = _LAUNCHER) -> Layout:
     """The layout of ``processes``; None stands for what ``accelerate launch`` was told, else for no sharding, or, with ``tp``, for all.
 
     Raises OptionError where the sizes do not divide the processes.
@@ -122,9 +123,10 @@ def placed_like(parameters: list[nn.Parameter], state: dict[str, Any]) -> dict[s
     return state | {"state": {index: tree_map(place(parameters[index]), values) for index, values in state["state"].items()}}
 
 
-def forget_accelerate_fsdp() -> None:
-    """accelerate would shard the model a second time."""
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
+def forget_accelerate() -> None:
+    """accelerate would shard the model a second time, and refuses to without GPUs."""
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        os.environ.pop(name, None)
 
 
 def load_mapped(path: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..nn.optim import PROJECTION_RATE
 from . import checkpoints
 from .callbacks import EvaluationStopped, StopCallback
 from .errors import OptionError
-from .layout import Layout, forget_accelerate_fsdp, load_mapped, placed_like, whole
+from .layout import Layout, forget_accelerate, load_mapped, placed_like, whole
 from .stopping import Stopped
 
 
@@ -82,7 +82,7 @@ class RunTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's. A sharded model gets accelerate's autocast but neither its DDP nor its FSDP."""
         if self.layout.sharded:
-            forget_accelerate_fsdp()
+            forget_accelerate()
         super().create_accelerator_and_postprocess()
         if self.layout.sharded:
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
