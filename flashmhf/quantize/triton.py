@@ -1,0 +1,37 @@
+"""FP8 forward by the Triton kernel of :mod:`flashmhf.backends.triton.fp8`: GPUs with e4m3 products that are not Hopper, and Triton's
+interpreter on the CPU (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backends import gating
+from ..backends import triton as plain
+
+HEAD_DIMS = tuple(size for size in plain.HEAD_DIMS if size >= 32)  # a product of e4m3 operands sums at least 32 terms
+MIN_CAPABILITY = (8, 9)
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+    """None when the Triton kernel can run, else the reason, naming the argument, its value and what is supported."""
+    if d_h not in HEAD_DIMS:
+        return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    reason = plain.why_not(device, dtype, d_h=d_h, d_e=d_e)
+    if reason is not None or device.type != "cuda":
+        return reason
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"device has compute capability {capability[0]}.{capability[1]}; supported for e4m3 products: 8.9 or later"
+    return None
+
+
+def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+    """S [..., H, d_h] in q's dtype, contiguous."""
+    from ..backends.triton import fp8  # imports Triton, which need not be installed
+
+    return fp8.forward(q, k8, u8, v8, scales, r)
+
+
+def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
+    return forward(q, k8, u8, v8, scales, gating.gate(q, w, eps))
