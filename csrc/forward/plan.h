@@ -36,7 +36,7 @@ struct ForwardPlan {
 // item; row tiles of a CTA; whether CTAs of a cluster may divide an item's inter range, and whether they may add parts themselves.
 struct ForwardFootprint {
     int shared_memory, pieces, spare_gate, consumers;
-    bool may_slice, may_add_parts;
+    bool may_slice, may_add_parts, may_take_lanes;
 };
 
 // may_bundle: a row tile may be of several heads. Throws std::invalid_argument for shapes beyond the index range.

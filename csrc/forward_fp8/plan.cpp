@@ -16,6 +16,7 @@ constexpr ForwardFootprint footprint = {
     .consumers = ForwardFp8Policy<d_h>::consumers,
     .may_slice = true,
     .may_add_parts = false,
+    .may_take_lanes = false,  // not run on a GPU
 };
 
 ForwardFootprint footprint_of(int head_dim) {
