@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import flashmhf
 from flashmhf.app import cli
-from flashmhf.lm import FFN_TYPES, conversion, data, evaluation, generation, training
+from flashmhf.lm import FFN_TYPES, conversion, data, decoding, evaluation, generation, training
 from flashmhf.lm.presets import preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,8 +161,8 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
 
     out = Terminal()
     seen = []
-    step = generation._RefuseNotFinite.__call__
-    monkeypatch.setattr(generation._RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args))
+    step = decoding.RefuseNotFinite.__call__
+    monkeypatch.setattr(decoding.RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args))
     monkeypatch.setattr(sys, "stdout", out)
     assert cli.main(["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "the cat", "--temperature", "0"]) == 0
     assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
@@ -287,7 +287,7 @@ def test_train_command_and_resume(text, tmp_path, capsys):
     assert cli.main([*command, *settings]) == 2
     assert "holds a run already; continue it with --resume" in capsys.readouterr().err
     assert cli.main(["train", "--output", str(output), "--resume", "--batch", "9", "--set", "x=1"]) == 2
-    assert "--resume takes the run's own options but --steps; leave out: --set, --batch" in capsys.readouterr().err
+    assert "--resume takes the run's own options but --steps, --tp and --dp-shard; leave out: --set, --batch" in capsys.readouterr().err
     assert cli.main(["train", "--output", str(output), "--resume", "--steps", "2"]) == 2
     assert "--steps is 2; the run has done 3 steps" in capsys.readouterr().err
     assert cli.main(["train", "--output", str(output), "--resume", "--steps", "5"]) == 0

@@ -211,7 +211,10 @@ def test_plugins(monkeypatch):
             registered[name] = where
 
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=ModelRegistry))
-    project = tomllib.loads((Path(flashmhf.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    sources = Path(__file__).parents[1] / "pyproject.toml"
+    if not sources.exists():
+        pytest.skip("the sources are not here")
+    project = tomllib.loads(sources.read_text())["project"]
     for group in ("vllm.general_plugins", "sglang.srt.plugins"):
         for _ in range(2):  # an engine may load its plug-ins twice
             EntryPoint("flashmhf", project["entry-points"][group]["flashmhf"], group).load()()
