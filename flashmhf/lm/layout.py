@@ -69,7 +69,7 @@ class Layout:
 
 
 def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment: Mapping[str, str] = _LAUNCHER) -> Layout:
-    """The layout of ``processes``; None stands for what ``accelerate launch`` was told, else for no sharding, or, with ``tp``, for all.
+    """The layout of ``processes``; None stands for the layout of ``accelerate launch``, else for no sharding, or, with ``tp``, for all.
 
     Raises OptionError where the sizes do not divide the processes.
     """

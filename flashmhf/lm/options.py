@@ -89,7 +89,7 @@ class Options:
         paper's), or one learning rate for all.
     tp: processes that share the heads of one sequence (tensor parallelism), neighbours in rank.
     dp_shard: processes that share the parameters, their gradients and the optimizer's state (FSDP2); what is left of the processes are
-        replicas. None for both: one replica a process, or what ``accelerate launch`` was told.
+        replicas. None for both: one replica a process, or the layout of ``accelerate launch``.
     model, arguments: further FlashMHFConfig and TrainingArguments settings.
     """
 
