@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 plan = pytest.importorskip("flashmhf._plan")
 
@@ -87,6 +89,26 @@ def test_every_tile_once_and_balanced(shape, device):
     assert (p["partials"] > 0) == (len(whole) < items)
     assert p["partials"] == (p["splits"] * 2 * rows * 64 * head_dim if len(whole) < items else 0)
     assert p["workspace"] == p["partials"] + 2 * p["flags"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.tuples(
+        st.integers(1, 4),
+        st.integers(1, 2000),
+        st.integers(1, 20),
+        st.sampled_from([64, 96, 128, 256]),
+        st.integers(1, 8),
+        st.integers(1, 300),
+    ),
+    device=st.sampled_from(DEVICES),
+    planner=st.sampled_from([plan.plan_forward, plan.plan_forward_fp8]),
+)
+def test_every_tile_once_whatever_the_shape(shape, device, planner):
+    p = planner(*shape, clusters=device)
+    tiles = collections.Counter((item, tile) for _, _, item, begin, end, _ in p["work"] for tile in range(begin, end))
+    assert set(tiles) == {(item, tile) for item in range(p["blocks"] * shape[2]) for tile in range(p["inter_tiles"])}
+    assert set(tiles.values()) == {1}
 
 
 @pytest.mark.parametrize("device", DEVICES)

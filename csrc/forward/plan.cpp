@@ -1,6 +1,7 @@
 #include "forward/plan.h"
 
 #include <algorithm>
+#include <cassert>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -62,7 +63,8 @@ int plan_bundle(const Shape &shape, bool may_bundle) {
 // Laid end to end, each block brings the weights anew.
 int plan_lanes(int heads, int blocks, int inter_tiles, int clusters, const Device &device, const ForwardCostModel &cost) {
     const int spans = clusters / blocks;
-    if (blocks == 1 || spans <= heads) return 1;
+    // A head whose tiles make one part only goes as a whole item, and whole items have no lanes.
+    if (blocks == 1 || spans <= heads || inter_tiles <= cost.shortest_part) return 1;
     const int64_t stream = int64_t{heads} * inter_tiles * blocks * cost.stream_numerator / cost.stream_denominator / device.clusters[0];
     const int64_t end_to_end = std::max(span_tiles(int64_t{heads} * blocks, inter_tiles, clusters), stream);
     return span_tiles(heads, inter_tiles, spans) <= end_to_end ? blocks : 1;
@@ -78,6 +80,7 @@ ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int cluster
     s.clusters = std::min<int64_t>(clusters, static_cast<int64_t>(items) * ceil_div(inter_tiles, cost.shortest_part));
     s.waves = items / s.clusters;
     s.rest = items % s.clusters;
+    assert(lanes == 1 || s.waves == 0);
     if (s.rest > 0) {
         int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
         s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / cost.shortest_part)));
