@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import launch
 from .configs import Config
-from .kernels import sigmoid, store_rows, token_offsets
+from .kernels import load_tokens, sigmoid, store_rows, token_offsets
 
 E4M3_MAX = tl.constexpr(448.0)
 TINIEST = tl.constexpr(1e-18)  # instead of max |q| of a row of zeros
@@ -88,10 +88,7 @@ def forward_kernel(
     h = tl.program_id(1)
     share = tl.program_id(2)
     d = tl.arange(0, BD)
-    d_at = column_at(d)
-    q_rows = q + token_offsets(t, q_table, t < T, q_length, q_outer, q_inner, Q_LAYOUT) + h.to(tl.int64) * q_head
-    q_mask = (t < T)[:, None] & (d_at < D)[None, :]
-    q_t = tl.load(q_rows[:, None] + (d_at.to(tl.int64) * q_column)[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, column_at(d)).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q_t), 1), TINIEST)
     scaled = q_t * (16.0 / largest)[:, None]
     q8 = to_e4m3(scaled, INTERPRETED)

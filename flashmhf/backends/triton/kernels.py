@@ -62,9 +62,8 @@ def token_offsets(t, table, mask, length, outer, inner, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x, t, h, T, table, length, outer, inner, head, column, LAYOUT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """[BT, BD] rows of x [T, H, D] in place, whatever its strides; zero past T and D."""
-    d = tl.arange(0, BD)
+def load_tokens(x, t, h, T, table, length, outer, inner, head, column, LAYOUT: tl.constexpr, D: tl.constexpr, d):
+    """[BT, columns d] of x [T, H, D] in place, whatever its strides; zero past T and D."""
     mask = t < T
     rows = x + token_offsets(t, table, mask, length, outer, inner, LAYOUT) + h.to(tl.int64) * head
     return tl.load(rows[:, None] + (d.to(tl.int64) * column)[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
@@ -191,7 +190,7 @@ def forward_kernel(
     share = tl.program_id(2)
     e_first = E * share // splits
     e_end = E * (share + 1) // splits
-    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, BD)
+    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
     if r is not None:
         r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
     tiles = tl.cdiv(d_e, BI)
@@ -280,8 +279,8 @@ def token_grads_kernel(
     share = tl.program_id(2)
     e_first = E * share // splits
     e_end = E * (share + 1) // splits
-    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, BD)
-    grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, BD)
+    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
+    grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD))
     if r is not None:
         r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
         dr_rows = dr + (t.to(tl.int64) * H + h) * E
@@ -390,8 +389,8 @@ def weight_grads_kernel(
                 q_t = q.load([t_first, h * q_head])
                 grad_t = grad_out.load([t_first, h * g_head])
             else:
-                q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, BD)
-                grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, BD)
+                q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
+                grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD))
             mn = tl.dot(q_t, ku.T, input_precision="ieee")
             g = tl.dot(grad_t, v_j.T, input_precision="ieee")
             m, n = halves(mn, BT, BI, SWAPPED)
