@@ -14,7 +14,7 @@ import torch
 
 import flashmhf
 from flashmhf import quantize
-from flashmhf.quantize import eager, triton
+from flashmhf.quantize import eager, operators, triton
 from flashmhf.testing import poisoned_memory, relative_l2
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -150,6 +150,17 @@ def test_why_not(monkeypatch):
     assert "d_h is 16; supported: 32, 64" in triton.why_not(device, torch.bfloat16, d_h=16, d_e=64)
     assert "dtype is float64; supported" in triton.why_not(device, torch.float64, **sizes)
     assert "device is cpu; supported" in triton.why_not(torch.device("cpu"), torch.float16, **sizes)
+
+
+def test_auto_takes_it_where_hopper_cannot_run(monkeypatch):
+    device, reasons = torch.device("cuda"), {"hopper": "not here", "triton": None}
+    for name in reasons:
+        monkeypatch.setattr(operators.BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
+    for reason, expected in ((None, "triton"), ("not here", "eager")):
+        reasons["triton"] = reason
+        operators.select.cache_clear()
+        assert operators.select("auto", device, torch.bfloat16, 64, 64) is operators.BACKENDS[expected]
+    operators.select.cache_clear()
 
 
 @pytest.mark.slow

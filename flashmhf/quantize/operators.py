@@ -16,9 +16,8 @@ from ..backends import check_name
 from . import eager, hopper, triton
 from .packing import check_packed
 
-# In the order in which "auto" takes them. The Triton kernel has run under the interpreter only: it is behind eager, which takes everything,
-# until a GPU has run its tests.
-BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "eager": eager, "triton": triton}
+# In the order in which "auto" takes them.
+BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "eager": eager}
 NAMES = ("auto", *BACKENDS)
 _OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
 _library = torch.library.Library("flashmhf", "FRAGMENT")

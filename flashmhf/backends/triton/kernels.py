@@ -390,7 +390,9 @@ def weight_grads_kernel(
                 grad_t = grad_out.load([t_first, h * g_head])
             else:
                 q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
-                grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD))
+                grad_t = load_tokens(
+                    grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD)
+                )
             mn = tl.dot(q_t, ku.T, input_precision="ieee")
             g = tl.dot(grad_t, v_j.T, input_precision="ieee")
             m, n = halves(mn, BT, BI, SWAPPED)
