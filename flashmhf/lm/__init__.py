@@ -12,6 +12,7 @@ import transformers  # noqa: E402  (the line above says what is missing)
 
 from . import modeling, tensor_parallel  # noqa: E402
 from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
+from .fp8 import FlashMHFFp8Config  # noqa: E402
 from .modeling import (  # noqa: E402
     FlashMHFForCausalLM,
     FlashMHFForQuestionAnswering,
@@ -31,6 +32,7 @@ for _auto, _model in AUTO_CLASSES.items():
 __all__ = [
     "FFN_TYPES",
     "FlashMHFConfig",
+    "FlashMHFFp8Config",
     "FlashMHFForCausalLM",
     "FlashMHFForQuestionAnswering",
     "FlashMHFForSequenceClassification",

@@ -16,6 +16,7 @@ from .packing import E4M3_MAX, LAYOUT, TINIEST_SCALE, PackedWeights, check_layou
 
 _Module = TypeVar("_Module", bound="_Quantised")
 SCALED_MM_CAPABILITY = (8, 9)
+METHOD = "flashmhf_fp8"  # quant_method in the configuration of a transformers model
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,9 @@ def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
 def quantize_(model: nn.Module, *, projections: bool = True) -> list[str]:
     """Replaces every FlashMHF in ``model`` by :func:`to_fp8` of it, in place; returns the names of the replaced modules.
 
-    Raises TypeError for what is no module, and ValueError where ``model`` holds no FlashMHF or is one itself: take :func:`to_fp8`.
+    The configuration of a transformers model records it, so that ``from_pretrained`` loads what ``save_pretrained`` then stores, once
+    ``flashmhf.lm`` is imported. Raises TypeError for what is no module, and ValueError where ``model`` holds no FlashMHF or is one itself:
+    take :func:`to_fp8`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -181,4 +184,6 @@ def quantize_(model: nn.Module, *, projections: bool = True) -> list[str]:
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, converted[id(module)])
+    if hasattr(model, "save_pretrained"):
+        model.config.quantization_config = {"quant_method": METHOD, "projections": projections, "layout": LAYOUT}
     return list(found)
