@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashmhf
 from flashmhf import quantize
-from flashmhf.lm import FlashMHFForCausalLM, FlashMHFFp8Config, load_replaced
+from flashmhf.app import cli
+from flashmhf.lm import FlashMHFForCausalLM, FlashMHFFp8Config, evaluation, load_replaced, tokenizer
 from flashmhf.lm.fp8 import FlashMHFFp8Quantizer
 from flashmhf.lm.presets import preset
 from flashmhf.testing import relative_l2
@@ -211,3 +212,78 @@ def test_the_configuration_by_itself(packed):
     config = AutoConfig.from_pretrained(packed)
     assert config.quantization_config["quant_method"] == "flashmhf_fp8"
     assert FlashMHFFp8Config.from_dict(config.quantization_config).to_dict() == config.quantization_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The directory of a model and its tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny(vocab_size=300).save_pretrained(directory)
+    tokenizer.train(["the head mixes what each sub network finds"], 300).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def quantised(model, tmp_path_factory):
+    """What ``flashmhf quantize`` writes."""
+    directory = tmp_path_factory.mktemp("quantised") / "new"
+    assert cli.main(["quantize", "--model", str(model), "--output", str(directory), "--device", "cpu"]) == 0
+    return directory
+
+
+def test_quantize_command(model, quantised):
+    loaded, words = evaluation.load(str(quantised), device="cpu", dtype="bfloat16")
+    expected = FlashMHFForCausalLM.from_pretrained(model)
+    quantize.quantize_(expected)  # packed from float32
+    expected.to(torch.bfloat16)
+    same_bits(loaded, expected)
+    assert words.eos_token_id == 0 and AutoConfig.from_pretrained(quantised).dtype == torch.bfloat16
+
+
+def test_eval_and_generate_commands(model, quantised, tmp_path, capsys):
+    """--fp8 on a model gives what the quantised model gives, and another loss than the model itself."""
+    (tmp_path / "text.txt").write_text("the head mixes what each sub network finds. " * 20)
+    losses = {}
+    for name, arguments in {
+        "bf16": [model],
+        "fp8": [model, "--fp8"],
+        "kept": [model, "--fp8", "--keep-projections"],
+        "stored": [quantised],
+    }.items():
+        command = [*map(str, arguments), "--dtype", "bfloat16", "--device", "cpu"]
+        figures = tmp_path / "figures.json"
+        assert cli.main(["eval", "--model", *command, "--data", str(tmp_path / "text.txt"), "--json", str(figures)]) == 0
+        found = json.loads(figures.read_text())
+        assert found["fp8"] == (name != "bf16")
+        losses[name] = found["held_out"]["loss"]
+        capsys.readouterr()
+        assert cli.main(["generate", "--model", *command, "--temperature", "0", "--max-new-tokens", "4", "the head"]) == 0
+        assert capsys.readouterr().out.startswith("the head")
+    assert len(set(losses.values())) >= 3 and losses["stored"] == pytest.approx(losses["fp8"], rel=2e-3)
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=2e-2)
+
+
+def test_command_errors_are_one_line(model, quantised, tmp_path, capsys):
+    tiny("swiglu", vocab_size=300).save_pretrained(tmp_path / "swiglu")
+    tokenizer.load(str(model)).save_pretrained(tmp_path / "swiglu")
+    text = tmp_path / "text.txt"
+    text.write_text("the head")
+    for arguments, message in (
+        (["generate", "--model", model, "--keep-projections", "x"], "--keep-projections needs --fp8"),
+        (
+            ["generate", "--model", quantised, "--fp8", "--keep-projections", "x"],
+            "the model is in FP8 already and its projections are in e4m3",
+        ),
+        (["generate", "--model", tmp_path / "swiglu", "--fp8", "x"], "model holds no FlashMHF"),
+        (["quantize", "--model", tmp_path / "swiglu", "--output", tmp_path / "new"], "model holds no FlashMHF"),
+        (["quantize", "--model", model, "--output", model], "is not empty"),
+        (["quantize", "--model", "./nothing", "--output", tmp_path / "new"], "nothing does not exist"),
+        (
+            ["train", "--output", tmp_path / "run", "--init-from", quantised, "--data", text, "--steps", "1", "--learning-rate", "1e-4"],
+            "a quantised model; supported: a model as it was trained",
+        ),
+    ):
+        assert cli.main([*map(str, arguments), "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error and error.count("\n") == 1, (arguments, error)
+    assert not (tmp_path / "new").exists()

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", default=argparse.SUPPRESS, type=positive_integer, help=steps_help)
     parser.set_defaults(run=_everything, command=None, takes=GENERAL)
 
-    commands = parser.add_subparsers(title="sub-commands", metavar="{info,plan,check,bench,train,eval,generate,serve}")
+    commands = parser.add_subparsers(title="sub-commands", metavar="{info,plan,check,bench,train,eval,generate,quantize,serve}")
     info = commands.add_parser("info", help="what this machine has: each back end, and why not")
     info.set_defaults(run=_info, command="info", takes=())
     plan.register(commands).set_defaults(command="plan", takes=())

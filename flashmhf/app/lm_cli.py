@@ -1,4 +1,4 @@
-"""The sub-commands ``train``, ``eval``, ``generate`` and ``serve``. transformers is imported only when one of them runs."""
+"""The sub-commands ``train``, ``eval``, ``generate``, ``quantize`` and ``serve``. transformers is imported only when one of them runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 from .. import extras
 from .arguments import positive_integer
 
@@ -20,6 +22,7 @@ def register(subparsers) -> None:
     _add_train(subparsers)
     _add_eval(subparsers)
     _add_generate(subparsers)
+    _add_quantize(subparsers)
     _add_serve(subparsers)
 
 
@@ -195,20 +198,33 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_model(parser) -> None:
+def _add_location(parser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     parser.add_argument("--tokenizer", metavar="PATH", help="where the model's directory has none")
     parser.add_argument("--device", default=argparse.SUPPRESS, help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
+
+
+def _add_model(parser) -> None:
+    _add_location(parser)
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--fp8", action="store_true", help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already")
+    _add_keep_projections(parser)
 
 
-def _load(args: argparse.Namespace):
+def _add_keep_projections(parser) -> None:
+    parser.add_argument("--keep-projections", action="store_true", help="of FP8 networks: W_in and W_out stay as they are")
+
+
+def _load(args: argparse.Namespace, **settings):
     from transformers.utils import logging
 
     from ..lm import evaluation
 
     logging.disable_progress_bar()
-    return evaluation.load(args.model, tokenizer_name=args.tokenizer, device=getattr(args, "device", "auto"), dtype=args.dtype)
+    settings = {"dtype": args.dtype, "fp8": getattr(args, "fp8", False), "projections": not args.keep_projections} | settings
+    if args.keep_projections and not settings["fp8"]:
+        raise ValueError("--keep-projections needs --fp8")
+    return evaluation.load(args.model, tokenizer_name=args.tokenizer, device=getattr(args, "device", "auto"), **settings)
 
 
 def _add_eval(subparsers) -> None:
@@ -236,7 +252,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if not (args.data or args.tasks):
         raise ValueError("give --data, --tasks or both")
     model, tokenizer = _load(args)
-    figures: dict[str, object] = {"model": args.model}
+    figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
     if args.data:
         found = evaluation.held_out_loss(
             model,
@@ -302,6 +318,34 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_quantize(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "quantize",
+        help="write a model with its FlashMHF networks in FP8",
+        description="Write a model with its FlashMHF networks in FP8, without calibration: a directory that eval, generate, serve and "
+        "transformers' from_pretrained load.",
+    )
+    parser.set_defaults(run=_command(_quantize), command="quantize", takes=("device",))
+    add = parser.add_argument
+    _add_location(parser)
+    add("--output", required=True, metavar="DIR", help="the new directory")
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="of what is not quantised (bfloat16)")
+    _add_keep_projections(parser)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    output = Path(args.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} is not empty; choose a new directory")
+    # float32, so that packed weights are rounded once.
+    model, tokenizer = _load(args, dtype="float32", fp8=True)
+    model.to(getattr(torch, args.dtype)).save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    print(f"{output}: {size / 1e6:,.1f} MB of weights")
+    return 0
+
+
 def _add_serve(subparsers) -> None:
     parser = subparsers.add_parser(
         "serve",
@@ -310,7 +354,7 @@ def _add_serve(subparsers) -> None:
     )
     parser.set_defaults(run=_command(_serve), command="serve", takes=("device",))
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="training run, checkpoint or saved model, or a name")
+    add("--model", required=True, metavar="DIR", help="training run, checkpoint or saved model, also of flashmhf quantize, or a name")
     add("--device", default=argparse.SUPPRESS, help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the stored weights'")
     add("--host", default="localhost")

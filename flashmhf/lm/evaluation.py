@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from . import checkpoints, conversion
 from .documents import DataError, Piece, Report, find_files, read_documents
 from .errors import OptionError
+from .fp8 import quantise
 from .replaced import has_replaced, load_replaced
 from .tokenizer import load as load_tokenizer
 
@@ -25,11 +26,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "race")
 
 
-def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, object]:
+def load(
+    name: str,
+    *,
+    tokenizer_name: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    fp8: bool = False,
+    projections: bool = True,
+) -> tuple[PreTrainedModel, object]:
     """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
 
-    An unfinished run gives its last complete checkpoint. Raises FileNotFoundError where a directory holds no model, ValueError for a
-    device that this machine has not and for a tokenizer with more tokens than the model.
+    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks, ``projections`` their W_in and W_out,
+    too; a stored FP8 model needs neither. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
+    machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
     """
     location = locate(name)
     chosen = _device(device)
@@ -43,7 +53,10 @@ def load(name: str, *, tokenizer_name: str | None = None, device: str = "auto", 
         raise ValueError(
             f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; the vocabulary of {name!r} has {rows:,}"
         )
-    return model.to(chosen).eval(), tokenizer
+    model = model.to(chosen).eval()
+    if fp8:
+        quantise(model, projections=projections)
+    return model, tokenizer
 
 
 def locate(name: str) -> str:

@@ -80,6 +80,21 @@ class FlashMHFFp8Quantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config
 
 
+def quantise(model: PreTrainedModel, *, projections: bool = True) -> None:
+    """:func:`flashmhf.quantize.quantize_`, unless the model has these very networks in FP8 already.
+
+    Raises ValueError for a model without FlashMHF and for one that is quantised otherwise.
+    """
+    found = getattr(model.config, "quantization_config", None)
+    if found is None:
+        quantize_(model, projections=projections)
+    elif not isinstance(found, FlashMHFFp8Config):
+        raise ValueError(f"the model is quantised already, by {dict(found).get('quant_method')!r}; supported: a model that is not")
+    elif found.projections != projections:
+        having = "are in e4m3" if found.projections else "are not quantised"
+        raise ValueError(f"the model is in FP8 already and its projections {having}; quantise the original model")
+
+
 def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
     """Raises ValueError where safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout.
 

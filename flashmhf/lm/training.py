@@ -255,6 +255,8 @@ def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise OptionError("{tokenizer} cannot be given with {init_from}: {path} has a tokenizer", path=path)
     model, tokenizer = evaluation.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise OptionError("{init_from} is {path}, a quantised model; supported: a model as it was trained", path=path)
     positions = model.config.max_position_embeddings
     options.length = options.length or positions
     if options.length > positions:
