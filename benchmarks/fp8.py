@@ -19,13 +19,13 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import flashmhf
 from flashmhf import quantize, reference
 from flashmhf.bench import environment, timing
+from flashmhf.bench.fp8 import Fp8SwiGLU
 from flashmhf.bench.shapes import LENGTHS, SHAPES
-from flashmhf.quantize.modules import Fp8Linear
 from flashmhf.testing import relative_l2
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -35,21 +35,6 @@ PRODUCT = 8192
 ERROR_LIMIT = 0.07
 DECODE_TOKENS = (1, 16, 64)
 HEADS = {64: (32, 22, 192), 96: (21, 22, 256), 128: (16, 22, 384), 256: (8, 22, 704)}  # d_h -> (H, E, d_e)
-
-
-class Fp8SwiGLU(nn.Module):
-    """SwiGLU with all weights in e4m3; gate and up projection are one product."""
-
-    def __init__(self, d_model: int, width: int):
-        super().__init__()
-        plain = flashmhf.SwiGLU(d_model, width, **SETTINGS)
-        both = nn.Linear(d_model, 2 * width, bias=False, **SETTINGS)
-        both.weight.data.copy_(torch.cat([plain.gate_proj.weight, plain.up_proj.weight]))
-        self.into, self.down = Fp8Linear.from_linear(both), Fp8Linear.from_linear(plain.down_proj)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.into(x).chunk(2, -1)
-        return self.down(nn.functional.silu(gate) * up)
 
 
 def weights(heads: int, subnets: int, subnet_dim: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +62,7 @@ def product() -> Callable[[], None]:
 
 def operator() -> list[dict]:
     """The FP8 operator beside the bf16 one and a bf16 product; at d_h = 128 also beside an FP8 SwiGLU of equal size."""
-    rows, swiglu = [], torch.compile(Fp8SwiGLU(2048, 8448), fullgraph=True, dynamic=True)
+    rows, swiglu = [], torch.compile(Fp8SwiGLU(flashmhf.SwiGLU(2048, 8448, **SETTINGS)), fullgraph=True, dynamic=True)
     multiply = product()
     for head_dim, (heads, subnets, subnet_dim) in HEADS.items():
         kuv = weights(heads, subnets, subnet_dim, head_dim)
@@ -145,7 +130,7 @@ def networks() -> list[dict]:
     shape, rows = SHAPES["paper"], []
     plain = [flashmhf.FlashMHF(shape.d_model, shape.heads, shape.subnets, shape.subnet_dim, **SETTINGS) for _ in range(4)]
     ours, kept = ([quantize.to_fp8(each, projections=projections) for each in plain] for projections in (True, False))
-    theirs = [Fp8SwiGLU(shape.d_model, shape.swiglu_dim) for _ in range(4)]
+    theirs = [Fp8SwiGLU(flashmhf.SwiGLU(shape.d_model, shape.swiglu_dim, **SETTINGS)) for _ in range(4)]
     ratio = shape.swiglu_layers / shape.layers
     with torch.no_grad():
         compiled = {

@@ -1,6 +1,11 @@
-"""Tokens a second of ``model.generate`` with a static cache and CUDA graphs: FlashMHF-1.3B against SwiGLU-1.3B, bf16, random weights.
+"""Tokens a second of ``model.generate`` with a static cache and CUDA graphs: FlashMHF-1.3B against SwiGLU-1.3B, random weights.
 
     $ python benchmarks/generate.py --out benchmarks/results/generate_h200.json
+    $ python benchmarks/generate.py --fp8 --batches 1 8 --contexts 512 --out benchmarks/results/generate_fp8_h200.json
+
+All is bf16; with --fp8 the feed-forward networks are in e4m3: FlashMHF with and without its projections, SwiGLU by torch._scaled_mm with
+scales for rows. Networks with e4m3 projections, SwiGLU's and FlashMHF's, are compiled for few tokens, so that a quantisation is one
+kernel. Before a time is taken, the logits of the FP8 models are compared with those of the same weights in bf16.
 
 A cell is a batch and a context, the tokens of each prompt. The rate is that of the tokens after the capture; the models take turns for
 ROUNDS rounds, and a round's rates are compared with each other. Host: the time a token in which the host does not wait for the device.
@@ -18,11 +23,18 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
+from flashmhf import quantize
 from flashmhf.bench import environment, suite
+from flashmhf.bench.fp8 import Fp8SwiGLU
 from flashmhf.lm.presets import preset
+from flashmhf.testing import relative_l2
 
 BATCHES, CONTEXTS, NEW, ROUNDS, SKIPPED = (1, 8, 32), (512, 4096), 96, 3, 8
 MODELS = {"flashmhf": "flashmhf-1.3b", "swiglu": "swiglu-1.3b"}
+KEPT = "flashmhf, bf16 projections"
+FP8_MODELS = {"flashmhf": "flashmhf-1.3b", KEPT: "flashmhf-1.3b", "swiglu": "swiglu-1.3b"}
+COMPILED_TOKENS = 64  # at most, of a compiled FP8 network
+FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
 
 
 class _Clock:
@@ -87,6 +99,38 @@ def check(name: str) -> None:
     assert torch.equal(generate(model, ids, 16, cache_implementation="static"), generate(model, ids, 16)), name
 
 
+class _CompiledForFewTokens(torch.nn.Module):
+    """``network``, compiled for at most COMPILED_TOKENS tokens: a prompt's compilation is not part of the comparison."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network, self.compiled = network, torch.compile(network, fullgraph=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.compiled if x.shape[:-1].numel() <= COMPILED_TOKENS else self.network)(x)
+
+
+def build(name: str, device: str = "cuda"):
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(preset(name).config(max_position_embeddings=8192), dtype=torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def quantised(key: str):
+    """The FP8 model of FP8_MODELS. Raises AssertionError where its logits are not near those of bf16."""
+    model, ids = build(FP8_MODELS[key]), prompt(1, 2 * COMPILED_TOKENS)
+    expected = model(ids).logits.double()
+    for layer in model.model.layers:
+        plain = layer.mlp
+        layer.mlp = Fp8SwiGLU(plain) if key == "swiglu" else quantize.to_fp8(plain, projections=key != KEPT)
+        if key != KEPT:
+            layer.mlp = _CompiledForFewTokens(layer.mlp)
+    distance = relative_l2(model(ids).logits, expected)
+    assert distance <= FP8_DISTANCE, (key, distance)
+    print(f"{key}: logits {distance:.3f} from bf16", flush=True)
+    return model
+
+
 def own_loop(models: dict) -> list[dict]:
     """transformers' loop at batch 1; the best of two rounds."""
     ids, best = prompt(1, CONTEXTS[0]), dict.fromkeys(models, float("inf"))
@@ -106,32 +150,34 @@ def own_loop(models: dict) -> list[dict]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--fp8", action="store_true", help="feed-forward networks in FP8")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, metavar="N")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="N")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this PyTorch sees no CUDA GPU")
     for name in MODELS.values():
         check(name)
-    models = {}
-    for key, name in MODELS.items():
-        with torch.device("cuda"):
-            models[key] = AutoModelForCausalLM.from_config(preset(name).config(max_position_embeddings=8192), dtype=torch.bfloat16).eval()
+    models = {key: quantised(key) for key in FP8_MODELS} if options.fp8 else {key: build(name) for key, name in MODELS.items()}
     rows = []
-    for context in CONTEXTS:
-        for batch in BATCHES:
+    for context in options.contexts:
+        for batch in options.batches:
             ids = prompt(batch, context)
             found: dict[str, list[tuple[float, float]]] = {}
             for _ in range(ROUNDS):
                 for key, model in models.items():
                     found.setdefault(key, []).append(timed(model, ids))
-            ratios = [theirs[0] / ours[0] for ours, theirs in zip(found["flashmhf"], found["swiglu"], strict=True)]
             for key, measured in found.items():
                 seconds, host = (statistics.median(values) for values in zip(*measured, strict=True))
                 row = {"batch": batch, "context": context, "subject": key, "tokens_per_s": batch / seconds}
-                rows.append({**row, "ms_per_token": 1e3 * seconds, "host_ms_per_token": 1e3 * host})
-            rows[-2]["x_swiglu"] = statistics.median(ratios)
-            print(*rows[-2:], sep="\n", flush=True)
-    rows += own_loop(models)
-    parameters = {key: sum(p.numel() for p in model.parameters()) for key, model in models.items()}
+                row |= {"ms_per_token": 1e3 * seconds, "host_ms_per_token": 1e3 * host}
+                if key != "swiglu":
+                    row["x_swiglu"] = statistics.median(theirs[0] / ours[0] for ours, theirs in zip(measured, found["swiglu"], strict=True))
+                rows.append(row)
+                print(row, flush=True)
+    if not options.fp8:
+        rows += own_loop(models)
+    parameters = {key: sum(p.numel() for p in build(name, "meta").parameters()) for key, name in MODELS.items()}
     record = {"environment": environment.describe(torch.device("cuda", 0)), "parameters": parameters, "new_tokens": NEW, "rows": rows}
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ def test_dtype_and_device_map(packed, plain, settings):
         wanted = torch.bfloat16 if settings.get("dtype") == torch.bfloat16 else torch.float32
         assert model.dtype == mlp.router.dtype == wanted and mlp.scales.dtype == mlp.in_proj.scale.dtype == torch.float32
         assert mlp.k8.dtype == mlp.out_proj.weight8.dtype == torch.float8_e4m3fn
-        assert model(IDS).logits.isfinite().all()
+        assert model(IDS.to(model.device)).logits.isfinite().all()
     same_bits(
         mlp.in_proj,
         AutoModelForCausalLM.from_pretrained(plain, quantization_config=FlashMHFFp8Config(), **settings).model.layers[1].mlp.in_proj,
