@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import checks
 from . import eager, operators  # noqa: F401  (operators registers torch.ops.flashmhf.fp8_*)
-from .modules import Fp8FlashMHF, Fp8Linear, quantize_, to_fp8
+from .modules import Fp8FlashMHF, Fp8Linear, is_flashmhf, quantize_, to_fp8
 from .packing import LAYOUT, PackedWeights, check_packed, pack_fp8, unpack
 
 __all__ = [
@@ -17,11 +20,25 @@ __all__ = [
     "PackedWeights",
     "count_saturated",
     "forward",
+    "is_flashmhf",
     "pack_fp8",
     "quantize_",
     "to_fp8",
     "unpack",
 ]
+
+_OF_TORCHAO = "Fp8Config"  # imported when it is asked for: torchao is no dependency
+
+
+def __getattr__(name: str) -> Any:
+    if name != _OF_TORCHAO:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(".torchao", __name__), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torchao":
+            raise
+        raise ModuleNotFoundError(f"flashmhf.quantize.{name} needs torchao: pip install torchao", name=error.name) from None
 
 
 def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backend: str = "auto") -> Tensor:

@@ -166,6 +166,11 @@ def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
     return Fp8FlashMHF(network, projections=projections).eval()
 
 
+def is_flashmhf(module: nn.Module, name: str = "") -> bool:
+    """Whether ``module`` is a FlashMHF: a ``filter_fn`` of torchao's ``quantize_``. ``name`` is unused."""
+    return isinstance(module, FlashMHF)
+
+
 def quantize_(model: nn.Module, *, projections: bool = True) -> list[str]:
     """Replaces every FlashMHF in ``model`` by :func:`to_fp8` of it, in place; returns the names of the replaced modules.
 
@@ -177,7 +182,7 @@ def quantize_(model: nn.Module, *, projections: bool = True) -> list[str]:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, FlashMHF):
         raise ValueError("model is a FlashMHF, which cannot be replaced in place; supported: to_fp8(model)")
-    found = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, FlashMHF)}
+    found = {name: module for name, module in model.named_modules(remove_duplicate=False) if is_flashmhf(module)}
     if not found:
         raise ValueError("model holds no FlashMHF")
     converted = {id(module): to_fp8(module, projections=projections) for module in {id(each): each for each in found.values()}.values()}

@@ -1,0 +1,91 @@
+"""FP8 through torchao's ``quantize_``, alone and beside torchao's own configurations."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import flashmhf
+from flashmhf import quantize
+
+BLOCKED = """
+import sys
+sys.modules["torchao"] = None  # importing it fails, as where it is not installed
+from flashmhf import quantize
+try:
+    quantize.Fp8Config
+except ModuleNotFoundError as error:
+    assert str(error) == "flashmhf.quantize.Fp8Config needs torchao: pip install torchao", error
+else:
+    raise AssertionError("no error")
+"""
+NOT_IMPORTED = """
+import sys
+from flashmhf import quantize
+assert not any(name.partition(".")[0] == "torchao" for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("code", [BLOCKED, NOT_IMPORTED])
+def test_torchao_is_no_dependency(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="has no attribute 'Fp8Configuration'"):
+        quantize.Fp8Configuration  # noqa: B018
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.ffn = nn.Linear(64, 64), flashmhf.FlashMHF(64, 2, 3, 32)
+
+    def forward(self, x):
+        return self.ffn(self.attention(x))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).eval()
+
+
+@pytest.mark.parametrize("projections", [True, False])
+def test_is_what_to_fp8_makes(model, projections):
+    ao = pytest.importorskip("torchao.quantization")
+    expected = [quantize.to_fp8(block.ffn, projections=projections) for block in model]
+    ao.quantize_(model, quantize.Fp8Config(projections=projections), filter_fn=quantize.is_flashmhf)
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        for block, network in zip(model, expected, strict=True):
+            assert isinstance(block.ffn, quantize.Fp8FlashMHF) and type(block.attention) is nn.Linear
+            assert torch.equal(block.ffn(x), network(x))
+
+
+def test_beside_a_configuration_of_torchao(model):
+    ao = pytest.importorskip("torchao.quantization")
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        exact = model(x)
+        ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
+        networks = [block.ffn.state_dict() for block in model]
+        ao.quantize_(model, ao.Int8WeightOnlyConfig())  # what is still linear
+        assert all(type(block.attention.weight) is not nn.Parameter for block in model)
+        for block, before in zip(model, networks, strict=True):
+            after = block.ffn.state_dict()
+            assert {name: tensor.data_ptr() for name, tensor in after.items()} == {
+                name: tensor.data_ptr() for name, tensor in before.items()
+            }
+        assert (model(x) - exact).norm() <= 0.2 * exact.norm()
+
+
+def test_linear_layers_are_refused(model):
+    ao = pytest.importorskip("torchao.quantization")
+    with pytest.raises(ValueError, match="Fp8Config got a Linear; supported: FlashMHF, by quantize_"):
+        ao.quantize_(model, quantize.Fp8Config())
