@@ -12,7 +12,7 @@ import flashmhf
 from flashmhf import reference
 from flashmhf.testing import problem
 
-# (leading dimensions, H, d_h, E, d_e), H_kv: groups of 2, 3, 4 and 8, all heads one group, ragged tokens, tails of d_e, many sub-networks
+# (leading dimensions, H, d_h, E, d_e), H_kv: groups of 2, 3, 4 and 8, all heads one group, ragged tokens, tails of d_e, many sub-networks, blocks side by side
 GROUPS = [
     (((1000,), 4, 64, 3, 192), 2),
     (((3, 65), 6, 128, 3, 80), 2),
@@ -21,6 +21,8 @@ GROUPS = [
     (((200,), 4, 96, 3, 112), 1),
     (((130,), 4, 256, 2, 144), 2),
     (((33,), 8, 64, 35, 16), 1),
+    (((300,), 16, 128, 22, 48), 4),
+    (((100,), 4, 256, 6, 48), 1),
 ]
 IDS = [f"{'x'.join(map(str, s[0]))}-H{s[1]}-kv{kv}-dh{s[2]}-E{s[3]}-de{s[4]}" for s, kv in GROUPS]
 

@@ -264,12 +264,11 @@ def test_the_measured_constants_are_those_of_the_cost_models():
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
-@pytest.mark.parametrize("tokens", [1, 100, 1536, 32256])
+@pytest.mark.parametrize("tokens", [1, 100, 192, 1536, 32256])
 def test_heads_of_a_group_are_planned_like_sequences_of_one_head(group, tokens):
     grouped = plan.plan_forward(1, tokens, 16, 128, 22, 384, group=group, may_bundle=False)
-    sequences = plan.plan_forward(group, tokens, 16 // group, 128, 22, 384)
-    assert grouped["lanes"] == 1
-    assert grouped == sequences or sequences["lanes"] > 1
+    assert grouped == plan.plan_forward(group, tokens, 16 // group, 128, 22, 384)
+    assert grouped["lanes"] > 1 or tokens != 192
 
 
 @pytest.mark.parametrize(

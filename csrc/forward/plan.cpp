@@ -148,9 +148,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
         return plan;
     }
     const int clusters = device.clusters[plan.row_ctas - 1];
-    // Lanes of heads that share weights have not been run on a GPU.
-    const bool may_take_lanes = footprint.may_take_lanes && shape.group == 1;
-    const int lanes = may_take_lanes ? plan_lanes(heads, plan.blocks, inter_tiles, clusters, device, cost) : 1;
+    const int lanes = footprint.may_take_lanes ? plan_lanes(heads, plan.blocks, inter_tiles, clusters, device, cost) : 1;
     plan.schedule = plan_schedule(items, lanes, inter_tiles, clusters, shape.head_dim, footprint.may_add_parts && plan.bundle == 1, cost);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = int64_t{plan.schedule.splits} * lanes * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
