@@ -12,7 +12,8 @@ import flashmhf
 from flashmhf import reference
 from flashmhf.testing import problem
 
-# (leading dimensions, H, d_h, E, d_e), H_kv: groups of 2, 3, 4 and 8, all heads one group, ragged tokens, tails of d_e, many sub-networks, blocks side by side
+# (leading dimensions, H, d_h, E, d_e), H_kv: groups of 2, 3, 4 and 8, all heads one group, ragged tokens, tails of d_e, many sub-networks,
+# blocks side by side
 GROUPS = [
     (((1000,), 4, 64, 3, 192), 2),
     (((3, 65), 6, 128, 3, 80), 2),
