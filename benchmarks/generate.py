@@ -5,11 +5,11 @@
 
 All is bf16; with --fp8 the feed-forward networks are in e4m3: FlashMHF with and without its projections, SwiGLU by torch._scaled_mm with
 scales for rows. Networks with e4m3 projections, SwiGLU's and FlashMHF's, are compiled for few tokens, so that a quantisation is one
-kernel. Before a time is taken, the logits of the FP8 models are compared with those of the same weights in bf16.
+kernel. Before their time is taken, the logits of the FP8 models are compared with those of the same weights in bf16.
 
 A cell is a batch and a context, the tokens of each prompt. The rate is that of the tokens after the capture; the models take turns for
 ROUNDS rounds, and a round's rates are compared with each other. Host: the time a token in which the host does not wait for the device.
-``transformers`` is its own loop with the dynamic cache. Before a time is taken, 16 tokens are compared with that loop in float32.
+``transformers`` is its own loop with the dynamic cache. Before a bf16 time is taken, 16 tokens are compared with that loop in float32.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this PyTorch sees no CUDA GPU")
-    for name in MODELS.values():
+    for name in () if options.fp8 else MODELS.values():
         check(name)
     models = {key: quantised(key) for key in FP8_MODELS} if options.fp8 else {key: build(name) for key, name in MODELS.items()}
     rows = []
