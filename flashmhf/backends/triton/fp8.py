@@ -80,8 +80,8 @@ def forward_kernel(
 ):
     """out[t] = sum over e of r_e factor_e (a8 v8). Grid: token blocks, heads, shares of the sub-networks (each its own out [T, H, D]).
 
-    scales [3, matrices], matrices = H_kv E. The sum over a sub-network has an accumulator of its own: the tensor cores add e4m3 products
-    with fewer bits than fp32 has, and the sum over sub-networks must not lose them.
+    scales [3, matrices], matrices = H_kv E. Hopper's tensor cores add e4m3 products with fewer bits than fp32 has, so that a long sum of
+    one sign loses some: the sum of a block is promoted (max_num_imprecise_acc), and that of a sub-network has an accumulator of its own.
     16 is the largest |q8| and about the root mean square of a8 (Q_MAX and A_RMS of the eager implementation).
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -113,7 +113,7 @@ def forward_kernel(
             a = 2.0 * m * sigmoid((unit * k_scale)[:, None] * m, RECIPROCAL) * n * (16.0 / s)[:, None]
             columns = matrix + d[:, None] * d_e + (j + i)[None, :]
             v_j = tl.load(v8 + columns, mask=(d < D)[:, None] & (j + i < d_e)[None, :], other=0.0)
-            part = tl.dot(to_e4m3(a, INTERPRETED), v_j.T, part)
+            part = tl.dot(to_e4m3(a, INTERPRETED), v_j.T, part, max_num_imprecise_acc=BI)
         factor = unit * unit * s / 32.0 * (k_scale * tl.load(scales + matrices + row) * tl.load(scales + 2 * matrices + row))
         if r is not None:
             factor *= tl.load(r_rows + e * r_column, mask=t < T, other=0.0).to(tl.float32)
