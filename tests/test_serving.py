@@ -15,6 +15,7 @@ import torch
 import flashmhf
 from flashmhf import quantize, serving
 from flashmhf.serving import Rank
+from flashmhf.serving.layers import check_loaded
 
 D_MODEL, HEADS, SUBNETS, WIDTH = 256, 4, 3, 32
 TOKENS = (1, 7, 16, 64, 65, 300)
@@ -199,6 +200,19 @@ def test_shards_sum_to_the_network_on_a_gpu(size):
             assert error <= 1.1 * (module(x).double() - exact).norm() / exact.norm()
 
 
+def stand_in_for_vllms_quantisation(monkeypatch) -> dict[str, type]:
+    """Modules with the names that the plug-in takes from vLLM 0.32; the methods that it registers."""
+    methods: dict[str, type] = {}
+    layers = "vllm.model_executor.layers"
+    base = types.SimpleNamespace(QuantizationConfig=object, QuantizeMethodBase=object)
+    linear = types.SimpleNamespace(LinearBase=torch.nn.Linear, UnquantizedLinearMethod=type("UnquantizedLinearMethod", (), {}))
+    register = types.SimpleNamespace(register_quantization_config=lambda name: lambda method: methods.setdefault(name, method))
+    for name, module in ((f"{layers}.quantization", register), (f"{layers}.quantization.base_config", base), (f"{layers}.linear", linear)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "flashmhf.serving.vllm_fp8", raising=False)
+    return methods
+
+
 def test_plugins(monkeypatch):
     """What the entry points name, with an engine in place of vLLM; transformers' own lookup finds the model class."""
     pytest.importorskip("transformers")
@@ -211,6 +225,7 @@ def test_plugins(monkeypatch):
             registered[name] = where
 
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=ModelRegistry))
+    methods = stand_in_for_vllms_quantisation(monkeypatch)
     sources = Path(__file__).parents[1] / "pyproject.toml"
     if not sources.exists():
         pytest.skip("the sources are not here")
@@ -219,20 +234,30 @@ def test_plugins(monkeypatch):
         for _ in range(2):  # an engine may load its plug-ins twice
             EntryPoint("flashmhf", project["entry-points"][group]["flashmhf"], group).load()()
     assert registered == {"FlashMHFForCausalLM": "flashmhf.serving.vllm:FlashMHFForCausalLM"}
+    stored = {"quant_method": "flashmhf_fp8", "projections": True, "layout": quantize.LAYOUT}
+    method = methods.pop("flashmhf_fp8").from_config(stored)
+    assert not methods and method.get_name() == "flashmhf_fp8" and method.get_supported_act_dtypes()[0] == torch.bfloat16
+    assert method.get_quant_method(torch.nn.Embedding(2, 2), "x") is None
+    assert type(method.get_quant_method(torch.nn.Linear(2, 2), "x")).__name__ == "UnquantizedLinearMethod"
+    with pytest.raises(ValueError, match="layout of the packed weights is 7"):
+        method.from_config({**stored, "layout": 7})
     assert importlib.util.find_spec("flashmhf.serving.vllm")
     assert sys.modules["transformers"].FlashMHFForCausalLM.__module__ == "flashmhf.lm.modeling"
 
 
-@pytest.mark.parametrize("settings", [{}, {"q_norm": True, "bias": True}])
-def test_fp8_shards(settings):
+@pytest.mark.parametrize("projections", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"q_norm": True, "bias": True}, {"num_kv_heads": HEADS // 2}])
+def test_fp8_shards(settings, projections):
     """One rank has the bits of the packed network. Ranks quantise their parts of S apart, as exactly as the whole network does."""
     network = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, WIDTH, **settings)
-    packed, x = quantize.to_fp8(network), torch.randn(9, D_MODEL)
+    packed, x = quantize.to_fp8(network, projections=projections), torch.randn(9, D_MODEL)
     results = []
     for size in (1, 2):
         parts = []
         for index in range(size):
-            part = serving.Fp8FlashMHFShard(D_MODEL, HEADS, SUBNETS, WIDTH, rank=Rank(index, size, lambda y: y), **settings)
+            part = serving.Fp8FlashMHFShard(
+                D_MODEL, HEADS, SUBNETS, WIDTH, rank=Rank(index, size, lambda y: y), projections=projections, **settings
+            )
             part.load(packed.state_dict())
             parts.append(part)
         with torch.no_grad():
@@ -242,7 +267,7 @@ def test_fp8_shards(settings):
         exact = network(x)
         errors = [(result - exact).norm() / exact.norm() for result in (*results, packed(x))]
     assert errors[1] <= 1.1 * errors[2] and errors[2] < 0.1
-    assert len(parts[1].k8) == HEADS // 2
+    assert len(parts[1].k8) == len(packed.k8) // 2
     with pytest.raises(ValueError, match="layout is"):
         parts[0].load({**packed.state_dict(), "layout": torch.tensor([7], dtype=torch.uint8)})
 
@@ -278,6 +303,25 @@ def test_the_network_of_a_configuration():
     for config in (preset("flashmhf-tiny").config(ffn_skip_linear=True), preset("swiglu-tiny").config()):
         with pytest.raises(NotImplementedError, match="supported"):
             serving.served_feed_forward(config)
+
+
+@pytest.mark.parametrize("projections", [True, False])
+def test_the_network_of_an_fp8_checkpoint(projections):
+    pytest.importorskip("transformers")
+    from flashmhf.lm import FlashMHFForCausalLM
+    from flashmhf.lm.presets import preset
+
+    model = FlashMHFForCausalLM(preset("flashmhf-tiny").config(ffn_q_norm=True, ffn_num_kv_heads=1, mlp_bias=True)).eval()
+    names = quantize.quantize_(model, projections=projections)
+    served, x = torch.nn.ModuleDict({"mlp": serving.served_feed_forward(model.config)}), torch.randn(5, 64)
+    network = model.get_submodule(names[0])
+    served["mlp"].load(network.state_dict())
+    with torch.no_grad():
+        assert torch.equal(served["mlp"](x), network(x))
+    loaded = {f"mlp.{name}" for name in network.state_dict()}
+    check_loaded(served, loaded)
+    with pytest.raises(ValueError, match="the checkpoint lacks 1 weights of its networks: mlp.scales"):
+        check_loaded(served, loaded - {"mlp.scales"})
 
 
 def two_ranks(rank: int, folder: str, device: str) -> None:

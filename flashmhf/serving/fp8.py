@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference, torch_private
-from ..nn.arguments import epsilon, positive
+from ..nn.arguments import divisor, epsilon, flag, positive
 from ..nn.multihead import check_input
 from ..quantize import LAYOUT
 from ..quantize.modules import fp8_linear
@@ -15,23 +15,27 @@ from .layers import Rank, Shard, loadable
 
 _library = torch.library.Library("flashmhf", "FRAGMENT")
 _library.define(
-    "fp8_layer(Tensor x, Tensor in8, Tensor in_scale, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, "
-    "float eps, Tensor out8, Tensor out_scale, Tensor? out_bias, *, Tensor? q_norm=None, float q_norm_eps=0.0, "
+    "fp8_layer(Tensor x, Tensor in_w, Tensor? in_scale, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, "
+    "float eps, Tensor out_w, Tensor? out_scale, Tensor? out_bias, *, Tensor? q_norm=None, float q_norm_eps=0.0, "
     'str backend="auto") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
+def _project(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(x, w, bias) if scale is None else fp8_linear(x, w, scale, bias)
+
+
 def _layer(
-    x, in8, in_scale, in_bias, k8, u8, v8, scales, w, eps, out8, out_scale, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"
+    x, in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"
 ):
     if not x.numel():
-        return x.new_empty((*x.shape[:-1], len(out8)))
-    q = fp8_linear(x, in8, in_scale, in_bias).unflatten(-1, (-1, k8.shape[3]))
+        return x.new_empty((*x.shape[:-1], len(out_w)))
+    q = _project(x, in_w, in_scale, in_bias).unflatten(-1, (-1, k8.shape[3]))
     if q_norm is not None:
         q = reference.normalise_heads(q, q_norm, q_norm_eps)
     mixed = torch.ops.flashmhf.fp8_gated_forward(q, k8, u8, v8, scales, w, eps, backend=backend)
-    return fp8_linear(mixed.flatten(-2), out8, out_scale, out_bias)
+    return _project(mixed.flatten(-2), out_w, out_scale, out_bias)
 
 
 def _fake_layer(x, *operands, q_norm=None, q_norm_eps=0.0, backend="auto"):
@@ -52,10 +56,11 @@ torch.library.register_fake("flashmhf::fp8_layer", _fake_layer, lib=_library)
 
 
 class Fp8FlashMHFShard(Shard):
-    """:class:`flashmhf.quantize.Fp8FlashMHF` with FP8 projections and H / size heads; one operator and one all-reduce.
+    """:class:`flashmhf.quantize.Fp8FlashMHF` with H / size heads; one operator and one all-reduce.
 
-    Arguments as in :class:`FlashMHFShard`; the state dict is that of ``flashmhf.quantize.to_fp8``. A row of out_proj keeps the scale of
-    the whole row on every rank, and a rank quantises its part of S by itself. Raises ValueError for another layout of packed weights.
+    Arguments as in :class:`FlashMHFShard`, and ``projections``: whether they are in e4m3, too. The state dict is that of
+    ``flashmhf.quantize.to_fp8``. A row of out_proj keeps the scale of the whole row on every rank, and a rank quantises its part of S by
+    itself. Raises ValueError for another layout of packed weights.
     """
 
     def __init__(
@@ -65,9 +70,11 @@ class Fp8FlashMHFShard(Shard):
         num_subnets: int,
         subnet_dim: int,
         *,
+        num_kv_heads: int | None = None,
         router_eps: float = 1e-20,
         q_norm: bool = False,
         q_norm_eps: float = 1e-5,
+        projections: bool = True,
         bias: bool = False,
         backend: str = "auto",
         rank: Rank = Rank(),  # noqa: B008  frozen
@@ -77,20 +84,24 @@ class Fp8FlashMHFShard(Shard):
         super().__init__(d_model, num_heads, rank)
         self.router_eps, self.q_norm_eps, self.backend = epsilon("router_eps", router_eps), epsilon("q_norm_eps", q_norm_eps), backend
         heads, subnets, width = self.local_heads, positive("num_subnets", num_subnets), positive("subnet_dim", subnet_dim)
-        inner, e4m3 = heads * self.head_dim, torch.float8_e4m3fn
+        kv_heads = rank.of("num_kv_heads", divisor("num_kv_heads", num_kv_heads, "num_heads", self.num_heads))
+        inner, e4m3, projections = heads * self.head_dim, torch.float8_e4m3fn, flag("projections", projections)
 
         def weight(shape: tuple[int, ...], of: torch.dtype | None, dim: int | None) -> nn.Parameter:
             return loadable(nn.Parameter(torch.empty(shape, device=device, dtype=of), requires_grad=False), dim, rank)
 
         def projection(rows: int, columns: int, dim: int) -> nn.ParameterDict:
             split = dim if dim == 0 else None
-            tensors = {"weight8": weight((rows, columns), e4m3, dim), "scale": weight((rows, 1), torch.float32, split)}
+            if projections:
+                tensors = {"weight8": weight((rows, columns), e4m3, dim), "scale": weight((rows, 1), torch.float32, split)}
+            else:
+                tensors = {"weight": weight((rows, columns), dtype, dim)}
             return nn.ParameterDict(tensors | ({"bias": weight((rows,), dtype, split)} if bias else {}))
 
         self.in_proj, self.out_proj = projection(inner, self.d_model, 0), projection(self.d_model, inner, 1)
-        self.k8, self.u8 = (weight((heads, subnets, width, self.head_dim), e4m3, 0) for _ in range(2))
-        self.v8 = weight((heads, subnets, self.head_dim, width), e4m3, 0)
-        self.scales = weight((3, heads, subnets), torch.float32, 1)
+        self.k8, self.u8 = (weight((kv_heads, subnets, width, self.head_dim), e4m3, 0) for _ in range(2))
+        self.v8 = weight((kv_heads, subnets, self.head_dim, width), e4m3, 0)
+        self.scales = weight((3, kv_heads, subnets), torch.float32, 1)
         self.router = weight((heads, self.head_dim, subnets), dtype, 0)
         self.layout = weight((1,), torch.uint8, None)
         self.layout.fill_(LAYOUT)
@@ -101,10 +112,11 @@ class Fp8FlashMHFShard(Shard):
         """x [..., d_model] -> [..., d_model], equal on every rank."""
         check_input(x, self.d_model)
         in_proj, out_proj = dict(self.in_proj.items()), dict(self.out_proj.items())
+        name = "weight8" if "weight8" in in_proj else "weight"
         y = torch.ops.flashmhf.fp8_layer(
             x,
-            in_proj["weight8"],
-            in_proj["scale"],
+            in_proj[name],
+            in_proj.get("scale"),
             in_proj.get("bias"),
             self.k8,
             self.u8,
@@ -112,8 +124,8 @@ class Fp8FlashMHFShard(Shard):
             self.scales,
             self.router,
             self.router_eps,
-            out_proj["weight8"],
-            out_proj["scale"],
+            out_proj[name],
+            out_proj.get("scale"),
             out_proj.get("bias") if self.rank.index == 0 else None,
             q_norm=None if self.q_norm is None else self.q_norm["weight"],
             q_norm_eps=self.q_norm_eps,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..nn.arguments import activation as checked_activation
 from ..nn.arguments import divisor, epsilon, positive
 from ..nn.multihead import check_input
+from ..quantize.modules import METHOD
 from .operator import layer
 
 
@@ -78,6 +79,14 @@ class Shard(nn.Module):
             raise ValueError(f"the state dict has {sorted(whole)}; expected {sorted(parameters)}")
         for name, parameter in parameters.items():
             parameter.weight_loader(parameter, whole[name])
+
+
+def check_loaded(model: nn.Module, loaded: set[str]) -> None:
+    """Raises ValueError where a network of ``model`` has parameters that are not among the ``loaded`` names."""
+    shards = ((name, module) for name, module in model.named_modules() if isinstance(module, Shard))
+    missing = [f"{name}.{key}" for name, shard in shards for key, _ in shard.named_parameters() if f"{name}.{key}" not in loaded]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} weights of its networks: {', '.join(missing[:3])}")
 
 
 class _HeadShard(Shard):
@@ -241,8 +250,9 @@ class ParametricKVShard(_HeadShard):
 def served_feed_forward(config, rank: Rank = Rank()) -> nn.Module:  # noqa: B008  frozen
     """The multi-head network that a :class:`flashmhf.lm.FlashMHFConfig` names, with the heads of ``rank``, empty.
 
-    Raises NotImplementedError for ffn_skip_linear=True, whose ranks would have nothing to add up, and for "swiglu" and "dense_moe", which
-    engines build from their own linear layers.
+    With a ``quantization_config`` of :class:`flashmhf.lm.FlashMHFFp8Config` it is a :class:`flashmhf.serving.Fp8FlashMHFShard`. Raises
+    NotImplementedError for ffn_skip_linear=True, whose ranks would have nothing to add up, and for "swiglu" and "dense_moe", which engines
+    build from their own linear layers.
     """
     if config.ffn_skip_linear:
         raise NotImplementedError("ffn_skip_linear is True; supported: False")
@@ -259,5 +269,12 @@ def served_feed_forward(config, rank: Rank = Rank()) -> nn.Module:  # noqa: B008
     if config.ffn_type == "mh_ffn":
         return MHFFNShard(*sizes, config.intermediate_size, **shared)
     if config.ffn_type == "flashmhf":
-        return FlashMHFShard(*sizes, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps, **shared)
+        sizes, shared = (*sizes, config.ffn_num_subnets, config.ffn_subnet_dim), shared | {"router_eps": config.ffn_router_eps}
+        stored = dict(getattr(config, "quantization_config", None) or {})
+        if stored.get("quant_method") != METHOD:
+            return FlashMHFShard(*sizes, **shared)
+        from .fp8 import Fp8FlashMHFShard  # imports this module
+
+        del shared["activation"]  # SiLU: no other network is quantised
+        return Fp8FlashMHFShard(*sizes, projections=stored["projections"], **shared)
     raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: flashmhf, mh_ffn, pkv")

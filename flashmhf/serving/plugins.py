@@ -11,10 +11,11 @@ ARCHITECTURE = "FlashMHFForCausalLM"
 
 
 def vllm() -> None:
-    """Registers the configuration with transformers and the model class, by name, with vLLM."""
+    """Registers the configuration with transformers, and with vLLM the model class, by name, and the quantisation method."""
     from vllm import ModelRegistry
 
     from .. import lm as lm  # registers FlashMHFConfig
+    from . import vllm_fp8 as vllm_fp8  # registers flashmhf_fp8
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm:{ARCHITECTURE}")
 

@@ -7,6 +7,7 @@ U, V and the router on every rank. vLLM imports this module by the name that ``f
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from vllm.distributed import (
 from vllm.model_executor.models import llama
 
 from .. import router
-from .layers import Rank, loadable, served_feed_forward
+from .layers import Rank, check_loaded, loadable, served_feed_forward
 
 
 def _rank() -> Rank:
@@ -67,7 +68,13 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
 
 
 class FlashMHFForCausalLM(llama.LlamaForCausalLM):
-    """vLLM's interface of :class:`flashmhf.lm.FlashMHFForCausalLM`: every ``ffn_type``, tensor and pipeline parallelism."""
+    """vLLM's interface of :class:`flashmhf.lm.FlashMHFForCausalLM`: every ``ffn_type``, FP8 networks, tensor and pipeline parallelism."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """vLLM itself does not look for missing tensors in a quantised checkpoint. Raises ValueError for those of the networks."""
+        loaded = super().load_weights(weights)
+        check_loaded(self, loaded)
+        return loaded
