@@ -3,9 +3,10 @@
     $ python benchmarks/generate.py --out benchmarks/results/generate_h200.json
     $ python benchmarks/generate.py --fp8 --batches 1 8 --contexts 512 --out benchmarks/results/generate_fp8_h200.json
 
-All is bf16; with --fp8 the feed-forward networks are in e4m3: FlashMHF with and without its projections, SwiGLU by torch._scaled_mm with
-scales for rows. Networks with e4m3 projections, SwiGLU's and FlashMHF's, are compiled for few tokens, so that a quantisation is one
-kernel. Before their time is taken, the logits of the FP8 models are compared with those of the same weights in bf16.
+All is bf16; with --fp8 the bf16 models run beside models whose feed-forward networks are in e4m3: FlashMHF with and without its
+projections, SwiGLU by torch._scaled_mm with scales for rows. Networks with e4m3 projections, SwiGLU's and FlashMHF's, are compiled for few
+tokens, so that a quantisation is one kernel. Before their time is taken, the logits of the FP8 models are compared with those of the same
+weights in bf16.
 
 A cell is a batch and a context, the tokens of each prompt. The rate is that of the tokens after the capture; the models take turns for
 ROUNDS rounds, and a round's rates are compared with each other. Host: the time a token in which the host does not wait for the device.
@@ -158,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("this PyTorch sees no CUDA GPU")
     for name in () if options.fp8 else MODELS.values():
         check(name)
-    models = {key: quantised(key) for key in FP8_MODELS} if options.fp8 else {key: build(name) for key, name in MODELS.items()}
+    models = {key: quantised(key) for key in FP8_MODELS} if options.fp8 else {}
+    models |= {f"{key} bf16" if options.fp8 else key: build(name) for key, name in MODELS.items()}
     rows = []
     for context in options.contexts:
         for batch in options.batches:
@@ -171,8 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
                 seconds, host = (statistics.median(values) for values in zip(*measured, strict=True))
                 row = {"batch": batch, "context": context, "subject": key, "tokens_per_s": batch / seconds}
                 row |= {"ms_per_token": 1e3 * seconds, "host_ms_per_token": 1e3 * host}
-                if key != "swiglu":
-                    row["x_swiglu"] = statistics.median(theirs[0] / ours[0] for ours, theirs in zip(measured, found["swiglu"], strict=True))
+                for baseline in ("swiglu", "swiglu bf16"):
+                    if key.startswith("flashmhf") and baseline in found:
+                        ratios = (theirs[0] / ours[0] for ours, theirs in zip(measured, found[baseline], strict=True))
+                        row[f"x_{baseline.replace(' ', '_')}"] = statistics.median(ratios)
                 rows.append(row)
                 print(row, flush=True)
     if not options.fp8:
