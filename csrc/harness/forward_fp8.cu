@@ -2,8 +2,10 @@
 //
 //   forward_fp8_harness [name=value ...]   T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 signs=random|one
 //   launches=20
-//                                          check=1 repeat=0
+//                                          check=1 repeat=0 chain=0
 //   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)
+//
+// chain=N: also the time of a launch in a CUDA graph of launches that take N copies of the weights in turn, as layers do at decode.
 //
 // Two comparisons: with the definition on the weights before quantisation, and with sums in fp64 of the same quantised operands (Q, K, U,
 // V and A in e4m3). signs=one: U = K and V >= 0, so that the terms of an output's sum have one sign. repeat: further launches whose outputs
@@ -13,7 +15,7 @@
 #include <cuda_fp8.h>
 
 #include "forward_fp8/launch.h"
-#include "harness/harness.cuh"
+#include "harness/forward.cuh"
 
 namespace {
 
@@ -57,35 +59,7 @@ template <typename T> __global__ void quantise(__nv_fp8_storage_t *out, const T 
         out[subnet * s.subnet_dim * s.head_dim + at] = to_fp8(float(x[i]) / scale[subnet]);
     }
 }
-template <typename T> __global__ void absolute(T *x, int64_t n) {
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
-        x[i] = T(fabsf(float(x[i])));
-}
-
-// out of row blockIdx.x * stride of [T * H] in fp64.
-template <typename T>
-__global__ void reference(double *out, const T *q, const T *k, const T *u, const T *v, const double *gate, Shape s, int64_t stride) {
-    extern __shared__ double acc[];
-    const int64_t row = blockIdx.x * stride, head = row % s.heads;
-    const int d = s.head_dim;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) acc[i] = 0;
-    __syncthreads();
-    for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
-        const int64_t at = (head / s.group * s.subnets * s.subnet_dim + j) * d;
-        double m = 0, n = 0;
-        for (int i = 0; i < d; ++i) {
-            const double x = float(q[row * d + i]);
-            m += x * double(float(k[at + i]));
-            n += x * double(float(u[at + i]));
-        }
-        const double a = m / (1 + exp(-m)) * n * gate[row * s.subnets + j / s.subnet_dim];
-        for (int i = 0; i < d; ++i) atomicAdd(&acc[i], a * double(float(v[at + i])));
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < d; i += blockDim.x) out[blockIdx.x * int64_t{d} + i] = acc[i];
-}
-
-// The same from the quantised operands.
+// out of row blockIdx.x * stride of [T * H] in fp64, from the quantised operands.
 template <typename T>
 __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_storage_t *k, const __nv_fp8_storage_t *u,
                                     const __nv_fp8_storage_t *v, const float *scales, const double *gate, Shape s, int64_t stride) {
@@ -121,82 +95,61 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
 }
 
 template <typename T> int run(const Arguments &options) {
-    const Shape s = shape_of(options);
-    const flashmhf::Gate gate = gate_of(options);
     const bool one_sign = options.choice("signs", {"random", "one"}) == "one";
-    const int64_t rows = s.length * s.heads, weights = s.weight_heads() * s.subnets * s.subnet_dim * s.head_dim,
-                  subnets = s.weight_heads() * s.subnets;
-    const float scale = 1.f / std::sqrt(float(s.head_dim));
-    const auto q = Buffer<T>::random(rows * s.head_dim, 1.f, 1), k = Buffer<T>::random(weights, scale, 2),
-               u = Buffer<T>::random(weights, scale, one_sign ? 2 : 3),
-               v = Buffer<T>::random(weights, 1.f / std::sqrt(float(s.subnets * s.subnet_dim)), 4);
-    if (one_sign) absolute<T><<<1024, 256>>>(v, weights);
-    const auto w = Buffer<float>::random(int64_t{s.heads} * s.head_dim * s.subnets, scale, 6);
-    const Buffer<float> r(rows * s.subnets), scales(3 * subnets);
-    fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
-    const Buffer<T> out(rows * s.head_dim);
-    const Buffer<__nv_fp8_storage_t> k8(weights), u8(weights), v8(weights);
-    scale_of<T><<<subnets, 128>>>(scales, k, s, true);
+    const ForwardInputs<T> in(options, one_sign);
+    const Shape &s = in.s;
+    const Buffer<float> scales(3 * in.subnets);
+    const Buffer<__nv_fp8_storage_t> k8(in.weights), u8(in.weights), v8(in.weights);
+    scale_of<T><<<in.subnets, 128>>>(scales, in.k, s, true);
     scale_of_head<<<1, s.weight_heads()>>>(scales, s);
-    scale_of<T><<<subnets, 128>>>(scales + subnets, u, s, true);
-    scale_of<T><<<subnets, 128>>>(scales + 2 * subnets, v, s, false);
-    quantise<T><<<1024, 256>>>(k8, k, scales, s, false);
-    quantise<T><<<1024, 256>>>(u8, u, scales + subnets, s, false);
-    quantise<T><<<1024, 256>>>(v8, v, scales + 2 * subnets, s, true);
+    scale_of<T><<<in.subnets, 128>>>(scales + in.subnets, in.u, s, true);
+    scale_of<T><<<in.subnets, 128>>>(scales + 2 * in.subnets, in.v, s, false);
+    quantise<T><<<1024, 256>>>(k8, in.k, scales, s, false);
+    quantise<T><<<1024, 256>>>(u8, in.u, scales + in.subnets, s, false);
+    quantise<T><<<1024, 256>>>(v8, in.v, scales + 2 * in.subnets, s, true);
 
     flashmhf::ForwardFp8Problem problem{};
-    problem.bf16 = std::is_same_v<T, __nv_bfloat16>;
-    problem.shape = s;
-    problem.q = dense(s, q, s.head_dim);
+    in.describe(problem);
     problem.k = k8, problem.u = u8, problem.v = v8;
     problem.scales = scales;
-    problem.gate = gate;
-    problem.r = dense(s, r, s.subnets);
-    problem.w = w;
-    problem.eps = 1e-20f;
-    problem.out = out;
-    problem.dense = {s.length, 1};
-    flashmhf::ForwardCostModel cost = flashmhf::forward_fp8_costs;
-    auto override_cost = [&](const char *name, int &value) {
-        if (options.given(name)) value = static_cast<int>(options.number(name));
-    };
-    override_cost("combine", cost.combine);
-    override_cost("behind_waves", cost.behind_waves);
-    override_cost("next_item", cost.next_item);
     flashmhf::Device device;
     check(flashmhf::describe_device(s.head_dim, &device));
-    const flashmhf::ForwardPlan plan = flashmhf::plan_forward_fp8(s, device, cost);
+    const flashmhf::ForwardPlan plan = flashmhf::plan_forward_fp8(s, device, costs_of(options, flashmhf::forward_fp8_costs));
     const Buffer<float> workspace(flashmhf::workspace_forward_fp8(problem, plan));
     const flashmhf::ForwardFp8Launch launch = flashmhf::prepare_forward_fp8(problem, plan, workspace);
-    const flashmhf::ForwardSchedule &schedule = plan.schedule;
-    std::printf("clusters %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split over %d clusters, %.1f MB of partial sums\n",
-                schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles, schedule.rest, schedule.splits,
-                plan.partials * 4e-6);
+    print_plan(plan);
     auto once = [&] { return flashmhf::launch_forward_fp8(s.head_dim, launch, nullptr); };
-    measure(static_cast<int>(options.number("launches")), 6.0 * rows * s.head_dim * s.subnets * s.subnet_dim, once);
-    if (rows == 0) return 0;
+    measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
+    const Copies<__nv_fp8_storage_t> copies(options.number("chain"), {&k8, &u8, &v8});
+    std::vector<flashmhf::ForwardFp8Launch> launches;
+    for (int64_t i = 0; i < copies.sets; ++i) {
+        problem.k = copies(i, 0), problem.u = copies(i, 1), problem.v = copies(i, 2);
+        launches.push_back(flashmhf::prepare_forward_fp8(problem, plan, workspace));
+    }
+    measure_chain(copies.sets,
+                  [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward_fp8(s.head_dim, launches[i], stream); });
+    if (in.rows == 0) return 0;
     bool ok = true;
     if (options.number("repeat") > 0) {
-        const std::vector<T> first = out.host();
+        const std::vector<T> first = in.out.host();
         int64_t different = 0;
         for (int64_t i = 0; i < options.number("repeat"); ++i) {
-            check(cudaMemset(out, 0xFF, out.size() * sizeof(T)));
+            check(cudaMemset(in.out, 0xFF, in.out.size() * sizeof(T)));
             check(once());
-            different += std::memcmp(first.data(), out.host().data(), first.size() * sizeof(T)) != 0;
+            different += std::memcmp(first.data(), in.out.host().data(), first.size() * sizeof(T)) != 0;
         }
         std::printf("%lld of %lld further launches gave other bits\n", (long long)different, (long long)options.number("repeat"));
         ok = different == 0;
     }
     if (!options.number("check")) return ok ? 0 : 1;
 
-    const auto [sampled, stride] = sample(rows, 2048, s.heads);
-    const Buffer<double> gates(rows * s.subnets), sums(rows), expected(sampled * s.head_dim), quantised(sampled * s.head_dim),
+    const auto [sampled, stride] = sample(in.rows, 2048, s.heads);
+    const Buffer<double> gates(in.rows * s.subnets), sums(in.rows), expected(sampled * s.head_dim), quantised(sampled * s.head_dim),
         got(sampled * s.head_dim);
-    gate_values<T><<<(rows + 127) / 128, 128>>>(gates, sums, q, gate_is_given(gate) ? static_cast<const float *>(r) : nullptr,
-                                                has_router(gate) ? static_cast<const float *>(w) : nullptr, 1e-20, s);
-    reference<T><<<sampled, 256, s.head_dim * sizeof(double)>>>(expected, q, k, u, v, gates, s, stride);
-    quantised_reference<T><<<sampled, 256, 2 * s.head_dim * sizeof(double)>>>(quantised, q, k8, u8, v8, scales, gates, s, stride);
-    gather_rows<T><<<sampled, 128>>>(got, out, s.head_dim, stride);
+    in.gates(gates, sums);
+    reference<T><<<sampled, 256, s.head_dim * sizeof(double)>>>(expected, in.q, in.k, in.u, in.v, gates, s, stride);
+    quantised_reference<T><<<sampled, 256, 2 * s.head_dim * sizeof(double)>>>(quantised, in.q, k8, u8, v8, scales, gates, s, stride);
+    gather_rows<T><<<sampled, 128>>>(got, in.out, s.head_dim, stride);
     const auto values = got.host(), exact = expected.host(), same_points = quantised.host();
     ok = report("out against the definition", exact, values, one_sign ? 1.2e-2 : 7e-2) && ok;
     ok = report("out against the same quantised operands", same_points, values, 1.2e-2) && ok;
@@ -208,22 +161,7 @@ template <typename T> int run(const Arguments &options) {
 
 int main(int argc, char **argv) {
     return guarded([&] {
-        const Arguments options(argc, argv,
-                                {{"T", "4096"},
-                                 {"H", "16"},
-                                 {"group", "1"},
-                                 {"d_h", "128"},
-                                 {"E", "22"},
-                                 {"d_e", "384"},
-                                 {"gate", "r"},
-                                 {"dtype", "bf16"},
-                                 {"signs", "random"},
-                                 {"launches", "20"},
-                                 {"check", "1"},
-                                 {"repeat", "0"},
-                                 {"combine", ""},
-                                 {"behind_waves", ""},
-                                 {"next_item", ""}});
-        return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run<__half>(options) : run<__nv_bfloat16>(options);
+        const Arguments options = forward_arguments(argc, argv, {{"signs", "random"}, {"repeat", "0"}});
+        return run_typed(options, [&]<typename T>() { return run<T>(options); });
     });
 }
