@@ -2,66 +2,36 @@
 #pragma once
 
 #include <cstddef>
-#include "forward/add_parts.cuh"
 
+#include "forward/add_parts.cuh"
 #include "forward/epilogue.cuh"
 #include "forward/gate.cuh"
+#include "forward/item_stream.cuh"
 #include "forward/producer.cuh"
 #include "forward/swiglu_tile.cuh"
 
 namespace flashmhf {
 
-template <int d_h, typename T> struct ForwardConsumer {
+template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
+    using Stream = ItemStream<Shared, ForwardParams, P::slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
 
     // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
     static constexpr bool halved = P::q_in_registers && std::is_same_v<T, kittens::bf16>;
 
-    Shared &shared;
-    const ForwardParams &p;
-    const int wg, warp = warpgroup::warpid(), lane = kittens::laneid();
-    // The CTA whose slot_empty this thread arrives on when its warpgroup has read a slot; -1: none.
-    const int reader_of = lane != 0 || warp >= p.row_ctas ? -1 : p.row_ctas > 1 ? warp : kittens::cluster_ctarank();
-    Ring<P::slots> ring;
-    uint32_t q_phase = 0;
+    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase;
+    using Stream::wait_slot, Stream::release, Stream::release_ring, Stream::first_item, Stream::next_item, Stream::this_item,
+        Stream::last_item, Stream::release_q;
 
-    __device__ __forceinline__ void wait_slot() { kittens::wait(shared.semaphores.slot_full[ring.slot], ring.phase); }
-    // One thread of the warpgroup for every CTA that gets the tile. wgmma.wait_group has covered the reads of the slot.
-    __device__ __forceinline__ void release(int slot) {
-        if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
-    }
-    // At the start the consumers own the ring. Release only slot 0 until the first Q arrives; otherwise weight copies queue ahead of Q.
-    // With slices (few tokens) the memory is the bound: release all slots at once.
-    __device__ __forceinline__ void release_ring(int from, int to) {
-#pragma unroll 1
-        for (int slot = from; slot < to; ++slot) release(slot);
-    }
-    __device__ __forceinline__ const Item &first_item() {
-        const int early = p.schedule.slices > 1 ? P::slots : 1;
-        release_ring(0, early);
-        const Item &item = next_item();
-        release_ring(early, P::slots);
-        return item;
-    }
-    // Waits for the next item with its Q and gate, and makes it the current item.
-    __device__ __forceinline__ const Item &next_item() {
-        kittens::wait(shared.semaphores.q_full[wg], q_phase);
-        q_phase ^= 1;
-        return this_item();
-    }
-    __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
-    __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
     __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
     template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, halved> &gate, Query &&query) {
         if (P::gate_early && p.router_bytes) kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
         gate.begin(this_item(), gate_buffer(), shared.router(p), query);
         if (P::gate_early && p.router_bytes && lane == 0) kittens::arrive(shared.semaphores.w_empty);
     }
-    // Q has been read. Its buffer is empty, or holds an output for the producer to store.
-    __device__ __forceinline__ void release_q() { kittens::arrive(q_read_barrier(wg)); }
     // Once an item the warpgroups issue their products one after the other. Side by side they would reach their elementwise parts together
     // and leave the tensor cores idle. From there they run freely: an order in every tile passes each delay on to the others. Items no
     // longer than the ring are left out: a warpgroup could arrive for the next item's order before the other one has passed this item's.

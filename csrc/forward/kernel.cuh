@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
     } else {
         begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();
-        ForwardConsumer<d_h, T>{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}.run();
+        ForwardConsumer<d_h, T>{{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}}.run();
         __syncwarp();
         if (p.row_ctas > 1) cluster_sync();
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "forward/epilogue.cuh"
+#include "forward/item_stream.cuh"
 #include "forward_fp8/gate.cuh"
 #include "forward_fp8/producer.cuh"
 #include "forward_fp8/swiglu_tile.cuh"
@@ -45,57 +46,26 @@ struct FewFromGlobal : FromGlobal {
     static constexpr int batch = 1;
 };
 
-template <int d_h, typename T> struct ForwardFp8Consumer {
+template <int d_h, typename T>
+struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Params, ForwardFp8Policy<d_h>::slots> {
     using P = ForwardFp8Policy<d_h>;
     using Shared = ForwardFp8Shared<d_h, T>;
+    using Stream = ItemStream<Shared, ForwardFp8Params, P::slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using Products = uint32_t[d_h / 4];
 
-    Shared &shared;
-    const ForwardFp8Params &p;
-    const int wg, warp = warpgroup::warpid(), lane = kittens::laneid();
-    // The CTA whose slot_empty this thread arrives on when its warpgroup has read a slot; -1: none.
-    const int reader_of = lane != 0 || warp >= p.row_ctas ? -1 : p.row_ctas > 1 ? warp : kittens::cluster_ctarank();
-    const uint32_t ring_address = tma::shared_address(shared.ring);
-    Ring<P::slots> ring;
-    uint32_t q_phase = 0;
+    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase;
+    using Stream::wait_slot, Stream::release, Stream::first_item, Stream::next_item, Stream::this_item, Stream::last_item,
+        Stream::release_q;
 
+    const uint32_t ring_address = tma::shared_address(shared.ring);
     uint32_t q[d_h / 8];              // e4m3
     uint32_t half_scale[2], gain[2];  // as in swiglu(), of rows g and g + 8
     float2 out_scale;
 
-    __device__ __forceinline__ void wait_slot() { kittens::wait(shared.semaphores.slot_full[ring.slot], ring.phase); }
-    // One thread of the warpgroup for every CTA that gets the tile. wgmma.wait_group has covered the reads of the slot.
-    __device__ __forceinline__ void release(int slot) {
-        if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
-    }
-    // At the start the consumers own the ring. Release only slot 0 until the first Q arrives; otherwise weight copies queue ahead of Q.
-    // With slices (few tokens) the memory is the bound: release all slots at once.
-    __device__ __forceinline__ void release_ring(int from, int to) {
-#pragma unroll 1
-        for (int slot = from; slot < to; ++slot) release(slot);
-    }
-    __device__ __forceinline__ const Item &first_item() {
-        const int early = p.schedule.slices > 1 ? P::slots : 1;
-        release_ring(0, early);
-        const Item &item = next_item();
-        release_ring(early, P::slots);
-        return item;
-    }
-    // Waits for the next item with its Q and scales, and makes it the current item.
-    __device__ __forceinline__ const Item &next_item() {
-        kittens::wait(shared.semaphores.q_full[wg], q_phase);
-        q_phase ^= 1;
-        return this_item();
-    }
-    __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
-    __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
     __device__ __forceinline__ const Fp8Scales<d_h> &scales() { return shared.scales[q_phase ^ 1][wg]; }
     __device__ __forceinline__ Fp8GateTile<d_h> &gate_tile() { return shared.gate[wg]; }
-    // Q has been read. Its buffer is empty, or holds an output for the producer to store.
-    __device__ __forceinline__ void release_q() { kittens::arrive(q_read_barrier(wg)); }
-
     __device__ __forceinline__ static float2 widen(T2 x) { return kittens::base_types::convertor<float2, T2>::convert(x); }
     // Fragment k of Q, d_h columns 16k.., of the warp's rows.
     __device__ __forceinline__ void query(int k, T2 (&fragment)[4]) {

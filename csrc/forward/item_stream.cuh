@@ -1,0 +1,53 @@
+// A consumer warpgroup's position in the ring of weights and in its items, whatever the weights' format.
+#pragma once
+
+#include "common/ring.h"
+#include "common/tma.cuh"
+#include "forward/barriers.h"
+#include "forward/shared_memory.cuh"
+
+namespace flashmhf {
+
+// Shared: has the kernel's semaphores, items and Q.
+template <typename Shared, typename Params, int slots> struct ItemStream {
+    using warpgroup = kittens::warpgroup;
+
+    Shared &shared;
+    const Params &p;
+    const int wg, warp = warpgroup::warpid(), lane = kittens::laneid();
+    // The CTA whose slot_empty this thread arrives on when its warpgroup has read a slot; -1: none.
+    const int reader_of = lane != 0 || warp >= p.row_ctas ? -1 : p.row_ctas > 1 ? warp : kittens::cluster_ctarank();
+    Ring<slots> ring;
+    uint32_t q_phase = 0;
+
+    __device__ __forceinline__ void wait_slot() { kittens::wait(shared.semaphores.slot_full[ring.slot], ring.phase); }
+    // One thread of the warpgroup for every CTA that gets the tile. wgmma.wait_group has covered the reads of the slot.
+    __device__ __forceinline__ void release(int slot) {
+        if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
+    }
+    // At the start the consumers own the ring. Release only slot 0 until the first Q arrives; otherwise weight copies queue ahead of Q.
+    // With slices (few tokens) the memory is the bound: release all slots at once.
+    __device__ __forceinline__ void release_ring(int from, int to) {
+#pragma unroll 1
+        for (int slot = from; slot < to; ++slot) release(slot);
+    }
+    __device__ __forceinline__ const Item &first_item() {
+        const int early = p.schedule.slices > 1 ? slots : 1;
+        release_ring(0, early);
+        const Item &item = next_item();
+        release_ring(early, slots);
+        return item;
+    }
+    // Waits for the next item with its Q and gate or scales, and makes it the current item.
+    __device__ __forceinline__ const Item &next_item() {
+        kittens::wait(shared.semaphores.q_full[wg], q_phase);
+        q_phase ^= 1;
+        return this_item();
+    }
+    __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
+    __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
+    // Q has been read. Its buffer is empty, or holds an output for the producer to store.
+    __device__ __forceinline__ void release_q() { kittens::arrive(q_read_barrier(wg)); }
+};
+
+}  // namespace flashmhf
