@@ -130,6 +130,20 @@ def test_fp8_covers_every_tile_once(shape, device):
     assert p["flags"] == 0 and set(p["adds"]) <= {-1}, "the clusters have no room to add parts"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "length", "consumers"),
+    [(128, 64, 1), (128, 128, 2), (128, 192, 3), (128, 256, 2), (128, 384, 3), (128, 512, 2), (128, 768, 3), (128, 1024, 2), (128, 3072, 3)]
+    + [(64, 256, 2), (64, 512, 2), (64, 1024, 2), (64, 1536, 3), (96, 256, 2), (96, 512, 3), (96, 1024, 3), (96, 1536, 3), (256, 1536, 2)],
+)
+def test_fp8_takes_the_faster_number_of_row_tiles(head_dim, length, consumers):
+    heads, subnet_dim = {64: (32, 192), 96: (21, 256), 128: (16, 384), 256: (8, 704)}[head_dim]
+    assert plan.plan_forward_fp8(1, length, heads, head_dim, 22, subnet_dim)["consumers"] == consumers
+
+
+def test_fp8_takes_lanes_where_they_were_faster():
+    assert plan.plan_forward_fp8(1, 1536, 8, 256, 22, 704)["lanes"] == 6
+
+
 def test_fp8_three_row_tiles_make_one_wave_of_the_flagships_shortest_sequence():
     p = plan.plan_forward_fp8(1, 1536, 16, 128, 22, 384)
     assert p["consumers"] == 3 and p["row_ctas"] == 2 and p["partials"] == 0 and len(p["work"]) == 64

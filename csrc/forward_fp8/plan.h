@@ -1,4 +1,5 @@
-// The plan of the FP8 forward: that of the 16-bit forward with other tiles and costs.
+// The plan of the FP8 forward: that of the 16-bit forward with other tiles and costs. A CTA takes three row tiles, or two where that leaves
+// fewer rows or SMs idle: 193 to 256, 385 to 512 and about 1,000 tokens at H = 16.
 #pragma once
 
 #include "forward/plan.h"
