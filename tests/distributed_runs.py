@@ -1,6 +1,7 @@
 """Cases of test_distributed.py: ``python distributed_runs.py PROCESSES CASE[,CASE...] [ARGUMENT...]`` runs them on gloo processes.
 
-Every case compares with the same computation in one process. A failed assertion in any process is the exit status.
+Every case compares with the same computation in one process. A failed assertion in any process is the exit status. With
+DISTRIBUTED_DEVICE=cuda every process has a GPU and NCCL: for the cases of ``test_two_gpus``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
 
+DEVICE = os.environ.get("DISTRIBUTED_DEVICE", "cpu")
 OPS = torch.ops.flashmhf
 HEADS, TOKENS, ROWS, WHOLE = "heads", "tokens", "rows", "replicate"
 WAYS = {HEADS: (Shard(2), Shard(0), Shard(0)), TOKENS: (Shard(1), Replicate(), Partial()), ROWS: (Shard(0), Replicate(), Partial())}
@@ -92,7 +95,7 @@ def check_rules(mesh: DeviceMesh, *ways: str, kv_heads: int | None = None) -> No
 
 
 def rules() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for way in WAYS:
         check_rules(mesh, way)
         check_rules(mesh, way, kv_heads=2)
@@ -122,14 +125,39 @@ def rules() -> None:
 
 
 def rules_on_two_dimensions() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     for ways in ((TOKENS, HEADS), (ROWS, TOKENS), (ROWS, HEADS), (WHOLE, HEADS), (HEADS, HEADS)):
         check_rules(mesh, *ways)
 
 
+def kernels() -> None:
+    """The back end that this device has for bf16: forward, backward and main gradients by heads and by tokens."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    width, heads, subnets, inner, tokens = (128, 4, 2, 128, 512) if DEVICE == "cuda" else (16, 4, 2, 16, 32)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.bfloat16)  # noqa: E731
+    x = {name: draw(2, tokens, heads, width) for name in ("grad_out", "q")}
+    x |= {name: draw(heads, subnets, inner, width) / width**0.5 for name in "kuv"} | {"w": draw(heads, width, subnets)}
+    near = lambda one, other: equal(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())  # noqa: E731
+    order, r = ("q", "k", "u", "v", "w"), flashmhf.gate(x["q"], x["w"])
+    for way in (HEADS, TOKENS):
+        of_tokens, of_weights, of_grads = WAYS[way]
+        d = {name: distribute_tensor(value, mesh, [of_weights if name in "kuvw" else of_tokens]) for name, value in x.items()}
+        near(OPS.gated_forward(*(d[name] for name in order), 1e-20), OPS.gated_forward(*(x[name] for name in order), 1e-20))
+        results = OPS.gated_backward(d["grad_out"], *(d[name] for name in order), 1e-20)
+        for one, other in zip(results, OPS.gated_backward(x["grad_out"], *(x[name] for name in order), 1e-20), strict=True):
+            near(one, other)
+        sums = [torch.ones_like(x["k"], dtype=torch.float32) for _ in range(3)]
+        d_sums = [distribute_tensor(value, mesh, [of_grads]) for value in sums]
+        OPS.backward_accumulate_(*(d[name] for name in ("grad_out", *order[:4])), distribute_tensor(r, mesh, [of_tokens]), *d_sums)
+        OPS.backward_accumulate_(*(x[name] for name in ("grad_out", *order[:4])), r, *sums)
+        for one, other in zip(d_sums, sums, strict=True):
+            near(one, other)
+
+
 def uneven_tokens() -> None:
     """A token dimension that the mesh does not divide, and one shorter than the mesh."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     x = operands()
     for tokens in (5, 1):
         part = {name: value[:, :tokens] if name in ("q", "grad_out") else value for name, value in x.items()}
@@ -145,8 +173,20 @@ def network(**options) -> flashmhf.FlashMHF:
     return module
 
 
+class FunctionalReductions(TorchDispatchMode):
+    """Whether a functional all-reduce ran, which copies its operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen |= func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **(kwargs or {}))
+
+
 def module_cases() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     torch.manual_seed(1)
     x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64)
     mhffn = flashmhf.MHFFN(32, 4, 16, dtype=torch.float64)
@@ -176,6 +216,10 @@ def module_cases() -> None:
             equal(parameter.grad, expected[name].grad)
         with torch.no_grad():
             equal(called(x[:, mine]), out[:, mine])
+        if sequence_dim is None and wrap is None:
+            with torch.no_grad(), FunctionalReductions() as reductions:
+                equal(called(x), out)
+            assert not reductions.seen, "the sum over the heads copied its operand"
     raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
     raises(ValueError, ("H = 1 heads of K, U and V",), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh))
     raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
@@ -183,7 +227,7 @@ def module_cases() -> None:
 
 def mixed_precision() -> None:
     """FSDP2 hands out 16-bit weights whose DTensor says float32: by heads, eager and compiled, as without FSDP2."""
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     for compiled in (False, True):
         whole = network(q_norm=True).bfloat16()
@@ -202,7 +246,7 @@ def mixed_precision() -> None:
 
 
 def main_grad() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     whole = network(accumulate_main_grad=True)
     sharded = parallelize(copy.deepcopy(whole), mesh)
     x = torch.randn(2, 6, 32, dtype=torch.float64)
@@ -272,7 +316,7 @@ def train(model: nn.Module, optimizer, steps: range, share: slice) -> list[Tenso
 
 def sharded_model(dp: int, tp: int, kind: str = "flashmhf"):
     """(model, optimizer, this rank's part of a batch) on a mesh (dp, tp)."""
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (dp, tp), mesh_dim_names=("dp", "tp"))
     model = language_model(kind)
     if tp > 1:
         parallelize(model, mesh["tp"])
@@ -379,7 +423,7 @@ def transformers_plans(folder: str) -> None:
 
 def compiled_blocks() -> None:
     """Tensor parallelism with every block compiled, as large trainings do."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     whole, sharded = language_model(), parallelize(language_model(), mesh)
     for layer in sharded.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
@@ -396,6 +440,7 @@ CASES = (
     compiled_blocks,
     rules,
     rules_on_two_dimensions,
+    kernels,
     uneven_tokens,
     module_cases,
     mixed_precision,
@@ -413,7 +458,11 @@ LANGUAGE_MODELS = {"compiled_blocks", "training", "save_checkpoint", "load_check
 def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes)
     try:
         case(*arguments)
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,23 @@ RUNS = Path(__file__).with_name("distributed_runs.py")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 
 
-def run(case: str, processes: int, *arguments: object) -> None:
+def run(case: str, processes: int, *arguments: object, device: str = "cpu") -> None:
     command = [sys.executable, str(RUNS), str(processes), case, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"DISTRIBUTED_DEVICE": device, "NCCL_NVLS_ENABLE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
 
 
 def test_rules():
-    run("rules,uneven_tokens", 2)
+    run("rules,uneven_tokens,kernels", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["rules", "uneven_tokens", "kernels", "module_cases", "main_grad", "local_heads"])
+def test_two_gpus(case):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    run(case, 2, device="cuda")
 
 
 def test_rules_on_a_mesh_of_two_dimensions():

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ..nn import MHFFN, FlashMHF, SwiGLU
@@ -95,11 +97,21 @@ def _wrap_forward(module: nn.Module, mesh: DeviceMesh, inputs: Placement, output
         return x.redistribute(mesh, [Replicate()]), *rest
 
     def after(_: nn.Module, args: tuple[Any, ...], out: DTensor) -> Tensor:
+        plain_sum = type(out.placements[0]) is Partial and outputs.is_replicate()  # not the embedding's masked sum
+        if plain_sum and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            out = _reduce_in_place(out, mesh)
         out = out.redistribute(mesh, [outputs])
         return out.to_local() if use_local_output else out
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
+
+
+def _reduce_in_place(out: DTensor, mesh: DeviceMesh) -> DTensor:
+    """The sum over the ranks of a result that nothing else holds. DTensor's own all-reduce copies its operand first."""
+    local = out.to_local().contiguous()
+    dist.all_reduce(local, group=mesh.get_group())
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=out.shape, stride=out.stride())
 
 
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
