@@ -88,8 +88,9 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
 }
 
 py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
-                      int group, bool may_bundle) {
-    return describe(flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters}, may_bundle));
+                      int group, bool may_bundle, int large_clusters) {
+    return describe(
+        flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters, large_clusters}, may_bundle));
 }
 py::dict plan_forward_fp8(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
                           int group) {
@@ -218,6 +219,7 @@ PYBIND11_MODULE(_plan, m) {
     m.def(
         "plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
         py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1, py::arg("may_bundle") = true,
+        py::arg("large_clusters") = 0,
         "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
         "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");

@@ -11,6 +11,11 @@ template <typename Kernel> cudaError_t allow_shared_memory(Kernel kernel, size_t
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+// Clusters of more than 8 CTAs are for chips that have room for them.
+template <typename Kernel> cudaError_t allow_cluster(Kernel kernel, int size) {
+    return size <= 8 ? cudaSuccess : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
 inline cudaLaunchAttribute clusters_of(int size) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;

@@ -19,12 +19,13 @@ template <int d_h, typename T, bool halved> struct GateRows {
     float2 r;         // its gate of rows g and g + 8
 
     // query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows. tile: of the warpgroup; a warp uses its own 16 rows.
-    // w: W of the item's head in shared memory, where it fits and the rows are of one head.
+    // w: W of the item's heads in shared memory, where it fits.
     template <typename Query> __device__ __forceinline__ void begin(const Item &item, Tile &tile, const void *w, Query &&query) {
         const int first = item.subnet;
         index = item.gate_column;
         left = (first + 1) * p.subnet_tiles - item.begin;
-        if (P::gate_early && p.router_bytes) router<FromShared>(w, tile).normalise(first, query);
+        if (P::gate_early && p.router_bytes)
+            router<FromShared>(static_cast<const uint8_t *>(w) + own_head() * p.head_router_bytes, tile).normalise(first, query);
         else if (p.gate >= Gate::w_float) router<FromGlobal>(router_of<d_h, T>(p, head(item)), tile).normalise(first, query);
         else if (!P::gate_early) load(item, first, tile);
         read(tile);
@@ -50,8 +51,9 @@ template <int d_h, typename T, bool halved> struct GateRows {
     template <typename Source> __device__ __forceinline__ RouterRows<d_h, T, halved, Source> router(const void *w, Tile &tile) {
         return {p, w, tile, 16 * kittens::warpgroup::warpid()};
     }
-    // Of the warp's rows.
-    __device__ __forceinline__ int head(const Item &item) const { return item.head + p.head_of(16 * kittens::warpgroup::warpid()); }
+    // The head of the warp's rows: of the bundle, of all.
+    __device__ __forceinline__ int own_head() const { return p.head_of(16 * kittens::warpgroup::warpid()); }
+    __device__ __forceinline__ int head(const Item &item) const { return item.head + own_head(); }
     __device__ __forceinline__ static int first_row() { return fragment_row(kittens::warpgroup::laneid()); }
     __device__ __forceinline__ void read(Tile &tile) {
         const int row = first_row(), e = index % chunk;

@@ -42,7 +42,7 @@ bool gate_by_tma(const ForwardProblem &problem) {
 
 bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan) {
     const int64_t tiles = problem.shape.batch * plan.row_tiles;
-    return problem.shape.group == 1 || (plan.bundle == 1 && tiles % plan.consumers == 0);
+    return problem.shape.group == 1 || tiles % plan.consumers == 0;
 }
 
 bool may_bundle(const ForwardProblem &problem) { return !gate_is_given(problem.gate); }
@@ -116,12 +116,15 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
 
     ForwardParams &p = launch.params;
     p = forward_params(problem, plan, workspace);
-    // W of a head, where there is room, a bulk copy can read it, and all rows of a CTA are of one head.
+    // W of a head, where there is room, a bulk copy can read it, and all rows of a CTA are of one head or bundle.
     if (has_router(problem.gate) && of_one_head(problem, plan)) {
         const int64_t bytes = int64_t{d_h} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
         const int room = plan.schedule.slices > 1 ? plan.spare_gate : plan.pieces;
-        if (bytes <= room && bulk_aligned(p.gate_data)) p.router_bytes = static_cast<int>(bytes);
+        p.head_router_bytes = static_cast<int>(bytes);
+        if (bytes * plan.bundle <= room && bulk_aligned(p.gate_data)) p.router_bytes = p.head_router_bytes * plan.bundle;
     }
+    // Weights of all heads would evict from the L2 what other kernels prefetch; those of groups are fewer.
+    p.prefetches = plan.schedule.slices == 1 || s.group > 1;
     const bool pieces = plan.flags || (p.router_bytes && plan.schedule.slices == 1);
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
 
@@ -141,7 +144,8 @@ cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream
 
 cudaError_t describe_device(int head_dim, Device *device) {
     constexpr int devices = 64;
-    static std::array<std::atomic<uint64_t>, devices * 4> known{};  // a byte a count, by device and head dimension
+    static std::array<std::atomic<uint64_t>, devices * 4> known{};   // a byte a count, by device and head dimension
+    static std::array<std::atomic<int>, devices * 4> known_large{};  // of clusters of large_slices, and 1 more
     int index;
     if (cudaError_t error = cudaGetDevice(&index)) return error;
     const int instance = head_dim == 64 ? 0 : head_dim == 96 ? 1 : head_dim == 128 ? 2 : 3;
@@ -159,6 +163,16 @@ cudaError_t describe_device(int head_dim, Device *device) {
         }
         if (slot) *slot = packed;
     }
+    std::atomic<int> *large_slot = index < devices ? &known_large[index * 4 + instance] : nullptr;
+    int large = large_slot ? large_slot->load() : 0;
+    if (large == 0) {
+        auto count = instance == 0 ? count_clusters<64> : instance == 1 ? count_clusters<96> : count_clusters<128>;
+        if (instance < 3)
+            if (cudaError_t error = count(large_slices, &large)) return error;
+        ++large;
+        if (large_slot) *large_slot = large;
+    }
+    device->large_clusters = large - 1;
     for (int &clusters : device->clusters) {
         clusters = packed & 255;
         packed >>= 8;

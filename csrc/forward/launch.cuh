@@ -21,6 +21,7 @@ template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
     if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
+    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, T>, l.plan.cluster_size)) return error;
     if (cudaError_t error =
             launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size, s.lanes),
                             128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
@@ -41,6 +42,7 @@ template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan,
 template <int d_h> cudaError_t count_clusters(int size, int *count) {
     using P = ForwardPolicy<d_h>;
     if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, kittens::bf16>, P::shared_memory)) return error;
+    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, kittens::bf16>, size)) return error;
     cudaLaunchAttribute attribute = clusters_of(size);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(size);

@@ -26,7 +26,7 @@ struct ForwardParams {
     bool gate_tiles;                   // the producer reads R by TMA, as a matrix of H * E columns
     int64_t r_batch, r_token, r_head;  // strides of R in elements
     float eps;                         // of the normalisation, for W
-    int router_bytes;                  // of W of a head, where it fits shared memory; 0: it does not, or is not needed
+    int router_bytes;                  // of W of a CTA's heads, where it fits shared memory; 0: it does not, or is not needed
     float *partials;                   // [splits * lanes][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
     uint64_t *flags;                   // [splits][2][row_ctas], when the clusters add them up: `token` where a part has been stored
     uint64_t token;  // of 64 random bits, of this launch and its replays alone: whatever the workspace holds, it is not that
@@ -36,6 +36,8 @@ struct ForwardParams {
     // A row tile has 64 tokens of a head, or, where these are few, 32 tokens of two heads or 16 of four: a bundle. Row r is token
     // r % 2^tile_shift of head r / 2^tile_shift. A warp's 16 rows are of one head. Bundles of several heads have one sequence.
     int bundle, tile_shift;
+    int head_router_bytes;  // of W of one head
+    bool prefetches;        // the tiles that fill the ring first, to the L2
 #ifdef __CUDACC__
     __device__ __forceinline__ int head_of(int row) const { return row >> tile_shift; }
     __device__ __forceinline__ int token_of(int row) const { return row & ((1 << tile_shift) - 1); }

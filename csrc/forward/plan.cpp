@@ -13,13 +13,15 @@ namespace {
 
 template <int d_h>
 constexpr ForwardFootprint footprint = {
-    ForwardPolicy<d_h>::shared_memory,
-    ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
-    (ForwardPolicy<d_h>::gate_buffers - 1) * ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::gate_tile_bytes,
-    ForwardPolicy<d_h>::consumers,
-    ForwardPolicy<d_h>::may_slice,
-    ForwardPolicy<d_h>::may_add_parts,
-    /* may_take_lanes */ true};
+    .shared_memory = ForwardPolicy<d_h>::shared_memory,
+    .pieces = ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
+    .gate_tile = ForwardPolicy<d_h>::gate_tile_bytes,
+    .gate_tiles = ForwardPolicy<d_h>::gate_buffers * ForwardPolicy<d_h>::consumers,
+    .consumers = ForwardPolicy<d_h>::consumers,
+    .may_slice = ForwardPolicy<d_h>::may_slice,
+    .may_add_parts = ForwardPolicy<d_h>::may_add_parts,
+    .may_take_lanes = true,
+};
 
 ForwardFootprint footprint_of(int head_dim) {
     switch (head_dim) {
@@ -40,14 +42,16 @@ int checked(int64_t x, const char *what) {
 int64_t span_tiles(int64_t rest, int inter_tiles, int clusters) { return ceil_div(rest * inter_tiles, clusters); }
 
 // CTAs that divide each item's inter range, when all items run at once: as many as possible; 1 when adding up in a second kernel is faster.
-// Nothing is faster than the memory that streams the weights of all heads.
-int plan_slices(int64_t items, int heads, int inter_tiles, int head_dim, const Device &device, const ForwardCostModel &cost) {
+// Nothing is faster than the memory that streams the weights of all heads. A bundle's few rows take half the time of a full tile, so that
+// adding in a second kernel costs them more than it saves.
+int plan_slices(int64_t items, int heads, int inter_tiles, int head_dim, bool bundles, const Device &device, const ForwardCostModel &cost) {
+    if (bundles && items <= device.large_clusters && inter_tiles >= large_slices * cost.shortest_part) return large_slices;
     const int64_t stream = int64_t{heads} * inter_tiles * cost.stream_numerator / cost.stream_denominator / device.clusters[0];
     for (int slices = max_slices; slices > 1; --slices)
         if (items <= device.clusters[slices - 1] && inter_tiles >= slices * cost.shortest_part) {
             const int64_t shared = std::max<int64_t>(ceil_div(inter_tiles, slices), stream) + 1;
             const int64_t split = std::max(span_tiles(items, inter_tiles, device.clusters[0]), stream) + cost.combine_tiles(head_dim);
-            return shared <= split ? slices : 1;
+            return bundles || shared <= split ? slices : 1;
         }
     return 1;
 }
@@ -114,7 +118,6 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
     ForwardPlan plan{};
     plan.shared_memory = footprint.shared_memory - footprint.pieces;
     plan.pieces = footprint.pieces;
-    plan.spare_gate = footprint.spare_gate;
     plan.bundle = plan_bundle(shape, may_bundle);
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows / plan.bundle), "the sequence length");
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
@@ -123,17 +126,21 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
     // A head of K, U and V takes the tokens of its group one head behind the other, so one read from memory serves them all.
     const int heads = shape.weight_heads();
     const int64_t tiles = shape.batch * plan.row_tiles * (shape.group / plan.bundle);
-    plan.consumers = static_cast<int>(std::min<int64_t>(footprint.consumers, tiles));
-    const int64_t single = ceil_div(tiles, footprint.consumers), paired = 2 * ceil_div(tiles, 2 * footprint.consumers);
+    // CTAs of one bundle keep W of its heads.
+    const int most_consumers = plan.bundle > 1 && footprint.may_slice ? 1 : footprint.consumers;
+    plan.consumers = static_cast<int>(std::min<int64_t>(most_consumers, tiles));
+    plan.spare_gate = (footprint.gate_tiles - plan.consumers) * footprint.gate_tile;
+    const int64_t single = ceil_div(tiles, most_consumers), paired = 2 * ceil_div(tiles, 2 * most_consumers);
 
     // Few items: clusters that divide the inter range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
     // when a head has few row tiles.
-    const int slices = !footprint.may_slice ? 1 : plan_slices(single * heads, heads, inter_tiles, shape.head_dim, device, cost);
+    const int slices =
+        !footprint.may_slice ? 1 : plan_slices(single * heads, heads, inter_tiles, shape.head_dim, plan.bundle > 1, device, cost);
     plan.row_ctas = slices == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
     plan.cluster_size = slices * plan.row_ctas;
-    plan.blocks = checked(ceil_div(tiles, footprint.consumers * plan.row_ctas), "the number of tokens");
+    plan.blocks = checked(ceil_div(tiles, most_consumers * plan.row_ctas), "the number of tokens");
     const int items = checked(static_cast<int64_t>(plan.blocks) * heads, "tokens * heads");
-    checked(static_cast<int64_t>(items) * footprint.consumers * plan.row_ctas, "tokens * heads");
+    checked(static_cast<int64_t>(items) * most_consumers * plan.row_ctas, "tokens * heads");
     checked(static_cast<int64_t>(shape.heads) * shape.subnets, "H * E");
     if (items == 0) return plan;
 

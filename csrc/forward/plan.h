@@ -13,6 +13,7 @@ namespace flashmhf {
 
 struct Device {
     std::array<int, max_slices> clusters;  // of 1, 2, ... CTAs that run at once
+    int large_clusters = 0;                // of large_slices CTAs
 };
 
 struct ForwardPlan {
@@ -35,7 +36,7 @@ struct ForwardPlan {
 // What the planner knows of a kernel's instance: bytes of shared memory, of them for parts that are added and for the gate of a second
 // item; row tiles of a CTA; whether CTAs of a cluster may divide an item's inter range, and whether they may add parts themselves.
 struct ForwardFootprint {
-    int shared_memory, pieces, spare_gate, consumers;
+    int shared_memory, pieces, gate_tile, gate_tiles, consumers;
     bool may_slice, may_add_parts, may_take_lanes;
 };
 

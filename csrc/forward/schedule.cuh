@@ -22,8 +22,9 @@
 
 namespace flashmhf {
 
-constexpr int max_slices = 8;   // CTAs of a cluster; more are not portable
-constexpr int most_parts = 32;  // of an item that the clusters add up: a lane for each
+constexpr int max_slices = 8;     // CTAs of a cluster, on every chip
+constexpr int large_slices = 16;  // where a chip has room for them
+constexpr int most_parts = 32;    // of an item that the clusters add up: a lane for each
 
 struct ForwardSchedule {
     int inter_tiles;          // of a head: E * ceil(d_e / 64)

@@ -51,10 +51,10 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
 
     // Sums of the slices of an item, when the ring has no more tiles to hold: as in epilogue.cuh.
-    static_assert(!P::may_slice || (P::consumers * d_h / 8 + max_slices - 1) * tile_rows * 32 <= sizeof(ring));
-    // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the unused second gate buffer.
+    static_assert(!P::may_slice || (P::consumers * d_h / 8 + large_slices - 1) * tile_rows * 32 <= sizeof(ring));
+    // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the gate tiles that nobody uses then.
     __device__ void *router(const ForwardParams &p) {
-        return p.schedule.slices > 1 ? static_cast<void *>(gate[P::gate_buffers - 1]) : static_cast<void *>(pieces);
+        return p.schedule.slices > 1 ? static_cast<void *>(gate[0] + p.consumers) : static_cast<void *>(pieces);
     }
     __device__ float4 *slice_sums() { return reinterpret_cast<float4 *>(ring); }
     __device__ KU &ku(int slot) { return *reinterpret_cast<KU *>(ring[slot]); }

@@ -15,7 +15,8 @@ template <int d_h>
 constexpr ForwardFootprint footprint = {
     .shared_memory = ForwardFp8Policy<d_h>::shared_memory,
     .pieces = ForwardFp8Policy<d_h>::router_bytes,
-    .spare_gate = 0,
+    .gate_tile = 0,
+    .gate_tiles = 0,
     .consumers = ForwardFp8Policy<d_h>::consumers,
     .may_slice = true,
     .may_add_parts = false,
