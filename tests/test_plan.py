@@ -295,3 +295,16 @@ def test_few_tokens_of_up_to_four_heads_share_a_row_tile(tokens, group, bundle):
     assert p["blocks"] * p["consumers"] * p["row_ctas"] >= group // bundle
     assert not p["flags"] or bundle == 1
     assert plan.plan_forward(2, tokens, 48, 128, 22, 384, group=group)["bundle"] == 1, "heads take the place of the sequences"
+
+
+def test_a_bundle_is_divided_by_as_large_a_cluster_as_the_chip_has_room_for():
+    large = plan.plan_forward(1, 16, 16, 128, 22, 384, group=4, large_clusters=7)
+    assert (large["slices"], large["consumers"], large["blocks"], large["partials"]) == (16, 1, 1, 0)
+    small = plan.plan_forward(1, 16, 16, 128, 22, 384, group=4)
+    assert (small["slices"], small["consumers"]) == (8, 1)
+    eight = plan.plan_forward(1, 16, 16, 128, 22, 384, group=8, large_clusters=7)
+    assert (eight["slices"], eight["consumers"], eight["blocks"]) == (16, 1, 2), "two bundles of a head, a cluster each"
+    assert plan.plan_forward(1, 16, 16, 128, 22, 384, group=2, large_clusters=7)["slices"] == 8, "eight items"
+    assert plan.plan_forward(1, 16, 16, 128, 22, 384, large_clusters=16)["slices"] <= 8, "no bundle"
+    ranges = sorted((begin, end) for cluster, _, _, begin, end, _ in large["work"] if cluster == 0)
+    assert ranges[0][0] == 0 and ranges[-1][1] == 132 and all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))

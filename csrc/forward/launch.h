@@ -24,7 +24,7 @@ bool may_bundle(const ForwardProblem &problem);
 bool gate_by_tma(const ForwardProblem &problem);
 // The tensor map of such an R: tiles of `columns` sub-networks of a row tile.
 CUtensorMap gate_map(const ForwardProblem &problem, int columns);
-// Whether all row tiles of a CTA are of one head.
+// Whether all row tiles of a CTA are of one head or bundle.
 bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan);
 // What the forward kernels in 16 bits and in FP8 get alike.
 ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
