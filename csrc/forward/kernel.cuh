@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
             const WeightMaps weights{&map_k, &map_u, &map_v};
-            if (p.prefetches && kittens::laneid() == 0) prefetch_weights<d_h>(weights, p);
+            if (p.schedule.slices == 1 && kittens::laneid() == 0) prefetch_weights<d_h>(weights, p);
             __syncwarp();
             begin(p);
             if (kittens::laneid() == 0) {  // where multicast is always, both are one instance

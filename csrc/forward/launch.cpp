@@ -123,8 +123,6 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
         p.head_router_bytes = static_cast<int>(bytes);
         if (bytes * plan.bundle <= room && bulk_aligned(p.gate_data)) p.router_bytes = p.head_router_bytes * plan.bundle;
     }
-    // Weights of all heads would evict from the L2 what other kernels prefetch; those of groups are fewer.
-    p.prefetches = plan.schedule.slices == 1 || s.group > 1;
     const bool pieces = plan.flags || (p.router_bytes && plan.schedule.slices == 1);
     launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
 

@@ -37,7 +37,6 @@ struct ForwardParams {
     // r % 2^tile_shift of head r / 2^tile_shift. A warp's 16 rows are of one head. Bundles of several heads have one sequence.
     int bundle, tile_shift;
     int head_router_bytes;  // of W of one head
-    bool prefetches;        // the tiles that fill the ring first, to the L2
 #ifdef __CUDACC__
     __device__ __forceinline__ int head_of(int row) const { return row >> tile_shift; }
     __device__ __forceinline__ int token_of(int row) const { return row & ((1 << tile_shift) - 1); }
