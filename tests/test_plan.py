@@ -287,7 +287,7 @@ def test_heads_of_a_group_are_planned_like_sequences_of_one_head(group, tokens):
 
 @pytest.mark.parametrize(
     ("tokens", "group", "bundle"),
-    [(1, 1, 1), (16, 2, 2), (32, 2, 2), (33, 2, 1), (16, 3, 1), (16, 4, 4), (17, 4, 1), (16, 6, 1), (16, 8, 1)],
+    [(1, 1, 1), (16, 2, 2), (32, 2, 2), (33, 2, 1), (16, 3, 1), (16, 4, 4), (17, 4, 2), (16, 6, 2), (16, 8, 4)],
 )
 def test_few_tokens_of_up_to_four_heads_share_a_row_tile(tokens, group, bundle):
     p = plan.plan_forward(1, tokens, 48, 128, 22, 384, group=group)

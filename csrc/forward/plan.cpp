@@ -56,11 +56,12 @@ int plan_slices(int64_t items, int heads, int inter_tiles, int head_dim, bool bu
     return 1;
 }
 
-// Heads of a row tile: a whole group of two or four, where their tokens fit. A warp's 16 rows must be of one head, so at most four. Groups
-// of eight in two bundles would be slower than a row tile a head: each bundle reads W of its heads from global memory.
+// Heads of a row tile, where their tokens fit: four, or two. A warp's 16 rows must be of one head, so at most four.
 int plan_bundle(const Shape &shape, bool may_bundle) {
-    const bool fits = shape.group * shape.length <= tile_rows && (shape.group == 2 || shape.group == 4);
-    return may_bundle && shape.batch == 1 && fits ? shape.group : 1;
+    if (!may_bundle || shape.batch != 1) return 1;
+    for (int bundle : {4, 2})
+        if (shape.group % bundle == 0 && bundle * shape.length <= tile_rows) return bundle;
+    return 1;
 }
 
 // The blocks of a head in lanes (schedule.cuh), when all items run at once and that leaves no more clusters idle than the memory would.
