@@ -3,6 +3,7 @@
     $ python benchmarks/bench_operator.py --direction forward --out benchmarks/results/forward_h200.json
     $ python benchmarks/bench_operator.py --direction backward --quick
     $ python benchmarks/bench_operator.py --backend triton --shapes 32256,16,128,22,384 12288,16,128,22,384
+    $ python benchmarks/bench_operator.py --direction forward --groups 1 2 4 8 --out benchmarks/results/groups_h200.json
     $ python benchmarks/bench_operator.py --backend eager --device cpu --dtypes float32 bfloat16 --shapes 4096,8,128,7,384
 
 Prints a line for each measurement and the table at the end. ``--out FILE.json`` writes the record there after every shape, the table
@@ -39,12 +40,17 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), help="default: bfloat16, on a CPU float32")
     parser.add_argument("--shapes", nargs="+", type=shape, default=[], metavar="T,H,d_h,E,d_e", help="default: the paper's")
+    parser.add_argument(
+        "--groups", nargs="+", type=int, default=[], metavar="G", help="of the forward: so many heads share a head of K, U and V"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no measurement after so many seconds")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     chosen = parser.parse_args(arguments)
     if chosen.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no CUDA GPU")
+    if any(group < 1 for group in chosen.groups):
+        parser.error(f"--groups: positive integers; got {chosen.groups}")
     return chosen
 
 
@@ -56,7 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     directions = ("forward", "backward") if chosen.direction == "both" else (chosen.direction,)
     deadline = time.monotonic() + chosen.budget if chosen.budget else float("inf")
     context = suite.Context(settings, window_seconds=0.08, deadline=deadline)
-    cases = operator.cases(directions, backends, [DTYPES[name] for name in dtypes], chosen.shapes, chosen.quick)
+    try:
+        cases = operator.cases(directions, backends, [DTYPES[name] for name in dtypes], chosen.shapes, chosen.quick, chosen.groups)
+    except ValueError as error:
+        print(f"bench_operator.py: {error}", file=sys.stderr)
+        return 2
 
     def save(record: dict) -> None:
         if chosen.out:

@@ -119,6 +119,38 @@ def test_script_writes_record_table_and_a_run(tmp_path, monkeypatch, capsys):
         assert len(list(csv.DictReader(file))) == len(runs)  # a quick run is not kept
 
 
+def test_groups_are_rows_beside_the_ungrouped_ones(tmp_path, monkeypatch):
+    fast = context()
+    monkeypatch.setattr(suite, "Context", lambda *args, **kwargs: fast)
+    out = tmp_path / "groups.json"
+    arguments = ["--direction", "forward", "--device", "cpu", "--backend", "eager", "--shapes", "5,4,16,3,32", "--out", str(out)]
+    assert script().main([*arguments, "--groups", "1", "4"]) == 0
+    record = json.loads(out.read_text())
+    assert [(row["subject"], row["H_kv"]) for row in record["rows"]] == [(n, h) for h in (4, 1) for n in ("forward", "gated forward")]
+    assert all(row["error"] < 1e-5 for row in record["rows"])
+    times = [row["ms"]["p50"] for row in record["rows"]]
+    ratio = operator.summary(record)["eager, T=5 d_h=16 d_e=32 float32: gated forward, H_kv=4 ÷ 1, time"]
+    assert ratio == times[1] / times[3]
+    assert "gated forward, H_kv=1" in out.with_suffix(".md").read_text()
+    with (tmp_path / "runs.csv").open() as file:
+        assert [row["shape"] for row in csv.DictReader(file)][1:3] == [
+            "float32 T=5 H=4 d_h=16 E=3 d_e=32",
+            "float32 T=5 H=4 H_kv=1 d_h=16 E=3 d_e=32",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--direction", "forward", "--groups", "3"], "H = 4 is not a multiple of a group of 3"),
+        (["--direction", "backward", "--groups", "2"], "direction is 'backward'"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(arguments, message, capsys):
+    assert script().main(["--device", "cpu", "--backend", "eager", "--shapes", "5,4,16,3,32", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_short_run_on_the_gpu(gpu_backend, direction):

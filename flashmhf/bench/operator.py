@@ -82,16 +82,26 @@ SIZES = {
 }
 QUICK = {direction: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_flagship(1)) for direction, sizes in SIZES.items()}
 
+GROUPED = _flagship(1, 16, 64, 1536, 32256)
+
 
 @dataclass(frozen=True)
 class Case:
-    """A shape, a direction, a back end and a dtype. compared: SwiGLU, the separate router and the materialising code are measured, too."""
+    """A shape, a direction, a back end and a dtype.
+
+    compared: SwiGLU, the separate router and the materialising code are measured, too. group: heads of q that share a head of K, U and V.
+    """
 
     direction: str
     backend: str
     size: Size
     dtype: torch.dtype
     compared: bool = False
+    group: int = 1
+
+    @property
+    def kv_heads(self) -> int:
+        return self.size.H // self.group
 
 
 @dataclass(frozen=True)
@@ -264,7 +274,8 @@ def _prepare(subject: Subject, sets: list[testing.Problem], case: Case, context:
 def run_case(case: Case, context: suite.Context) -> list[dict]:
     """One row for every subject of the case; on a CUDA device one more for the matrix product of the same rounds."""
     device, size = context.settings.device, case.size
-    fixed = asdict(size) | {"direction": case.direction, "backend": case.backend, "dtype": str(case.dtype).removeprefix("torch.")}
+    fixed = asdict(size) | {"H_kv": case.kv_heads, "direction": case.direction, "backend": case.backend}
+    fixed["dtype"] = str(case.dtype).removeprefix("torch.")
     reason = _why_not(case.backend, Settings(device, case.dtype), size)
     if reason is None and time.monotonic() > context.deadline:
         reason = "the time budget was used up"
@@ -273,9 +284,9 @@ def run_case(case: Case, context: suite.Context) -> list[dict]:
         return _finished(rows, context)
 
     suite.clear(device)
-    bytes_each = case.dtype.itemsize * (2 * size.T * size.H * size.d_h + 3 * size.H * size.E * size.d_e * size.d_h)
+    bytes_each = case.dtype.itemsize * (2 * size.T * size.H * size.d_h + 3 * case.kv_heads * size.E * size.d_e * size.d_h)
     count = timing.cold_copies(bytes_each, context.l2_bytes)
-    sets = [testing.problem(*asdict(size).values(), case.dtype, device, seed=seed) for seed in range(count)]
+    sets = [testing.problem(*asdict(size).values(), case.dtype, device, seed=seed, num_kv_heads=case.kv_heads) for seed in range(count)]
     swiglu = _swiglu(sets[0]) if case.compared and case.backend in FUSED else None
     rows, ready = {}, {}
     for name, subject in subjects_of(case, swiglu).items():
@@ -305,15 +316,33 @@ def _finished(rows: dict[str, dict], context: suite.Context) -> list[dict]:
 
 
 def cases(
-    directions: Iterable[str], names: Iterable[str], dtypes: Iterable[torch.dtype], sizes: Iterable[Size] = (), quick: bool = False
+    directions: Iterable[str],
+    names: Iterable[str],
+    dtypes: Iterable[torch.dtype],
+    sizes: Iterable[Size] = (),
+    quick: bool = False,
+    groups: Iterable[int] = (),
 ) -> list[Case]:
-    """``sizes``: empty for the default shapes of each direction. FLAGSHIP and the given ``sizes`` are measured with all comparisons."""
+    """``sizes``: empty for the default shapes of each direction. FLAGSHIP and the given ``sizes`` are measured with all comparisons.
+
+    ``groups``: every shape (default: GROUPED) with each number of heads that share weights, without comparisons. Raises ValueError where
+    one does not divide H, and for the backward, whose check reads a weight head for every head.
+    """
+    groups = tuple(groups)
     found = []
     for direction in directions:
         for backend in names:
             for dtype in dtypes:
-                chosen = tuple(sizes) or (QUICK if quick else SIZES)[direction]
-                found += [Case(direction, backend, size, dtype, compared=bool(sizes) or size == FLAGSHIP) for size in chosen]
+                chosen = tuple(sizes) or (GROUPED if groups else (QUICK if quick else SIZES)[direction])
+                if groups:
+                    found += [Case(direction, backend, size, dtype, group=group) for size in chosen for group in groups]
+                else:
+                    found += [Case(direction, backend, size, dtype, compared=bool(sizes) or size == FLAGSHIP) for size in chosen]
+    for case in found:
+        if case.group > 1 and case.direction != "forward":
+            raise ValueError(f"direction is {case.direction!r}; heads that share weights are measured in 'forward' only")
+        if case.size.H % case.group:
+            raise ValueError(f"H = {case.size.H} is not a multiple of a group of {case.group}")
     return found
 
 
@@ -325,9 +354,15 @@ def _spread(row: dict) -> str:
     return f"{50 * (row['ms']['p80'] - row['ms']['p20']) / row['ms']['p50']:.1f}"
 
 
+def _subject(row: dict) -> str:
+    """With the number of weight heads, where heads share them."""
+    kv_heads = row.get("H_kv", row["H"])
+    return row["subject"] if kv_heads == row["H"] else f"{row['subject']}, H_kv={kv_heads}"
+
+
 def line(row: dict) -> str:
     head = (
-        f"{row['backend']:<7} T={row['T']:<7} H={row['H']:<3} d_h={row['d_h']:<4} E={row['E']:<3} d_e={row['d_e']:<4} {row['subject']:<42}"
+        f"{row['backend']:<7} T={row['T']:<7} H={row['H']:<3} d_h={row['d_h']:<4} E={row['E']:<3} d_e={row['d_e']:<4} {_subject(row):<42}"
     )
     if row["status"] != "ok":
         return f"{head} {row['status']}: {row['reason']}"
@@ -346,14 +381,14 @@ def summary(record: dict) -> dict[str, float]:
     ratios = {}
     for backend in dict.fromkeys(row["backend"] for row in ok):
         for direction in ("forward", "backward"):
-            long = [r for r in ok if r["subject"] == direction and r["backend"] == backend and r["T"] > GRAPH_TOKENS]
+            long = [r for r in ok if _subject(r) == direction and r["backend"] == backend and r["T"] > GRAPH_TOKENS]
             rates = [r["tflops"] for r in long if all(r[name] == value for name, value in asdict(FLAGSHIP).items() if name != "T")]
             if len(rates) > 1:
                 ratios[f"{backend}, {direction}: lowest ÷ highest rate over T at the flagship's other sizes"] = min(rates) / max(rates)
     sizes = ("backend", "direction", "dtype", *asdict(FLAGSHIP))
     groups: dict[tuple, dict[str, dict]] = {}
     for row in ok:
-        groups.setdefault(tuple(row[name] for name in sizes), {})[row["subject"]] = row
+        groups.setdefault(tuple(row[name] for name in sizes), {})[_subject(row)] = row
     pairs = (
         ("SwiGLU", "forward"),
         ("gate, then forward", "gated forward"),
@@ -368,6 +403,10 @@ def summary(record: dict) -> dict[str, float]:
             if {above, below} <= group.keys():
                 place = f"T={key[3]} d_h={key[5]} d_e={key[7]} {key[2]}"
                 ratios[f"{key[0]}, {place}: {above} ÷ {below}, time"] = group[above]["ms"]["p50"] / group[below]["ms"]["p50"]
+        for name, row in group.items():
+            if name != row["subject"] and row["subject"] in group:
+                what = f"{key[0]}, T={key[3]} d_h={key[5]} d_e={key[7]} {key[2]}: {row['subject']}, H_kv={key[4]} ÷ {row['H_kv']}, time"
+                ratios[what] = group[row["subject"]]["ms"]["p50"] / row["ms"]["p50"]
     return ratios
 
 
@@ -378,11 +417,11 @@ def report(record: dict) -> str:
     for row in record["rows"]:
         shape = [f"{row['T']:,}", *(str(row[name]) for name in ("H", "d_h", "E", "d_e"))]
         if row["status"] != "ok":
-            lines.append([row["backend"], *shape, row["subject"], f"{row['status']}: {row['reason']}", *[""] * 5])
+            lines.append([row["backend"], *shape, _subject(row), f"{row['status']}: {row['reason']}", *[""] * 5])
             continue
         figures = [_figure(row["ms"]["p50"], 3), _spread(row), _figure(row["tflops"], 0), _figure(row.get("x_matmul"), 3)]
         error = f"{row['error']:.1e}" if "error" in row else ""
-        lines.append([row["backend"], *shape, row["subject"], *figures, _figure(row.get("memory_mib"), 0), error])
+        lines.append([row["backend"], *shape, _subject(row), *figures, _figure(row.get("memory_mib"), 0), error])
     header = ["back end", "T", "H", "d_h", "E", "d_e", "subject", "ms", "± %", "TFLOP/s", "÷ product", "MiB", "error"]
     ratios = [[name, f"{value:.3f}"] for name, value in summary(record).items()]
     parts = [

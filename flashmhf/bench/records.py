@@ -36,10 +36,13 @@ def _suite_row(row: dict, measured: list[dict]) -> dict:
 
 
 def _operator_row(row: dict, measured: list[dict]) -> dict:
+    names = ["T", "H", "d_h", "E", "d_e"]
+    if row.get("H_kv", row["H"]) != row["H"]:
+        names.insert(2, "H_kv")
     return {
         "subject": f"{row['backend']} {row['subject']}",
         "direction": row["direction"],
-        "shape": f"{row['dtype']} " + " ".join(f"{name}={row[name]}" for name in ("T", "H", "d_h", "E", "d_e")),
+        "shape": f"{row['dtype']} " + " ".join(f"{name}={row[name]}" for name in names),
         "metric": "ms",
         "value": f"{row['ms']['p50']:.6g}",
         "ratio": f"{row['x_matmul']:.4g}" if "x_matmul" in row else "",
