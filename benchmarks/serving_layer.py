@@ -1,5 +1,8 @@
 """The layer for inference engines against the module it serves: both in CUDA graphs, the time to queue one call, and SwiGLU beside them.
 
+"piece" is what an engine compiles and captures between two calls of attention, apart from attention's projections: residual sum, RMSNorm,
+the layer as one operator, residual sum, RMSNorm. "piece swiglu" is the same with gate and up projections merged, as engines have them.
+
     $ python benchmarks/serving_layer.py --out benchmarks/results/serving_layer_h200.json
 
 Graphs: passes over several weight sets at sustained clocks, subjects interleaved (flashmhf.bench.timing). Host: as in host_time.py.
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from collections.abc import Iterable
 
 import torch
 from host_time import queue_time
@@ -19,9 +23,38 @@ import flashmhf
 from flashmhf.bench import environment, suite, timing
 from flashmhf.serving import FlashMHFShard
 
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
-SIZES = (2048, 16, 22, 384)
-SETS, ROUNDS, HOST_ROUNDS = 4, 12, 10
+TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SIZES, D_FF = (2048, 16, 22, 384), 8192
+SETS, ROUNDS, HOST_ROUNDS = 4, 6, 4
+PIECES = ("piece", "piece swiglu")
+
+
+class MergedSwiGLU(torch.nn.Module):
+    """SwiGLU with one product for gate and up: x [T, d_model] -> [T, d_model]."""
+
+    def __init__(self, d_model: int, d_ff: int, **settings) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Linear(d_model, 2 * d_ff, bias=False, **settings)
+        self.down_proj = torch.nn.Linear(d_ff, d_model, bias=False, **settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(torch.nn.functional.silu(gate) * up)
+
+
+class Piece(torch.nn.Module):
+    """What lies between two calls of attention around ``network``: x, residual [T, d_model] -> the same two."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        settings = {"device": "cuda", "dtype": torch.bfloat16}
+        self.network = network
+        self.before, self.after = (torch.nn.RMSNorm(SIZES[0], eps=1e-5, **settings) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual + x
+        residual = residual + self.network(self.before(residual))
+        return self.after(residual), residual
 
 
 def subjects() -> dict[str, list[torch.nn.Module]]:
@@ -31,22 +64,33 @@ def subjects() -> dict[str, list[torch.nn.Module]]:
     layers = [FlashMHFShard(*SIZES, **settings) for _ in range(SETS)]
     for layer, module in zip(layers, modules, strict=True):
         layer.load(module.state_dict())
-    compiled = [torch.compile(layer, fullgraph=True, dynamic=True) for layer in layers]
-    swiglu = [flashmhf.SwiGLU(2048, 8192, **settings) for _ in range(SETS)]
-    return {"module": modules, "layer": layers, "layer compiled": compiled, "swiglu": swiglu}
+    merged = [MergedSwiGLU(SIZES[0], D_FF, **settings) for _ in range(SETS)]
+    return {
+        "module": modules,
+        "layer": layers,
+        "layer compiled": compiled(layers),
+        "swiglu": [flashmhf.SwiGLU(SIZES[0], D_FF, **settings) for _ in range(SETS)],
+        "piece": compiled(map(Piece, layers)),
+        "piece swiglu": compiled(map(Piece, merged)),
+    }
+
+
+def compiled(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [torch.compile(module, fullgraph=True, dynamic=True) for module in modules]
 
 
 def graphs(made: dict[str, list[torch.nn.Module]], x: torch.Tensor) -> dict[str, timing.Pass]:
-    """One CUDA graph a subject that calls its SETS modules on ``x``."""
+    """One CUDA graph a subject that calls its SETS modules on ``x``, pieces also on a residual."""
 
-    def over(modules: list[torch.nn.Module]) -> timing.Pass:
+    def over(modules: list[torch.nn.Module], *inputs: torch.Tensor) -> timing.Pass:
         def run() -> None:
             for module in modules:
-                module(x)
+                module(*inputs)
 
         return timing.graphed(run)
 
-    return {name: over(modules) for name, modules in made.items()}
+    residual = torch.randn_like(x)
+    return {name: over(modules, x, *([residual] if name in PIECES else [])) for name, modules in made.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,17 +114,21 @@ def main(arguments: list[str] | None = None) -> int:
             timing.warm_up(runs["module"], timer, 0.3)
             samples = timing.interleave(runs, timer, ROUNDS, 0.04, 0.02)
             medians = {name: timing.percentiles(values)["p50"] / SETS for name, values in samples.items()}
-            host = dict.fromkeys(made, float("inf"))
+            host = {name: float("inf") for name in made if name not in PIECES}
             for _ in range(HOST_ROUNDS):
-                for name, modules in made.items():
-                    host[name] = min(host[name], queue_time(modules[0], x, filler))
+                for name in host:
+                    host[name] = min(host[name], queue_time(made[name][0], x, filler))
             for name, seconds in medians.items():
-                ratio = seconds / medians["module"]
-                rows.append({"tokens": tokens, "subject": name, "graph_us": 1e6 * seconds, "x_module": ratio, "host_us": 1e6 * host[name]})
-            print(tokens, *(f"{r['subject']} {r['graph_us']:.1f} us x{r['x_module']:.3f} host {r['host_us']:.1f};" for r in rows[-4:]))
+                row = {"tokens": tokens, "subject": name, "graph_us": 1e6 * seconds}
+                if name in PIECES:
+                    row["x_piece_swiglu"] = seconds / medians["piece swiglu"]
+                else:
+                    row |= {"x_module": seconds / medians["module"], "host_us": 1e6 * host[name]}
+                rows.append(row)
+            print(tokens, *rows[-len(made) :], sep="\n", flush=True)
     record = {
         "environment": environment.describe(torch.device("cuda", 0)),
-        "shape": dict(zip(("d_model", "H", "E", "d_e"), SIZES, strict=True)),
+        "shape": {**dict(zip(("d_model", "H", "E", "d_e"), SIZES, strict=True)), "swiglu_d_ff": D_FF},
     }
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,15 +5,16 @@
     serve-venv/bin/pip install --no-deps . && serve-venv/bin/pip install accelerate pybind11
     serve-venv/bin/python tools/serve_check.py --out benchmarks/results/serving_cpu.json
 
-Parts: "tokens" compares greedy tokens with generate() in float32 for every ffn_type, on one rank and on two, and reads the shapes of the
-shards; "server" asks vLLM's server through the OpenAI client; "start" compares the start with that of a Llama of the same size. The
-models are tiny and have random weights.
+Parts: "tokens" compares greedy tokens with generate() in float32 for every ffn_type and for FP8, on one rank and on two, and reads the
+shapes of the shards; "server" asks vLLM's server through the OpenAI client; "start" compares the start with that of a Llama of the same
+size. The models are tiny and have random weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ from pathlib import Path
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 PROMPTS, NEW, POSITIONS, DISTINCT = 96, 24, 512, 150  # DISTINCT: of the tokens that a model must give, so that equality says something
-NAME = "model"
+NAME, FP8 = "model", "flashmhf-fp8"
 
 
 class Checks:
@@ -55,7 +56,7 @@ def make_models(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from flashmhf.lm import FFN_TYPES, tokenizer
+    from flashmhf.lm import FFN_TYPES, FlashMHFFp8Config, tokenizer
     from flashmhf.lm.presets import preset
 
     vocabulary = tokenizer.train([Path(argparse.__file__).read_text()], 512)
@@ -73,6 +74,9 @@ def make_models(folder: Path) -> None:
             torch.nn.init.normal_(parameter, std=0.2)
         model.save_pretrained(folder / name)
         vocabulary.save_pretrained(folder / name)
+    model = AutoModelForCausalLM.from_pretrained(folder / "flashmhf", quantization_config=FlashMHFFp8Config())
+    model.save_pretrained(folder / FP8)
+    vocabulary.save_pretrained(folder / FP8)
 
 
 def prompts() -> list[list[int]]:
@@ -109,41 +113,46 @@ def shapes_of(model) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.model.layers[0].mlp.named_parameters()}
 
 
-def check_tokens(checks: Checks, folder: Path, networks: list[str]) -> None:
-    for name in networks:
-        wanted = expected(folder / name)
-        found = {}
-        for ranks in (1, 2):
-            out = folder / f"{name}-{ranks}.json"
+def run_engine(folder: Path, name: str, ranks: int) -> dict:
+    out = folder / f"{name}-{ranks}.json"
+    command = [sys.executable, __file__, "--engine", str(folder / name), str(ranks), str(out)]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-300:])
+    return json.loads(out.read_text())
 
-            def compare(ranks: int = ranks, out: Path = out, name: str = name, wanted=wanted, found=found) -> str:
-                command = [sys.executable, __file__, "--engine", str(folder / name), str(ranks), str(out)]
-                done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900)
-                if done.returncode:
-                    raise RuntimeError(done.stderr[-300:])
-                found[ranks] = json.loads(out.read_text())
-                equal = sum(one == other for one, other in zip(found[ranks]["tokens"], wanted, strict=True))
-                assert equal == PROMPTS, f"{equal} of {PROMPTS} prompts are equal"
-                distinct = len({token for row in wanted for token in row})
+
+def check_tokens(checks: Checks, folder: Path, networks: list[str], jobs: int) -> None:
+    with ThreadPoolExecutor(jobs) as pool:
+        engines = {(name, ranks): pool.submit(run_engine, folder, name, ranks) for name in networks for ranks in (1, 2)}
+        for name in networks:
+            wanted = expected(folder / name)
+            distinct = len({token for row in wanted for token in row})
+
+            def compare(ranks: int, name: str = name, wanted=wanted, distinct=distinct) -> str:
+                found = engines[name, ranks].result()["tokens"]
+                first, equal = agreement(found, wanted)
+                # A sum in another order moves e4m3's roundings, and a rank quantises its part of S by itself: only FP8's tokens may differ.
+                assert (first >= 0.9 * PROMPTS) if name == FP8 else (equal == PROMPTS), f"{equal} of {PROMPTS} prompts are equal"
                 assert distinct >= DISTINCT, f"{distinct} distinct tokens"
-                return f"{equal} of {PROMPTS} prompts, {distinct} distinct tokens"
+                beginning = f" ({first} in the first token)" if equal < PROMPTS else ""
+                return f"{equal} of {PROMPTS} prompts{beginning}, {distinct} distinct tokens"
 
-            checks.run(f"greedy tokens, {name}, {ranks} rank{'s' * (ranks - 1)}", compare)
+            def sharded(name: str = name) -> str:
+                whole, (first, second) = engines[name, 1].result()["shapes"][0], engines[name, 2].result()["shapes"]
+                assert first == second
+                halved = [parameter for parameter in whole if 2 * math.prod(first[parameter]) == math.prod(whole[parameter])]
+                return f"{len(halved)} of {len(whole)} parameters halved: {', '.join(halved)}"
 
-        def sharded(found=found) -> str:
-            whole, (first, second) = found[1]["shapes"][0], found[2]["shapes"]
-            assert first == second
-            halved = [parameter for parameter in whole if 2 * _size(first[parameter]) == _size(whole[parameter])]
-            return f"{len(halved)} of {len(whole)} parameters halved: {', '.join(halved)}"
-
-        checks.run(f"shards, {name}", sharded)
+            for ranks in (1, 2):
+                checks.run(f"greedy tokens, {name}, {ranks} rank{'s' * (ranks - 1)}", lambda ranks=ranks, compare=compare: compare(ranks))
+            checks.run(f"shards, {name}", sharded)
 
 
-def _size(shape: list[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+def agreement(found: list[list[int]], wanted: list[list[int]]) -> tuple[int, int]:
+    """How many prompts agree in their first token, and in all of them."""
+    pairs = list(zip(found, wanted, strict=True))
+    return sum(one[0] == other[0] for one, other in pairs), sum(one == other for one, other in pairs)
 
 
 @contextmanager
@@ -301,8 +310,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--parts", nargs="+", default=["tokens", "server", "start"], choices=("tokens", "server", "start"))
-    networks = ["flashmhf", "mh_ffn", "pkv", "dense_moe", "swiglu"]
+    networks = ["flashmhf", FP8, "mh_ffn", "pkv", "dense_moe", "swiglu"]
     parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="of the part tokens")
+    parser.add_argument("--jobs", type=int, default=1, help="engines of the part tokens that run at a time (1)")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each model (2)")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)  # one engine in its own process
     options = parser.parse_args()
@@ -319,7 +329,7 @@ def main() -> int:
         folder = Path(temporary)
         make_models(folder)
         if "tokens" in options.parts:
-            check_tokens(checks, folder, options.networks)
+            check_tokens(checks, folder, options.networks, options.jobs)
         if "server" in options.parts:
             check_server(checks, folder)
         if "start" in options.parts:
