@@ -217,6 +217,7 @@ def test_plugins(monkeypatch):
     """What the entry points name, with an engine in place of vLLM; transformers' own lookup finds the model class."""
     pytest.importorskip("transformers")
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    monkeypatch.setattr("flashmhf.lm.FlashMHFConfig.plans_networks", True)  # the plug-in for SGLang clears it
     registered = {}
 
     class ModelRegistry:
@@ -243,6 +244,23 @@ def test_plugins(monkeypatch):
         method.from_config({**stored, "layout": 7})
     assert importlib.util.find_spec("flashmhf.serving.vllm")
     assert sys.modules["transformers"].FlashMHFForCausalLM.__module__ == "flashmhf.lm.modeling"
+
+
+def test_sglang_knows_every_style_of_the_plan(monkeypatch):
+    """SGLang's transformers back end raises for a style that is not one of these, on one rank too (0.5.23)."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModel
+
+    from flashmhf.lm import FFN_TYPES, FlashMHFConfig
+    from flashmhf.lm.presets import preset
+    from flashmhf.serving import plugins
+
+    monkeypatch.setattr(FlashMHFConfig, "plans_networks", True)
+    plugins.sglang()
+    for ffn in FFN_TYPES:
+        model = AutoModel.from_config(preset(f"{ffn}-tiny").config())
+        assert set(model.tp_plan.values()) <= {"colwise", "colwise_rep", "rowwise", "rowwise_rep", "replicate", "embedding_rowwise"}, ffn
+        assert any("self_attn" in name for name in model.tp_plan)
 
 
 @pytest.mark.parametrize("projections", [True, False])

@@ -21,7 +21,10 @@ def vllm() -> None:
 
 
 def sglang() -> None:
-    """Registers the model for SGLang's transformers back end."""
+    """Registers the model for SGLang's transformers back end, which raises for styles of tensor parallelism that it does not know."""
+    from ..lm import FlashMHFConfig
+
+    FlashMHFConfig.plans_networks = False
     into_transformers()
 
 
