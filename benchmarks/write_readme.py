@@ -90,28 +90,32 @@ def generate_table(root: pathlib.Path) -> str:
     return f"{paper.table(header, lines)}\n\n{_conditions('`generate`', record)}"
 
 
+SERVING_COLUMNS = {
+    "module": "module",
+    "layer": "layer",
+    "layer compiled": "compiled",
+    "swiglu": "SwiGLU",
+    "piece": "piece",
+    "piece swiglu": "SwiGLU's piece",
+}
+
+
 def serving_table(root: pathlib.Path) -> str:
     record = read(root, "serving_layer_h200.json")
     tokens: dict[int, dict[str, dict]] = {}
     for row in record["rows"]:
         tokens.setdefault(row["tokens"], {})[row["subject"]] = row
+    names = [name for name in SERVING_COLUMNS if any(name in rows for rows in tokens.values())]
     lines = []
     for count, rows in tokens.items():
-        times = [f"{rows[name]['graph_us']:.1f}" for name in ("module", "layer", "layer compiled", "swiglu")]
+        times = [f"{rows[name]['graph_us']:.1f}" for name in names]
         ratios = [f"{rows[name]['x_module']:.3f}" for name in ("layer", "layer compiled")]
+        piece = [f"{rows['piece']['x_piece_swiglu']:.2f}"] if "piece" in names else []
         host = [f"{rows[name]['host_us']:.0f}" for name in ("module", "layer")]
-        lines.append([f"{count:,}", *times, *ratios, *host])
-    header = [
-        "T",
-        "module µs",
-        "layer µs",
-        "compiled µs",
-        "SwiGLU µs",
-        "layer ÷ module",
-        "compiled ÷ module",
-        "host: module µs",
-        "host: layer µs",
-    ]
+        lines.append([f"{count:,}", *times, *ratios, *piece, *host])
+    header = ["T", *(f"{SERVING_COLUMNS[name]} µs" for name in names), "layer ÷ module", "compiled ÷ module"]
+    header += ["piece ÷ SwiGLU's"] if "piece" in names else []
+    header += ["host: module µs", "host: layer µs"]
     return f"{paper.table(header, lines)}\n\n{_conditions('Layer', record)} SwiGLU: d_ff 8192. Host: to queue one eager call."
 
 
