@@ -153,11 +153,29 @@ inline void check_readable(const Tensor &q, const TokenAxes &axes) {
                     "q's last dimension must be contiguous, and its strides and storage offset positive multiples of 16 bytes");
 }
 
-// x: [T, K], rows at any stride of whole 16 bytes; w: [N, K] and bias [N], contiguous, in x's type.
-inline void check_projection(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+// Rows that the kernels read where they lie: at any stride of whole 16 bytes.
+inline bool readable_rows(const Tensor &x) {
+    const bool rows = x.size(0) <= 1 || (x.stride(0) > 0 && x.stride(0) * element_bytes % tma_alignment == 0);
+    return x.stride(1) == 1 && rows && aligned(x.data_ptr());
+}
+inline void check_rows_type(const Tensor &x) {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, "x must be bfloat16 or float16");
     STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
-    STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
+}
+inline void check_readable_rows(const Tensor &x) {
+    STD_TORCH_CHECK(x.size(0) == 0 || readable_rows(x),
+                    "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
+}
+
+// x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type; with scale [N], float32, w is in e4m3.
+inline void check_projection(const Tensor &x, const Tensor &w, const Tensor *scale, const std::optional<Tensor> &bias) {
+    check_rows_type(x);
+    if (scale) {
+        STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float8_e4m3fn, "w must be float8_e4m3fn");
+        STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float, "scale must be float32");
+    } else {
+        STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
+    }
     STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
     STD_TORCH_CHECK(x.dim() == 2 && x.size(0) <= project_tokens, "x must be [T, K] with T at most ", project_tokens, ", is ", shape_of(x));
     STD_TORCH_CHECK(w.dim() == 2 && w.size(1) == x.size(1), "w must be [N, K] with K = ", x.size(1), ", is ", shape_of(w));
@@ -165,9 +183,13 @@ inline void check_projection(const Tensor &x, const Tensor &w, const std::option
     STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), INT32_MAX), "w is ", shape_of(w), "; supported: multiples of ",
                     project_multiple);
     STD_TORCH_CHECK(w.is_contiguous() && aligned(w.data_ptr()), "w must be contiguous and start at a multiple of 16 bytes");
-    const bool rows = x.size(0) <= 1 || (x.stride(0) > 0 && x.stride(0) * element_bytes % tma_alignment == 0);
-    STD_TORCH_CHECK(x.size(0) == 0 || (x.stride(1) == 1 && rows && aligned(x.data_ptr())),
-                    "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
+    check_readable_rows(x);
+    if (scale) {
+        STD_TORCH_CHECK(scale->is_cuda() && scale->get_device_index() == x.get_device_index(),
+                        "scale must be on the same CUDA device as x");
+        STD_TORCH_CHECK(scale->numel() == w.size(0) && scale->is_contiguous(), "scale must hold N = ", w.size(0),
+                        " values and be contiguous, is ", shape_of(*scale));
+    }
     if (!bias) return;
     STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x");
     STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == x.get_device_index(), "bias must be on the same CUDA device as x");

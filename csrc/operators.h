@@ -24,12 +24,24 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
 // this one starts writes w or bias, which are then read at once; csrc/project/README.md says when that holds.
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready);
 
+// The same with w in e4m3 and a float32 scale of each of its rows; x stays as it is: scale * (x W^T) + bias with exact products.
+Tensor project_fp8(const Tensor &x, const Tensor &w, const Tensor &scale, const std::optional<Tensor> &bias, bool weights_ready);
+// x [T, K], K a multiple of 8 -> e4m3 [T, K] and float32 scales [T, 1], a row's largest value being 448.
+std::tuple<Tensor, Tensor> quantise_rows(const Tensor &x);
+
 // The whole layer at inference, x [..., d_model] -> [..., d_out]: linear, split heads, RMS normalisation with weight q_norm [H, d_h] where
 // given, gated_forward, linear. in_w [H d_h, d_model], out_w [d_out, H d_h]. Nothing for an x without tokens and for tensors of other
 // dtypes, shapes or layouts than the kernels read: the caller then takes the parts, which name what is wrong or copy.
 std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm,
                             double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
                             const Tensor &out_w, const std::optional<Tensor> &out_bias);
+
+// The same with packed weights. A projection with a scale has weights in e4m3: of at most 128 tokens project_fp8 computes it, of more
+// quantise_rows and aten::_scaled_mm.
+std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_scale,
+                                const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm, double q_norm_eps,
+                                const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales, const Tensor &w, double eps,
+                                const Tensor &out_w, const std::optional<Tensor> &out_scale, const std::optional<Tensor> &out_bias);
 
 // (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
 // without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in backward/plan.h).

@@ -6,6 +6,7 @@
 #include "common/launch_kernel.cuh"
 #include "layer/kernel.cuh"
 #include "layer/launch.h"
+#include "layer/quantise.cuh"
 
 namespace flashmhf {
 
@@ -22,6 +23,11 @@ template <bool bf16> cudaError_t launch_q_norm(int head_dim, const QNormParams &
         case 128: return launch(std::integral_constant<int, 128>{});
         default: return launch(std::integral_constant<int, 256>{});
     }
+}
+
+template <bool bf16> cudaError_t launch_quantise_rows(const QuantiseRowsParams &p, cudaStream_t stream) {
+    using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
+    return launch_kernel(true, flashmhf_quantise_rows<T>, dim3(p.rows), quantise_threads, 0, stream, p);
 }
 
 }  // namespace flashmhf

@@ -13,7 +13,8 @@ namespace {
 
 template <typename P, typename T> cudaError_t launch_tiles(const ProjectParams &p, int blocks, cudaStream_t stream) {
     const MapType type = map_type(std::is_same_v<T, kittens::bf16>);
-    const CUtensorMap map_w = tensor_map("w", p.w, type, {{p.depth, 1, P::step}, {p.features, p.depth, P::features}}, 128);
+    const CUtensorMap map_w = tensor_map("w", p.w, P::weight_bytes == 1 ? MapType::fp8 : type,
+                                         {{p.depth, 1, P::step}, {p.features, p.depth, P::features}}, P::step * P::weight_bytes);
     const CUtensorMap map_x = tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, P::max_tokens}}, 128);
     constexpr size_t bytes = sizeof(ProjectShared<P, T>);
     static_assert(bytes <= shared_memory_limit);
@@ -38,10 +39,17 @@ cudaError_t launch_one_of(const ProjectPlan &plan, const ProjectParams &p, cudaS
 
 }  // namespace
 
-template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
+template <template <int, int> typename P, bool bf16>
+cudaError_t launch_with(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
     using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
-    return launch_one_of<T, ProjectPolicy<1, 16>, ProjectPolicy<1, 32>, ProjectPolicy<1, 64>, ProjectPolicy<2, 96>, ProjectPolicy<2, 128>>(
-        plan, p, stream);
+    return launch_one_of<T, P<1, 16>, P<1, 32>, P<1, 64>, P<2, 96>, P<2, 128>>(plan, p, stream);
+}
+
+template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
+    return launch_with<ProjectPolicy, bf16>(plan, p, stream);
+}
+template <bool bf16> cudaError_t launch_project_fp8(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
+    return launch_with<ProjectFp8Policy, bf16>(plan, p, stream);
 }
 
 }  // namespace flashmhf

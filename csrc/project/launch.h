@@ -8,7 +8,8 @@
 
 namespace flashmhf {
 
-template <bool bf16>
-cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &params, cudaStream_t stream);  // otherwise fp16
+// bf16: x, the bias and the result; otherwise fp16. W has the same type, or e4m3 with scales.
+template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &params, cudaStream_t stream);
+template <bool bf16> cudaError_t launch_project_fp8(const ProjectPlan &plan, const ProjectParams &params, cudaStream_t stream);
 
 }  // namespace flashmhf

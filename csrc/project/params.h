@@ -1,4 +1,5 @@
-// What the kernel for projections of few tokens gets, and what shapes it takes: out[t, n] = sum_k x[t, k] w[n, k] + bias[n].
+// What the kernel for projections of few tokens gets, and what shapes it takes: out[t, n] = sum_k x[t, k] w[n, k] + bias[n]; with w in e4m3
+// the sum is multiplied by scale[n].
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,7 @@ struct ProjectParams {
     int tokens, depth, features;
     int64_t x_stride;
     bool weights_ready;  // no kernel that may still run when this one starts writes w or bias: they are read at once
+    const float *scale;  // [features], of the rows of a w in e4m3
 };
 
 }  // namespace flashmhf
