@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import ops, router, torch_private
+from .. import ops, router
 from ..backends.contract import Projection
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise
-from .multihead import GroupedHeads, HeadRMSNorm, check_input
+from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_unobserved
 
 WEIGHTS = ("k", "u", "v")
 SUBNET_MULTIPLE = 16  # of d_e, for the kernels
@@ -296,9 +296,7 @@ class FlashMHF(GroupedHeads):
             return False
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return False
-        if torch_private.is_observed() or torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
-            return False
-        if self.skip_linear:
+        if self.skip_linear or not is_unobserved(x):
             return False
         modules = self._modules
         plain = type(k) is nn.Parameter and _is_plain(modules["in_proj"], nn.Linear) and _is_plain(modules["out_proj"], nn.Linear)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import checks, reference
+from .. import checks, reference, torch_private
 from .arguments import activation as checked_activation
 from .arguments import divisor, epsilon, flag, positive
 from .init import residual_std
@@ -16,6 +16,13 @@ def check_input(x: Tensor, d_model: int) -> None:
     checks.tensors(x=x)
     if x.dim() < 1 or x.shape[-1] != d_model:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
+
+
+def is_unobserved(x: Tensor) -> bool:
+    """Whether a call on x runs eagerly, without autocast, transform or dispatch mode, on an ordinary tensor."""
+    if torch.compiler.is_compiling() or torch_private.is_observed() or torch.is_autocast_enabled(x.device.type):
+        return False
+    return type(x) in (Tensor, nn.Parameter)
 
 
 class HeadRMSNorm(nn.Module):

@@ -11,18 +11,13 @@ from torch import Tensor, nn
 
 from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
-from ..nn.multihead import check_input
-from .packing import E4M3_MAX, LAYOUT, TINIEST_SCALE, PackedWeights, check_layout, pack_fp8, to_e4m3
+from ..nn.multihead import HeadRMSNorm, check_input, is_unobserved
+from .layer import Fp8Projection, inference_layer
+from .linear import quantise_rows
+from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 _Module = TypeVar("_Module", bound="_Quantised")
-SCALED_MM_CAPABILITY = (8, 9)
 METHOD = "flashmhf_fp8"  # quant_method in the configuration of a transformers model
-
-
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] -> (e4m3 [..., K], scale [..., 1] float32): the largest value of a row becomes 448."""
-    scale = (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp_min(TINIEST_SCALE)
-    return to_e4m3(x.float() / scale), scale
 
 
 class _Quantised(nn.Module):
@@ -40,24 +35,12 @@ class _Quantised(nn.Module):
         return self
 
 
-def fp8_linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """What :class:`Fp8Linear` computes: x [..., K], weight8 [N, K], scale [N, 1], bias [N] -> [..., N] in x's dtype."""
-    rows = x.reshape(-1, x.shape[-1])
-    x8, x_scale = quantise_rows(rows)
-    if _has_scaled_mm(x.device) and not (weight8.shape[0] % 16 or weight8.shape[1] % 16):
-        out = torch._scaled_mm(x8, weight8.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-    else:
-        out = (x8.float() @ weight8.float().t()) * x_scale * scale.t()
-    if bias is not None:
-        out = out + bias
-    return out.to(x.dtype).view(*x.shape[:-1], weight8.shape[0])
-
-
 class Fp8Linear(_Quantised):
-    """x W^T + b with W in e4m3 and a scale for each row of W; x is quantised by rows as it comes.
+    """x W^T + b with W in e4m3 and a scale for each row of W.
 
-    The product is ``torch._scaled_mm`` where the device has e4m3 products (capability 8.9 and later) and the sizes are multiples of 16;
-    elsewhere the same values are multiplied in float32. ``torch._scaled_mm`` rounds to bf16. A row of x that is not finite gives NaN.
+    x of at most 128 rows stays in its dtype; more rows are quantised, each with its scale, as they come. That product is
+    ``torch._scaled_mm`` where the device has e4m3 products (capability 8.9 and later) and the sizes are multiples of 16, which rounds to
+    bf16; elsewhere the same values are multiplied in float32. A row of x that is not finite gives a row that is not.
 
     State: weight8 [N, K] e4m3, scale [N, 1] float32, bias [N] or None.
     """
@@ -81,14 +64,21 @@ class Fp8Linear(_Quantised):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype."""
-        return fp8_linear(x, self.weight8, self.scale, self.bias)
+        return torch.ops.flashmhf.fp8_linear(x, self.weight8, self.scale, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight8.shape[1]}, out_features={self.weight8.shape[0]}, bias={self.bias is not None}"
 
 
-def _has_scaled_mm(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= SCALED_MM_CAPABILITY
+def _operands(module: nn.Module | None) -> Fp8Projection | None:
+    """Of a projection that is just a product: not left out, replaced, patched or hooked."""
+    if module is None or "forward" in module.__dict__ or module._forward_pre_hooks or module._forward_hooks:
+        return None
+    if type(module) is Fp8Linear:
+        return module.weight8, module.scale, module.bias
+    if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+        return module.weight, None, module.bias
+    return None
 
 
 class Fp8FlashMHF(_Quantised):
@@ -132,6 +122,22 @@ class Fp8FlashMHF(_Quantised):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
+        in_proj, out_proj, q_norm = _operands(self.in_proj), _operands(self.out_proj), self.q_norm
+        plain_norm = q_norm is None or (type(q_norm) is HeadRMSNorm and not q_norm._forward_pre_hooks and not q_norm._forward_hooks)
+        if in_proj is None or out_proj is None or not plain_norm or torch.is_autocast_enabled(x.device.type):
+            return self._forward_parts(x)
+        norm = None if q_norm is None else (q_norm.weight, q_norm.eps)
+        packed = self.packed.tensors
+        if is_unobserved(x) and not (torch.is_grad_enabled() and x.requires_grad):
+            y = inference_layer(x, in_proj, norm, packed, self.router, self.router_eps, out_proj, self.backend)
+            if y is not None:
+                return y
+        weight, eps = norm or (None, 0.0)
+        return torch.ops.flashmhf.fp8_layer(
+            x, *in_proj, *packed, self.router, self.router_eps, *out_proj, q_norm=weight, q_norm_eps=eps, backend=self.backend
+        )
+
+    def _forward_parts(self, x: Tensor) -> Tensor:
         q = (x if self.in_proj is None else self.in_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -152,8 +158,7 @@ class Fp8FlashMHF(_Quantised):
 def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
     """``network`` with K, U and V in e4m3, and with ``projections`` W_in and W_out, too; an inference module with weights of its own.
 
-    ``projections=False`` is faster for few tokens and has the smaller error; with many tokens (above 30,000 on an H200) e4m3 projections
-    are some percent faster. docs/fp8.md has the figures.
+    ``projections=False`` has the smaller error. docs/fp8.md has the figures.
 
     Raises TypeError for anything but a FlashMHF and for weights of other dtypes than floating ones, ValueError for d_e or d_h that are no
     multiples of 16 and for another activation than SiLU.

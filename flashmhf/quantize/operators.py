@@ -6,6 +6,7 @@ They serve inference: an input that requires a gradient is refused.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -94,7 +95,7 @@ def _without_gradients(name: str):
     op = getattr(torch.ops.flashmhf, name)
 
     def call(*args, **kwargs):
-        tensors = [x for x in args if isinstance(x, Tensor)]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if differentiated or torch_private.differentiated_by_functorch(*tensors) or torch_private.has_tangent(*tensors):
             raise NotImplementedError(f"{name}: an input requires a gradient; FP8 serves inference: supported under torch.no_grad()")
@@ -116,13 +117,18 @@ def _autocast(name: str, device_type: str):
     return call
 
 
+def register(name: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """An operator of inference: its kernel on CPU and CUDA, its fake kernel, and the refusal of gradients."""
+    _library.impl(name, kernel, "CPU")
+    _library.impl(name, kernel, "CUDA")
+    torch.library.register_fake(f"flashmhf::{name}", fake, lib=_library)
+    _library.impl(name, _without_gradients(name), "Autograd")
+
+
 for _name, _kernel, _fake in (
     ("fp8_forward", _forward, _fake_forward),
     ("fp8_gated_forward", _gated_forward, _fake_gated_forward),
 ):
-    _library.impl(_name, _kernel, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"flashmhf::{_name}", _fake, lib=_library)
-    _library.impl(_name, _without_gradients(_name), "Autograd")
+    register(_name, _kernel, _fake)
     _library.impl(_name, _autocast(_name, "cpu"), "AutocastCPU")
     _library.impl(_name, _autocast(_name, "cuda"), "AutocastCUDA")

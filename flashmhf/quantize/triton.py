@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..backends import gating
 from ..backends import triton as plain
+from .eager import layer, linear
+
+__all__ = ["HEAD_DIMS", "MIN_CAPABILITY", "forward", "gated_forward", "layer", "linear", "why_not"]
 
 HEAD_DIMS = tuple(size for size in plain.HEAD_DIMS if size >= 32)  # a product of e4m3 operands sums at least 32 terms
 MIN_CAPABILITY = (8, 9)

@@ -1,66 +1,23 @@
-"""FP8 weights of one tensor-parallel rank: the network as one operator ``flashmhf::fp8_layer``, and the layer that holds its operands."""
+"""FP8 weights of one tensor-parallel rank: the network as one operator ``flashmhf::fp8_layer``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from .. import reference, torch_private
 from ..nn.arguments import divisor, epsilon, flag, positive
 from ..nn.multihead import check_input
 from ..quantize import LAYOUT
-from ..quantize.modules import fp8_linear
 from ..quantize.packing import check_layout
 from .layers import Rank, Shard, loadable
-
-_library = torch.library.Library("flashmhf", "FRAGMENT")
-_library.define(
-    "fp8_layer(Tensor x, Tensor in_w, Tensor? in_scale, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, "
-    "float eps, Tensor out_w, Tensor? out_scale, Tensor? out_bias, *, Tensor? q_norm=None, float q_norm_eps=0.0, "
-    'str backend="auto") -> Tensor',
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-def _project(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    return nn.functional.linear(x, w, bias) if scale is None else fp8_linear(x, w, scale, bias)
-
-
-def _layer(
-    x, in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"
-):
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], len(out_w)))
-    q = _project(x, in_w, in_scale, in_bias).unflatten(-1, (-1, k8.shape[3]))
-    if q_norm is not None:
-        q = reference.normalise_heads(q, q_norm, q_norm_eps)
-    mixed = torch.ops.flashmhf.fp8_gated_forward(q, k8, u8, v8, scales, w, eps, backend=backend)
-    return _project(mixed.flatten(-2), out_w, out_scale, out_bias)
-
-
-def _fake_layer(x, *operands, q_norm=None, q_norm_eps=0.0, backend="auto"):
-    return x.new_empty((*x.shape[:-1], operands[9].shape[0]))
-
-
-def _without_gradients(x, *operands, **settings):
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise NotImplementedError("flashmhf::fp8_layer: x requires a gradient; supported: inference (torch.no_grad)")
-    with torch_private.below_autograd():
-        return torch.ops.flashmhf.fp8_layer(x, *operands, **settings)
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("fp8_layer", _layer, _key)
-_library.impl("fp8_layer", _without_gradients, "Autograd")
-torch.library.register_fake("flashmhf::fp8_layer", _fake_layer, lib=_library)
 
 
 class Fp8FlashMHFShard(Shard):
     """:class:`flashmhf.quantize.Fp8FlashMHF` with H / size heads; one operator and one all-reduce.
 
     Arguments as in :class:`FlashMHFShard`, and ``projections``: whether they are in e4m3, too. The state dict is that of
-    ``flashmhf.quantize.to_fp8``. A row of out_proj keeps the scale of the whole row on every rank, and a rank quantises its part of S by
-    itself. Raises ValueError for another layout of packed weights.
+    ``flashmhf.quantize.to_fp8``. A row of out_proj keeps the scale of the whole row on every rank, and of more than 128 tokens a rank
+    quantises its part of S by itself. Raises ValueError for another layout of packed weights.
     """
 
     def __init__(
