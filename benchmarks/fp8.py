@@ -3,7 +3,8 @@
     $ python benchmarks/fp8.py --out benchmarks/results/fp8_h200.json [--parts operator decode networks model] [--tokens DIR]
 
 The FP8 SwiGLU is two products of torch._scaled_mm with scales for rows, its quantisation included, compiled. Subjects take turns in
-windows of CUDA events; decode and whole networks run layers whose weights do not fit in the L2 cache together, few tokens as CUDA graphs.
+windows of CUDA events; decode and whole networks run layers whose weights do not fit in the L2 cache together, networks as CUDA graphs and
+called by the host.
 The part "model" trains the 26M model of experiments/queue_muon.json (one minute) on the tokens of experiments/corpus.py and compares
 held-out losses. Results are checked against float64 before they are timed. The record is written after every part. Legend: T tokens.
 """
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import flashmhf
 from flashmhf import quantize, reference
@@ -34,6 +35,7 @@ SETTINGS = {"device": "cuda", "dtype": torch.bfloat16}
 PRODUCT = 8192
 ERROR_LIMIT = 0.07
 DECODE_TOKENS = (1, 16, 64)
+NETWORK_TOKENS = (*DECODE_TOKENS, 128, 256)  # beside the paper's lengths
 HEADS = {64: (32, 22, 192), 96: (21, 22, 256), 128: (16, 22, 384), 256: (8, 22, 704)}  # d_h -> (H, E, d_e)
 
 
@@ -126,35 +128,39 @@ def decode() -> list[dict]:
 
 
 def networks() -> list[dict]:
-    """Layers with projections, graphs of four each: 24 SwiGLU ÷ 20 FlashMHF, all in FP8 (and FlashMHF with bf16 projections)."""
+    """Layers with projections, four each: 24 SwiGLU ÷ 20 FlashMHF, all in FP8 (and FlashMHF with bf16 projections).
+
+    "graph": from CUDA graphs, the GPU's time. "called": queued by the host, SwiGLU compiled and FlashMHF called as it is.
+    """
     shape, rows = SHAPES["paper"], []
     plain = [flashmhf.FlashMHF(shape.d_model, shape.heads, shape.subnets, shape.subnet_dim, **SETTINGS) for _ in range(4)]
-    ours, kept = ([quantize.to_fp8(each, projections=projections) for each in plain] for projections in (True, False))
-    theirs = [Fp8SwiGLU(flashmhf.SwiGLU(shape.d_model, shape.swiglu_dim, **SETTINGS)) for _ in range(4)]
+    subjects: dict[str, list[nn.Module]] = {
+        name: [quantize.to_fp8(each, projections=projections) for each in plain]
+        for name, projections in (("flashmhf", True), ("flashmhf, bf16 projections", False))
+    }
+    swiglu = [Fp8SwiGLU(flashmhf.SwiGLU(shape.d_model, shape.swiglu_dim, **SETTINGS)) for _ in range(4)]
+    subjects["swiglu"] = [torch.compile(layer, fullgraph=True, dynamic=True) for layer in swiglu]
     ratio = shape.swiglu_layers / shape.layers
     with torch.no_grad():
-        compiled = {
-            name: [torch.compile(layer, fullgraph=True, dynamic=True) for layer in layers]
-            for name, layers in {"flashmhf": ours, "flashmhf, bf16 projections": kept, "swiglu": theirs}.items()
-        }
-        for tokens in (*DECODE_TOKENS, *(8 * length for length in LENGTHS)):
+        for tokens in (*NETWORK_TOKENS, *(8 * length for length in LENGTHS)):
             x = torch.randn(tokens, shape.d_model, **SETTINGS)
-            error = relative_l2(ours[0](x[:64]), plain[0](x[:64]).double())
+            error = relative_l2(subjects["flashmhf"][0](x), plain[0](x).double())
             if not error <= 2 * ERROR_LIMIT:
                 raise RuntimeError(f"T = {tokens}: relative L2 distance {error} between FP8 and bf16")
 
             def layers(name, x=x):
-                for layer in compiled[name]:
+                for layer in subjects[name]:
                     layer(x)
 
-            runs = {name: (lambda name=name: layers(name)) for name in compiled}
-            for run in runs.values():
+            called = {name: (lambda name=name: layers(name)) for name in subjects}
+            for run in called.values():
                 run()  # compiles
-            if tokens <= max(DECODE_TOKENS):
-                runs = {name: timing.graphed(run) for name, run in runs.items()}
-            ms = {name: value / 4 for name, value in median_ms(runs, 5, 0.03).items()}
-            ratios = {name: ratio * ms["swiglu"] / ms[name] for name in ms if name != "swiglu"}
-            rows.append({"tokens": tokens, "ms a layer": ms, "24 swiglu over 20": ratios})
+            row: dict[str, object] = {"tokens": tokens, "error": error}
+            for way, runs in (("graph", {name: timing.graphed(run) for name, run in called.items()}), ("called", called)):
+                ms = {name: value / 4 for name, value in median_ms(runs, 5, 0.03).items()}
+                ratios = {name: ratio * ms["swiglu"] / ms[name] for name in ms if name != "swiglu"}
+                row[way] = {"ms a layer": ms, "24 swiglu over 20": ratios}
+            rows.append(row)
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
