@@ -90,6 +90,17 @@ def generate_table(root: pathlib.Path) -> str:
     return f"{paper.table(header, lines)}\n\n{_conditions('`generate`', record)}"
 
 
+def generate_fp8_table(root: pathlib.Path) -> str:
+    record = read(root, "generate_fp8_h200.json")
+    lines = []
+    for row in record["rows"]:
+        ratios = [f"{row[name]:.2f}" if name in row else "" for name in ("x_swiglu", "x_swiglu_bf16")]
+        figures = [f"{row['tokens_per_s']:,.0f}", f"{row['ms_per_token']:.2f}", *ratios]
+        lines.append([str(row["batch"]), f"{row['context']:,}", row["subject"], *figures])
+    header = ["batch", "context", "model", "tokens/s", "ms a step", "÷ SwiGLU in FP8", "÷ SwiGLU in bf16"]
+    return f"{paper.table(header, lines)}\n\n{_conditions('`generate`', record)}"
+
+
 SERVING_COLUMNS = {
     "module": "module",
     "layer": "layer",
@@ -123,6 +134,7 @@ BLOCKS: dict[str, dict[str, Callable[[pathlib.Path], str]]] = {
     "README.md": {"headline": headline},
     "benchmarks/README.md": {"summary": summary, "operator": operator_table},
     "docs/language-models.md": {"training": training_table},
+    "docs/fp8.md": {"generate": generate_fp8_table},
     "docs/serving.md": {"generate": generate_table, "serving": serving_table},
 }
 
