@@ -28,7 +28,8 @@ Encode encode_function() {
 
 }  // namespace
 
-CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes) {
+CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes,
+                       int fetch_bytes) {
     constexpr int max_rank = 5;
     const int bytes = type == MapType::fp32 ? 4 : type == MapType::fp8 ? 1 : 2;
     const CUtensorMapDataType element = type == MapType::fp32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
@@ -51,9 +52,9 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
         step[rank++] = 1;
     }
     CUtensorMap map;
-    const CUresult result =
-        encode_function()(&map, element, rank, const_cast<void *>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode_function()(
+        &map, element, rank, const_cast<void *>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        fetch_bytes == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw std::runtime_error(std::string("the driver refuses a tensor map for ") + what + " (CUDA error " + std::to_string(result) +
                                  ")");

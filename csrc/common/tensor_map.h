@@ -19,8 +19,9 @@ struct MapAxis {
 };
 
 // Axes innermost first. Elements outside the tensor read as zeros and are not written. Throws std::runtime_error naming `what`.
-// swizzle_bytes: 128, 64, 32, or 0 for none.
-CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes);
+// swizzle_bytes: 128, 64, 32, or 0 for none. fetch_bytes: what the L2 brings from memory at least, 128 or 256.
+CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes,
+                       int fetch_bytes = 256);
 
 // Q, the output or their gradients: boxes of tile_rows tokens of a head.
 CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x);

@@ -8,12 +8,12 @@ namespace {
 
 constexpr int chunk_inter = 32, gate_columns = ForwardFp8Policy<128>::gate_chunk;
 
-CUtensorMap ku_map(const char *what, const Shape &s, const void *x, int panel) {
+CUtensorMap ku_map(const char *what, const Shape &s, const void *x, int panel, int fetch_bytes) {
     return tensor_map(what, x, MapType::fp8,
                       {{s.head_dim, 1, panel},
                        {s.subnet_dim, s.head_dim, chunk_inter},
                        {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * s.head_dim, 1}},
-                      panel);
+                      panel, fetch_bytes);
 }
 
 // Of W of a head.
@@ -43,13 +43,15 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
     launch.bf16 = problem.bf16;
     launch.plan = plan;
     launch.q = token_map("q", problem.bf16, s, problem.q);
-    launch.k = ku_map("k8", s, problem.k, panel);
-    launch.u = ku_map("u8", s, problem.u, panel);
+    // With few tokens each CTA streams weights of its own, V in rows of 64 bytes: a fetch of 256 bytes would bring four tiles at once.
+    const int fetch_bytes = plan.schedule.slices > 1 && plan.blocks == 1 ? 128 : 256;
+    launch.k = ku_map("k8", s, problem.k, panel, fetch_bytes);
+    launch.u = ku_map("u8", s, problem.u, panel, fetch_bytes);
     launch.v = tensor_map("v8", problem.v, MapType::fp8,
                           {{s.subnet_dim, 1, tile_inter},
                            {d_h, s.subnet_dim, d_h / plan.row_ctas},
                            {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}},
-                          tile_inter);
+                          tile_inter, fetch_bytes);
     launch.out = token_map("the output", problem.bf16, s, out);
 
     ForwardFp8Params &p = launch.params;
