@@ -54,6 +54,11 @@ def test_training_steps_equal_one_process():
     run("training", 4)
 
 
+def test_bf16_losses_do_not_depend_on_the_layout():
+    pytest.importorskip("transformers")
+    run("bf16_losses", 2)
+
+
 @pytest.mark.slow
 def test_transformers_own_tensor_and_pipeline_parallelism(tmp_path):
     pytest.importorskip("transformers")
