@@ -14,7 +14,8 @@ one         FlashMHF-1.3B on the first GPU and SwiGLU-1.3B on the second, at the
 The trainings take the same batches of 8 sequences of 4096 tokens with AdamW and every block compiled: one GPU in two micro-batches of 4,
 FSDP2 in 4 a GPU, and tensor parallelism in two micro-batches of 4 on both. All are programs of fully_shard, on one GPU and under tensor
 parallelism over a mesh of size one, so that all have the same arithmetic: float32 weights, gathered as bf16 and kept until the backward
-pass, and float32 sums of the gradients. Learning rates, their warm-up and parameter groups are those of the package's recipe.
+pass, and float32 sums of the gradients. Learning rates, their warm-up and parameter groups are those of the package's
+recipe; --rate and --warmup are others.
 Written: distributed_<device>.json with times, speed-ups, tokens/s and times of a step's phases (medians of the steps after the compiling
 ones), MFU, peak memory, every loss, the kernels' time of one further step by phase and kind, and the bars of the project's scaling goal
 with whether each is met. The record is written anew after every part: a part that fails or that --limit leaves out has its reason there,
@@ -57,6 +58,7 @@ RANKS = 2
 WARM_UP = 3  # steps that hold the compilation
 # Of the package's recipe for this size: the learning rate rises linearly to PEAK_RATE after RATE_STEPS, 1.5 % of the steps.
 PEAK_RATE, RATE_STEPS, BETAS, WEIGHT_DECAY = 1e-3, 6135, (0.9, 0.95), 0.1
+LENGTH = 4096
 ROWS, PASSES = 5, 10
 MIB = 2**20
 OURS, BASELINE = "flashmhf", "swiglu"
@@ -88,9 +90,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", default="benchmarks/results", metavar="DIR")
     parser.add_argument("--smoke", action="store_true", help="CPU and gloo, tiny")
     parser.add_argument("--steps", type=int, default=50, help="of FlashMHF; SwiGLU, whose speed alone counts, trains 15 at most")
+    parser.add_argument("--length", type=int, help=f"tokens of a sequence (default: {LENGTH})")
+    parser.add_argument("--rate", type=float, default=PEAK_RATE, help="peak learning rate")
+    parser.add_argument("--warmup", type=int, default=RATE_STEPS, metavar="STEPS", help="after which the rate is reached")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of: {', '.join(PARTS)}")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="no part goes on after it")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.length = options.length or (32 if options.smoke else LENGTH)
+    return options
 
 
 class Job:
@@ -296,7 +303,7 @@ class Training:
     def __init__(self, job: Job, kind: str, mode: str):
         self.job, self.mode = job, mode
         self.model = model = language_model(job, kind)
-        self.flops = training_flops_per_token(model, length_of(job))
+        self.flops = training_flops_per_token(model, job.options.length)
         self.parameters = sum(p.numel() for p in model.parameters())
         size = {ONE: (RANKS, 1, 1), FSDP: (1, RANKS, 1), TP: (1, 1, RANKS)}[mode]
         mesh = init_device_mesh(job.device.type, size, mesh_dim_names=("program", "dp", "tp"))
@@ -308,9 +315,10 @@ class Training:
             layer.compile(fullgraph=True, dynamic=False, backend="aot_eager" if job.options.smoke else "inductor")
             fully_shard(layer, **settings, reshard_after_forward=False)
         fully_shard(model, **settings, reshard_after_forward=False)
-        groups = flashmhf.param_groups(model, PEAK_RATE, WEIGHT_DECAY)
-        self.optimizer = torch.optim.AdamW(groups, PEAK_RATE, BETAS, fused=True)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / RATE_STEPS))
+        rate, warmup = job.options.rate, job.options.warmup
+        groups = flashmhf.param_groups(model, rate, WEIGHT_DECAY)
+        self.optimizer = torch.optim.AdamW(groups, rate, BETAS, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / warmup))
         self.phases = Phases(job.device)
         model.model.register_forward_hook(self._after_blocks)
 
@@ -353,16 +361,12 @@ class Training:
         return sums
 
 
-def length_of(job: Job) -> int:
-    return 32 if job.options.smoke else 4096
-
-
 def train(job: Job, kind: str, mode: str, steps: int) -> dict[str, object]:
     """Losses, speed and memory of ``steps`` steps."""
     job.free()
     started = time.perf_counter()
     training = Training(job, kind, mode)
-    length, sequences = length_of(job), 4 if job.options.smoke else 8
+    length, sequences = job.options.length, 4 if job.options.smoke else 8
     losses, times, phases = [], [], []
     for batch in batches(training.model.config.vocab_size, sequences, length, steps):
         batch = batch.to(job.device)
@@ -555,10 +559,12 @@ class Record:
         results = {part: json.loads((self.folder / f"{part}.json").read_text()) for part in self.done()}
         bars = judged(results)
         seconds = time.monotonic() - self.started
+        shape = {name: getattr(self.options, name) for name in ("length", "rate", "warmup")}
+        measured = shape | {"seconds": seconds, "results": results, "errors": self.errors, "bars": bars}
         name = "cpu" if self.options.smoke else "h200" if "H200" in str(record["device"]) else "gpu"
         output = Path(self.options.results)
         output.mkdir(parents=True, exist_ok=True)
-        write(output / f"distributed_{name}.json", record | {"seconds": seconds, "results": results, "errors": self.errors, "bars": bars})
+        write(output / f"distributed_{name}.json", record | measured)
         return bars
 
 
