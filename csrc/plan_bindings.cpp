@@ -82,7 +82,10 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
             owners.append(py::make_tuple(s.first_owner(i) * s.lanes + lane, s.last_owner(i) * s.lanes + lane));
     d["owners"] = owners;
     py::list adds;  // the one of these items that a cluster adds up, or -1
-    for (int cluster = 0; cluster < s.clusters * s.lanes; ++cluster) adds.append(s.adds_parts ? s.ends_item(cluster) : -1);
+    for (int cluster = 0; cluster < s.clusters * s.lanes; ++cluster) {
+        const int index = s.adds_parts ? s.ends_item(cluster / s.lanes) : -1;
+        adds.append(index < 0 ? -1 : index * s.lanes + cluster % s.lanes);
+    }
     d["adds"] = adds;
     return d;
 }

@@ -97,4 +97,83 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
     }
 }
 
+__device__ __forceinline__ uint64_t *gather_flag(const ForwardParams &p, int cluster, int block, int part, int rank) {
+    return p.flags + ((cluster * p.schedule.lanes + block) * 2 + part) * p.row_ctas + rank;
+}
+
+// Where no whole items follow, the consumers add the parts at the end of the kernel. By a warp of the producer: signals the parts of this
+// CTA that other clusters add, then waits for those that this one adds.
+template <int d_h, typename T> __device__ __forceinline__ void signal_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
+    const ForwardSchedule &s = p.schedule;
+    auto &sem = shared.semaphores;
+    const int cluster = kittens::clusterIdx().x, block = kittens::clusterIdx().y, lane = kittens::laneid(),
+              rank = p.row_ctas > 1 ? kittens::cluster_ctarank() : 0;
+    if (lane == 0) {
+        GatherCursor cursor(s, cluster);
+        Work work;
+        while (cursor.next(work, cluster, block, 0))
+            if (work.end < s.inter_tiles) {  // the item ends in another cluster
+                kittens::wait(sem.part_stored[work.part], 0);
+                store_release(gather_flag(p, cluster, block, work.part, rank), p.token);
+            }
+    }
+    __syncwarp();
+    const int index = s.ends_item(cluster);
+    if (index < 0) return;
+    const int first = s.first_owner(index);
+    if (lane < cluster - first) {
+        uint64_t *flag = gather_flag(p, first + lane, block, lane == 0 ? s.part_of(first, index) : 0, rank);
+        while (load_acquire(flag) != p.token) __nanosleep(32);
+        *flag = 0;  // no other warp waits for it, and a graph launch has the same token again
+    }
+    __syncwarp();
+    if (lane == 0) kittens::arrive(sem.piece_full[0]);
+}
+
+// By a consumer warpgroup: adds the parts of the item that ends in this cluster in the order of the clusters. o: the part of this cluster,
+// where keeps_part says so; otherwise it has been stored.
+template <int d_h, typename T>
+__device__ __forceinline__ void gather_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p, const OutputTile<d_h> &o,
+                                             bool keeps_part, int wg) {
+    const ForwardSchedule &s = p.schedule;
+    const int cluster = kittens::clusterIdx().x, block = kittens::clusterIdx().y, rank = p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
+              index = s.ends_item(cluster), thread = kittens::warpgroup::laneid(), row = fragment_row(thread);
+    if (index < 0) return;
+    const RowTile tile(p, index * s.lanes + block, rank, wg);
+    if (!holds_token(p, tile.sequence, tile.token + p.token_of(row))) return;
+    const int first = s.first_owner(index), others = cluster - first;
+    const int64_t part_quads = p.row_ctas * p.consumers * (tile_rows * d_h / 4), cluster_quads = 2 * s.lanes * part_quads;
+    const auto *parts = reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first, block, 0, rank, wg)) + thread;
+    const int64_t first_part = s.part_of(first, index) * part_quads;  // a span behind the first begins within the item
+    // Registers for as many loads in flight as there are parts, for the most part.
+    constexpr int at_once = 3, quads = d_h / 16;
+    kittens::wait(shared.semaphores.piece_full[0], 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float4 sum[quads] = {};
+#pragma unroll 1
+        for (int done = 0; done < others; done += at_once) {
+            float4 x[at_once][quads];
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                const float4 *from = parts + (done + i) * cluster_quads + (done + i == 0 ? first_part : 0) + half * quads * 128;
+                if (done + i < others)
+#pragma unroll
+                    for (int j = 0; j < quads; ++j) x[i][j] = __ldcg(from + 128 * j);
+            }
+#pragma unroll
+            for (int i = 0; i < at_once; ++i)
+                if (done + i < others)
+#pragma unroll
+                    for (int j = 0; j < quads; ++j) add(sum[j], x[i][j]);
+        }
+#pragma unroll
+        for (int j = 0; j < quads; ++j) {
+            const int quad = half * quads + j;
+            add(sum[j], keeps_part ? fragment_quad<d_h>(o, quad) : __ldcg(parts + others * cluster_quads + 128 * quad));
+            store_quad<d_h, T>(sum[j], p, tile, row, 8 * quad + thread % 4 * 2);
+        }
+    }
+}
+
 }  // namespace flashmhf

@@ -12,7 +12,8 @@
 
 namespace flashmhf {
 
-template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
+template <int d_h, typename T, bool gathers>
+struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
     using Stream = ItemStream<Shared, ForwardParams, P::slots>;
@@ -22,7 +23,7 @@ template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared
     // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
     static constexpr bool halved = P::q_in_registers && std::is_same_v<T, kittens::bf16>;
 
-    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase;
+    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::reader_of, Stream::ring, Stream::q_phase;
     using Stream::wait_slot, Stream::release, Stream::release_ring, Stream::first_item, Stream::next_item, Stream::this_item,
         Stream::last_item, Stream::release_q;
 
@@ -43,7 +44,8 @@ template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared
         if (wg + 1 < p.consumers && issues_in_order(item)) kittens::arrive(issue_order_barrier(wg + 1));
     }
     // Stores the sums of an item (output buffer, workspace, or the other slices' CTAs) and hands the buffer of Q to the producer.
-    __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
+    // keeps_part: a part of the item stays in o.
+    __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o, bool keeps_part = false) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
         const int part = item.part;
         const bool stores = holds_token(p, item.sequence, item.token + p.token_of(fragment_row(warpgroup::laneid())));
@@ -55,7 +57,7 @@ template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared
             kittens::wait(shared.semaphores.slice_sums_full, 0);
             add_slice_sums<d_h, T>(shared.slice_sums(), p, wg);
         } else if (part >= 0) {
-            if (stores)
+            if (stores && !keeps_part)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part,
                                 p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
             if (P::may_add_parts) {
@@ -72,6 +74,32 @@ template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared
     // O += A V behind a first product, whose wgmma fence serves both.
     __device__ __forceinline__ static void accumulate(OutputTile<d_h> &o, const ActivationTile<T> &a, const typename Shared::V &v) {
         warpgroup::mma_AB<OutputTile<d_h>, ActivationTile<T>, typename Shared::V, 0>(o, a, v);
+    }
+
+    // No row of this warpgroup holds a token, in any item.
+    __device__ __forceinline__ bool is_idle() { return p.blocks == 1 && !holds_token(p, this_item().sequence, this_item().token); }
+    // Does for all items what the others wait for, without the products: they take power, and the tensor cores of the other warpgroup.
+    __device__ __forceinline__ void pass_items() {
+        release_q();
+        while (true) {
+            if (p.router_bytes) {
+                kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
+                if (lane == 0) kittens::arrive(shared.semaphores.w_empty);
+            }
+            for (int left = this_item().end - this_item().begin; left > 0; --left, ring.advance())
+                if (reader_of >= 0) {
+                    wait_sleeping(shared.semaphores.slot_full[ring.slot], ring.phase);
+                    release(ring.slot);
+                }
+            __syncwarp();
+            const bool more = next_item().end > 0;
+            wait_to_issue(this_item());
+            let_next_issue(this_item());
+            const int part = last_item().part;
+            release_q();
+            if (P::may_add_parts && part >= 0 && lane == 0) kittens::arrive(shared.semaphores.part_stored[part]);
+            if (!more) return;
+        }
     }
 
     // Q in registers: one stream of tiles through all items.
@@ -95,6 +123,8 @@ template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared
             if constexpr (halved) kittens::warp::mul(q, q, __float2bfloat16(0.5f));
         };
         if (first_item().end == 0) return;
+        if constexpr (gathers)
+            if (is_idle()) return pass_items();
         load_q();
         wait_slot();
         mn = 0.f;
@@ -102,6 +132,7 @@ template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared
         warpgroup::mma_async_wait<0>();
         pin(mn);
         release_q();
+        bool keeps_part = false;
         while (true) {
             begin_gate(gate, query);
             warpgroup::mma_async_wait<0>();
@@ -142,11 +173,14 @@ template <int d_h, typename T> struct ForwardConsumer : ItemStream<ForwardShared
             let_next_issue(this_item());
             warpgroup::mma_async_wait<1>();
             pin(o);
-            finish(last_item(), o);
+            // The last work of a cluster is what ends in it, if anything does.
+            if constexpr (gathers) keeps_part = !more && last_item().end == p.schedule.inter_tiles;
+            finish(last_item(), o, keeps_part);
             if (!more) break;
         }
         warpgroup::mma_async_wait<0>();
         pin(mn);
+        if constexpr (gathers) gather_parts<d_h, T>(shared, p, o, keeps_part, wg);
     }
 
     // Q in shared memory: [K;U] comes as two halves of d_h, and an item ends before the next begins.

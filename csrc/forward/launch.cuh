@@ -18,14 +18,17 @@ template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan
 }
 
 // All kernels may be started before their predecessor has finished; they wait for that before they touch any data.
-template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
+template <int d_h, typename T, bool gathers> cudaError_t launch_instance(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
-    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T>, ForwardPolicy<d_h>::shared_memory)) return error;
-    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, T>, l.plan.cluster_size)) return error;
-    if (cudaError_t error =
-            launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T>, dim3(s.clusters * l.plan.cluster_size, s.lanes),
-                            128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params))
-        return error;
+    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T, gathers>, ForwardPolicy<d_h>::shared_memory)) return error;
+    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, T, gathers>, l.plan.cluster_size)) return error;
+    return launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T, gathers>, dim3(s.clusters * l.plan.cluster_size, s.lanes),
+                           128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params);
+}
+template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
+    if constexpr (ForwardPolicy<d_h>::may_add_parts)
+        if (l.plan.schedule.gathers()) return launch_instance<d_h, T, true>(l, stream);
+    if (cudaError_t error = launch_instance<d_h, T, false>(l, stream)) return error;
     return combine_typed<d_h, T>(l.plan, l.params, stream);
 }
 
@@ -41,8 +44,8 @@ template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan,
 
 template <int d_h> cudaError_t count_clusters(int size, int *count) {
     using P = ForwardPolicy<d_h>;
-    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, kittens::bf16>, P::shared_memory)) return error;
-    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, kittens::bf16>, size)) return error;
+    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, kittens::bf16, false>, P::shared_memory)) return error;
+    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, kittens::bf16, false>, size)) return error;
     cudaLaunchAttribute attribute = clusters_of(size);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(size);
@@ -50,7 +53,7 @@ template <int d_h> cudaError_t count_clusters(int size, int *count) {
     config.dynamicSmemBytes = P::shared_memory;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaOccupancyMaxActiveClusters(count, flashmhf_forward<d_h, kittens::bf16>, &config);
+    return cudaOccupancyMaxActiveClusters(count, flashmhf_forward<d_h, kittens::bf16, false>, &config);
 }
 
 }  // namespace flashmhf

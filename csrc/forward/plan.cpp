@@ -104,6 +104,9 @@ ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int cluster
         checked(tiles, "the split range");
         s.quotient = static_cast<int>(tiles / s.splits);
         s.remainder = static_cast<int>(tiles % s.splits);
+        const bool equal = s.quotient * spans == inter_tiles && s.remainder == 0;
+        if (may_add_parts && s.waves == 0 && s.splits > s.rest)
+            s.adds_parts = (equal ? spans : ceil_div(inter_tiles, s.quotient) + 1) <= most_gathered;
     }
     return s;
 }
@@ -135,8 +138,10 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
 
     // Few items: clusters that divide the inter range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
     // when a head has few row tiles.
-    const int slices =
-        !footprint.may_slice ? 1 : plan_slices(single * heads, heads, inter_tiles, shape.head_dim, plan.bundle > 1, device, cost);
+    int slices = !footprint.may_slice ? 1 : plan_slices(single * heads, heads, inter_tiles, shape.head_dim, plan.bundle > 1, device, cost);
+    const bool may_add_parts = footprint.may_add_parts && plan.bundle == 1;
+    // Two slices a head: pairs that halve the traffic from the L2 are faster, where all their row tiles have rows.
+    if (slices == 2 && may_add_parts && device.clusters[1] > 0 && tiles % (2 * footprint.consumers) == 0) slices = 1;
     plan.row_ctas = slices == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
     plan.cluster_size = slices * plan.row_ctas;
     plan.blocks = checked(ceil_div(tiles, most_consumers * plan.row_ctas), "the number of tokens");
@@ -157,10 +162,10 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
     }
     const int clusters = device.clusters[plan.row_ctas - 1];
     const int lanes = footprint.may_take_lanes ? plan_lanes(heads, plan.blocks, inter_tiles, clusters, device, cost) : 1;
-    plan.schedule = plan_schedule(items, lanes, inter_tiles, clusters, shape.head_dim, footprint.may_add_parts && plan.bundle == 1, cost);
+    plan.schedule = plan_schedule(items, lanes, inter_tiles, clusters, shape.head_dim, may_add_parts, cost);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = int64_t{plan.schedule.splits} * lanes * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
-    if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * 2 * plan.row_ctas;
+    if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * lanes * 2 * plan.row_ctas;
     return plan;
 }
 
@@ -169,9 +174,12 @@ std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {
     for (int cluster = 0; cluster < schedule.clusters; ++cluster)
         for (int lane = 0; lane < schedule.lanes; ++lane)
             for (int slice = 0; slice < schedule.slices; ++slice) {
-                WorkCursor cursor(schedule, cluster);
                 Work work;
-                while (cursor.next(work, cluster, lane, slice)) all.push_back({cluster, lane, slice, work});
+                auto list = [&](auto cursor) {
+                    while (cursor.next(work, cluster, lane, slice)) all.push_back({cluster, lane, slice, work});
+                };
+                if (schedule.gathers()) list(GatherCursor(schedule, cluster));
+                else list(WorkCursor(schedule, cluster));
             }
     return all;
 }

@@ -2,6 +2,8 @@
 // first sub-networks of an item, and stores the outputs.
 #pragma once
 
+#include <type_traits>
+
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
@@ -11,6 +13,8 @@
 #include "forward/shared_memory.cuh"
 
 namespace flashmhf {
+
+template <bool gathers> using Cursor = std::conditional_t<gathers, GatherCursor, WorkCursor>;
 
 struct WeightMaps {
     const CUtensorMap *k, *u, *v;  // [H * E][d_e][d_h]; rows from d_e on read as zeros
@@ -36,11 +40,11 @@ __device__ __forceinline__ void begin(const ForwardParams &p) {
 }
 
 // Prefetches to the L2 the tiles that fill the ring first. A hint: right even while the kernel before this one writes them. By one thread.
-template <int d_h> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
+template <int d_h, bool gathers> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     const int own_row = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
     Work work;
-    if (!WorkCursor(p.schedule, kittens::clusterIdx().x)
+    if (!Cursor<gathers>(p.schedule, kittens::clusterIdx().x)
              .next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank()))
         return;
 #pragma unroll 1
@@ -54,7 +58,7 @@ template <int d_h> __device__ __forceinline__ void prefetch_weights(const Weight
 
 // By one thread. CTAs of a pair each fetch a part of the rows of a tile and multicast it. Every instruction of the loop over the tiles
 // delays the refill of a slot: ptxas keeps coordinates in uniform registers only if this thread runs alone from the beginning of its code.
-template <int d_h, typename T, bool multicast>
+template <int d_h, typename T, bool multicast, bool gathers>
 __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     auto &sem = shared.semaphores;
@@ -80,7 +84,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         load_rows<multicast>(ku, tile_inter + own_row, maps.u, col, row, subnet, sem.slot_full[ring.slot], ctas);
     };
 
-    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
+    Cursor<gathers> cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
     while (cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) {
         int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
@@ -192,13 +196,13 @@ template <typename Tile> __device__ __forceinline__ void store_output(const Tile
 }
 
 // For one consumer warpgroup, by one warp: loads Q and gate of its items, stores their outputs.
-template <int d_h, typename T>
+template <int d_h, typename T, bool gathers>
 __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
                                                    const CUtensorMap *map_out, const ForwardParams &p, int warpgroup) {
     using P = ForwardPolicy<d_h>;
     const bool leader = kittens::laneid() == 0;
     auto &full = shared.semaphores.q_full[warpgroup];
-    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
+    Cursor<gathers> cursor(p.schedule, kittens::clusterIdx().x);
     constexpr int unhurried_tiles = 48 * 128 / d_h;  // 25 us: an item of so many tiles covers the slow load of the next item's gate
     const bool stages = P::gate_early && p.router_bytes > 0 && leader && warpgroup == 0;
     int count = 0, ahead = 0;

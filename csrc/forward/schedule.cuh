@@ -11,6 +11,10 @@
 // only. They were launched before it and signal their parts without waiting, so their parts arrive however few clusters the device runs at
 // a time.
 //
+// Without whole waves, and where there is room, the clusters add the parts at their end, each the item whose last part it holds. Such a
+// cluster takes the later item of its span first (GatherCursor): the last part of the other item is then still in its registers, and the
+// parts that it waits for were, but for those of clusters in the middle of an item, stored long ago.
+//
 // Where all items run at once and a head has several blocks, clusters side by side take one span of the inter dimension for all blocks of a
 // head (`lanes`), so that its weights come from memory once: end to end the blocks would reach a tile at times too far apart for the L2.
 //
@@ -25,6 +29,7 @@ namespace flashmhf {
 constexpr int max_slices = 8;     // CTAs of a cluster, on every chip
 constexpr int large_slices = 16;  // where a chip has room for them
 constexpr int most_parts = 32;    // of an item that the clusters add up: a lane for each
+constexpr int most_gathered = 4;  // of an item that one cluster adds up at its end; of more, the combine kernel is faster
 
 struct ForwardSchedule {
     int inter_tiles;          // of a head: E * ceil(d_e / 64)
@@ -35,9 +40,11 @@ struct ForwardSchedule {
     int splits;               // clusters that share the rest; rest <= splits <= clusters
     int slices;               // CTAs of a cluster that divide the inter range of its item; more than 1: one wave, no rest
     int gap;                  // tiles
-    bool adds_parts;          // the clusters add up the parts of split items; otherwise the combine kernel does
+    bool adds_parts;          // the clusters add up the parts of split items, with one wave or none; otherwise the combine kernel does
     int quotient, remainder;  // rest * (gap + inter_tiles) = splits * quotient + remainder, or inter_tiles = slices * quotient + remainder
 
+    // The clusters add the parts at their end.
+    FLASHMHF_HOST_DEVICE bool gathers() const { return adds_parts && waves == 0; }
     // First tile of a cluster's span, in the gaps and tiles of the rest laid end to end; or of a slice's, in the tiles of an item.
     FLASHMHF_HOST_DEVICE int span_begin(int cluster) const { return cluster * quotient + (cluster < remainder ? cluster : remainder); }
     // The cluster whose span holds a tile of them.
@@ -88,6 +95,27 @@ struct WorkCursor {
         work = {wave++ * s.clusters + cluster, 0, s.inter_tiles, 0};
         if (s.slices > 1) work.begin = s.span_begin(rank), work.end = s.span_begin(rank + 1);
         return true;
+    }
+};
+
+// The same of a launch that gathers parts: the items of its span, the last one first.
+struct GatherCursor {
+    const ForwardSchedule &s;
+    int stop;
+
+    FLASHMHF_HOST_DEVICE GatherCursor(const ForwardSchedule &schedule, int cluster)
+        : s(schedule),
+          stop(cluster < s.splits ? s.span_begin(cluster + 1) : 0) {}
+    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int lane, int) {
+        const int begin = s.span_begin(cluster), size = s.gap + s.inter_tiles;
+        while (stop > begin) {
+            const int end = stop, index = (end - 1) / size, first = index * size + s.gap;
+            stop = index * size;
+            if (end <= first) continue;  // the span ends in the gap before the item
+            work = {index * s.lanes + lane, begin < first ? 0 : begin - first, end - first, s.part_of(cluster, index)};
+            return true;
+        }
+        return false;
     }
 };
 
