@@ -378,7 +378,9 @@ for _name, _batched in (
 
 def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Tensor, *rest, activation: str) -> Tensor:
     device_type = q.device.type
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    # Dynamo of torch 2.10 cannot trace is_autocast_available(); is_autocast_enabled() raises for devices that have none.
+    has_autocast = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    if not (has_autocast and torch.is_autocast_enabled(device_type)):
         return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
     q, k, u, v = _cast((q, k, u, v), torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):

