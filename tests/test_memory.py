@@ -46,6 +46,7 @@ modules = flashmhf.FlashMHF(2048, 16, 22, 384, backend="hopper", **settings), fl
 x, upstream = (torch.randn(8, 4032, 2048, device="cuda").bfloat16() for _ in range(2))
 x.requires_grad_()
 peaks = []
+torch.autograd.set_multithreading_enabled(False)  # an engine thread may still hold the first round's gradients when `before` is read
 for module in modules:
     for _ in range(2):
         torch.cuda.synchronize()
