@@ -151,7 +151,9 @@ template <typename T> int run(const Arguments &options) {
     quantised_reference<T><<<sampled, 256, 2 * s.head_dim * sizeof(double)>>>(quantised, in.q, k8, u8, v8, scales, gates, s, stride);
     gather_rows<T><<<sampled, 128>>>(got, in.out, s.head_dim, stride);
     const auto values = got.host(), exact = expected.host(), same_points = quantised.host();
-    ok = report("out against the definition", exact, values, one_sign ? 1.2e-2 : 7e-2) && ok;
+    // Sums of few terms do not average out the rounding of the operands: these then have the larger error themselves.
+    const double limit = std::max(one_sign ? 1.2e-2 : 7e-2, 1.05 * relative_l2(exact, same_points));
+    ok = report("out against the definition", exact, values, limit) && ok;
     ok = report("out against the same quantised operands", same_points, values, 1.2e-2) && ok;
     report("these against the definition", exact, same_points, 7e-2);
     return ok ? 0 : 1;

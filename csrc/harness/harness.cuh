@@ -216,12 +216,16 @@ template <typename Launch> void measure_chain(int64_t sets, Launch &&launch) {
     std::printf("in a chain %.2f us a launch\n", fastest * 1e3);
 }
 
-// Prints the relative L2 error; whether it is within the limit.
-inline bool report(const char *what, const std::vector<double> &expected, const std::vector<double> &got, double limit) {
+inline double relative_l2(const std::vector<double> &expected, const std::vector<double> &got) {
     double error = 0, norm = 0;
     for (size_t i = 0; i < expected.size(); ++i)
         error += (expected[i] - got[i]) * (expected[i] - got[i]), norm += expected[i] * expected[i];
-    const double relative = std::sqrt(error / norm);
+    return std::sqrt(error / norm);
+}
+
+// Prints the relative L2 error; whether it is within the limit.
+inline bool report(const char *what, const std::vector<double> &expected, const std::vector<double> &got, double limit) {
+    const double relative = relative_l2(expected, got);
     const bool ok = relative <= limit;
     std::printf("%-4s relative L2 error %.2e of %zu values, limit %.1e: %s\n", what, relative, expected.size(), limit, ok ? "ok" : "WRONG");
     return ok;
