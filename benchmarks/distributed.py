@@ -38,6 +38,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,8 +239,10 @@ def compiled(job: Job) -> dict[str, object]:
     for name, sequence, pipelined in ((ALL_REDUCE, False, False), (SEQUENCE, True, False), (ASYNCHRONOUS, True, True)):
         job.free()
         module, operand = (sharded(sequence_dim=0), mine) if sequence else (sharded(), tokens)
-        if pipelined and not job.options.smoke and torch.__version__ < "2.11":
-            torch.distributed._symmetric_memory.enable_symm_mem_for_group(job.mesh.get_group().group_name)
+        if pipelined and not job.options.smoke:
+            with warnings.catch_warnings():  # deprecated from torch 2.11 on, but Inductor still asks whether it was called
+                warnings.simplefilter("ignore", FutureWarning)
+                torch.distributed._symmetric_memory.enable_symm_mem_for_group(job.mesh.get_group().group_name)
         with config.patch(_micro_pipeline_tp=pipelined and not job.options.smoke):
             # Not the module alone: its hooks, which hold the collectives, would be graphs of their own.
             call = forward(torch.compile(lambda x, module=module: module(x), fullgraph=True, dynamic=False), operand)
