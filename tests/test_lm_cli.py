@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from lm_runs import options, write_text
-from transformers import trainer
+from transformers import AutoModelForCausalLM, trainer
 
 from flashmhf.app import cli
 from flashmhf.lm import evaluation, training
@@ -164,5 +165,24 @@ def test_serve_refuses_and_warns(run, monkeypatch, capsys, caplog):
     assert cli.main(["--device", "cpu", "serve", "--model", str(run), "--port", "8123"]) == 0
     assert served[0]["force_model"] == str(run) and served[0]["port"] == 8123 and served[0]["device"] == "cpu"
     assert "has no chat template" in caplog.text
+    assert cli.main(["serve", "--model", str(run), "--keep-projections"]) == 2
+    assert "--keep-projections needs --fp8" in capsys.readouterr().err
     known = sys.modules["transformers"]  # importing the models may replace the module that this file has imported
     assert known.FlashMHFForCausalLM.from_pretrained(run).config.model_type == "flashmhf"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--keep-projections", "--dtype", "bfloat16"]])
+def test_serve_in_fp8(run, monkeypatch, arguments):
+    """What the server loads is in FP8, and is gone when it ends."""
+    folders = []
+
+    def load(force_model, dtype, **settings):
+        loaded = AutoModelForCausalLM.from_pretrained(force_model, dtype=dtype)
+        found = loaded.config.quantization_config
+        assert found.quant_method == "flashmhf_fp8" and found.projections == (not arguments)
+        assert loaded.lm_head.weight.dtype == (torch.bfloat16 if arguments else torch.float32)
+        folders.append(force_model)
+
+    monkeypatch.setattr("transformers.cli.serve.Serve", load)
+    assert cli.main(["serve", "--model", str(run), "--device", "cpu", "--fp8", *arguments]) == 0
+    assert len(folders) == 1 and not Path(folders[0]).exists()

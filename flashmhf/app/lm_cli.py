@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-import torch
-
 from .. import extras
 from .arguments import positive_integer
 
@@ -337,10 +335,19 @@ def _quantize(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} is not empty; choose a new directory")
-    # float32, so that packed weights are rounded once.
-    model, tokenizer = _load(args, dtype="float32", fp8=True)
-    model.to(getattr(torch, args.dtype)).save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    from transformers.utils import logging
+
+    from ..lm import evaluation
+
+    logging.disable_progress_bar()
+    evaluation.save_fp8(
+        args.model,
+        output,
+        tokenizer_name=args.tokenizer,
+        device=getattr(args, "device", "auto"),
+        dtype=args.dtype,
+        projections=not args.keep_projections,
+    )
     size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     print(f"{output}: {size / 1e6:,.1f} MB of weights")
     return 0
@@ -357,6 +364,8 @@ def _add_serve(subparsers) -> None:
     add("--model", required=True, metavar="DIR", help="training run, checkpoint or saved model, also of flashmhf quantize, or a name")
     add("--device", default=argparse.SUPPRESS, help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the stored weights'")
+    add("--fp8", action="store_true", help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already")
+    _add_keep_projections(parser)
     add("--host", default="localhost")
     add("--port", type=positive_integer, default=8000)
     add("--continuous-batching", action="store_true", help="requests together, with paged attention")
@@ -365,8 +374,16 @@ def _add_serve(subparsers) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from ..serving import transformers_server
 
-    device = getattr(args, "device", "auto")
+    if args.keep_projections and not args.fp8:
+        raise ValueError("--keep-projections needs --fp8")
     transformers_server.serve(
-        args.model, device=device, dtype=args.dtype, host=args.host, port=args.port, continuous_batching=args.continuous_batching
+        args.model,
+        device=getattr(args, "device", "auto"),
+        dtype=args.dtype,
+        host=args.host,
+        port=args.port,
+        continuous_batching=args.continuous_batching,
+        fp8=args.fp8,
+        projections=not args.keep_projections,
     )
     return 0

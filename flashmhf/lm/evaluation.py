@@ -59,6 +59,26 @@ def load(
     return model, tokenizer
 
 
+def save_fp8(
+    name: str,
+    output: Path,
+    *,
+    tokenizer_name: str | None = None,
+    device: str = "auto",
+    dtype: str = "bfloat16",
+    projections: bool = True,
+) -> None:
+    """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
+
+    ``dtype`` is that of what is not quantised; auto: of the stored weights. Raises what :func:`load` raises.
+    """
+    # float32, so that packed weights are rounded once.
+    model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True, projections=projections)
+    stored = None if _is_official(Path(locate(name))) else AutoConfig.from_pretrained(locate(name)).dtype
+    model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype]).save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
 def locate(name: str) -> str:
     """The directory that holds the model of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
     path = Path(name)
