@@ -58,13 +58,62 @@ def gated_backward(grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Se
 
 
 def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
-    """x W^T of x [T, K] and w [N, K]."""
+    """x W^T of x [..., K] and w [N, K]."""
     return 2 * math.prod(x) * w[0]
+
+
+def _layer(x: Shape, in_w: Shape, k: Shape, w: Shape | None, out_w: Shape) -> int:
+    q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
+    mixed = forward(q, k) if w is None else gated_forward(q, k)
+    return projection(x, in_w) + mixed + projection(q, out_w)
+
+
+def layer(
+    x: Shape,
+    in_w: Shape,
+    in_bias: object,
+    k: Shape,
+    u: object,
+    v: object,
+    w: Shape | None,
+    eps: float,
+    out_w: Shape,
+    *args: object,
+    **kwargs: object,
+) -> int:
+    """:func:`gated_forward` (w None: :func:`forward`) and both projections."""
+    return _layer(x, in_w, k, w, out_w)
+
+
+def fp8_layer(
+    x: Shape,
+    in_w: Shape,
+    in_scale: object,
+    in_bias: object,
+    k8: Shape,
+    u8: object,
+    v8: object,
+    scales: object,
+    w: Shape,
+    eps: float,
+    out_w: Shape,
+    *args: object,
+    **kwargs: object,
+) -> int:
+    """:func:`layer` with e4m3 weights."""
+    return _layer(x, in_w, k8, w, out_w)
 
 
 def register() -> None:
     """Registers the formulae with PyTorch, now or when something imports its counter: that import takes Triton's with it."""
     when_imported(_COUNTER, _register_operators)
+
+
+def register_layer() -> None:
+    """Registers the formula of ``torch.ops.flashmhf.layer``, which exists once ``flashmhf.serving`` is imported."""
+    counter = sys.modules.get(_COUNTER)
+    if counter is not None and torch.ops.flashmhf.layer not in counter.flop_registry:
+        counter.register_flop_formula(torch.ops.flashmhf.layer)(layer)
 
 
 def register_projection() -> None:
@@ -81,7 +130,13 @@ def _register_operators(counter: ModuleType) -> None:
         "backward": backward,
         "gated_backward": gated_backward,
         "backward_accumulate_": backward,
+        "fp8_forward": forward,
+        "fp8_gated_forward": gated_forward,
+        "fp8_linear": projection,
+        "fp8_layer": fp8_layer,
     }.items():
         counter.register_flop_formula(getattr(torch.ops.flashmhf, name))(formula)
     if hasattr(torch.ops.flashmhf_hopper, "project"):
         register_projection()
+    if hasattr(torch.ops.flashmhf, "layer"):
+        register_layer()

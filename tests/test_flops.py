@@ -93,6 +93,32 @@ def test_either_import_may_come_first(first):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+@pytest.mark.parametrize("router", [True, False])
+def test_the_layer_of_serving_counts_what_the_module_counts(router):
+    from flashmhf.serving import operator
+
+    d_model = H * D_H
+    ffn = flashmhf.FlashMHF(d_model, H, E, D_E) if router else flashmhf.MHFFN(d_model, H, D_E)
+    k, u, v = (weight.view(H, -1, D_E, D_H) for weight in (ffn.k, ffn.u, ffn.v))
+    x, projections = torch.randn(*LEADING, d_model), [(each.weight, each.bias) for each in (ffn.in_proj, ffn.out_proj)]
+    with torch.no_grad():
+        call = count(lambda: operator.layer(x, projections[0], k, u, v, ffn.router if router else None, 0.0, projections[1]))
+        assert call == count(lambda: ffn(x)) > 0
+
+
+@pytest.mark.parametrize("projections", [True, False])
+def test_networks_in_fp8_count_what_the_module_counts(projections, monkeypatch):
+    ffn = flashmhf.FlashMHF(128, 2, 3, 16)
+    served, x = flashmhf.quantize.to_fp8(ffn, projections=projections), torch.randn(*LEADING, 128)
+    with torch.no_grad():
+        expected = count(lambda: ffn(x))
+        assert count(lambda: served(x)) == count(lambda: served._forward_parts(x)) == expected > 0
+        monkeypatch.setattr(flashmhf.quantize.layer, "CHUNK_TOKENS", 8)
+        assert count(lambda: served(x)) == expected
+        q = torch.randn(*LEADING, 2, 64)
+        assert count(lambda: flashmhf.quantize.forward(q, served.packed)) == 6 * q.numel() * 3 * 16
+
+
 def test_projection():
     assert flops.projection((5, 128), (64, 128), None, True) == 2 * 5 * 128 * 64
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import backends, checks, reference, torch_private
+from .. import backends, checks, flops, reference, torch_private
 from ..backends.contract import Backend, Projection
 
 CHUNK_TOKENS = 16384  # more tokens than this take equal chunks of at most this many: S of one chunk at a time
@@ -115,6 +115,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("layer", _layer, _key)
 _library.impl("layer", _layer_autograd, "Autograd")
 torch.library.register_fake("flashmhf::layer", _fake_layer, lib=_library)
+flops.register_layer()
 
 
 def layer(
