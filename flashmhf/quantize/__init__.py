@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from . import eager, operators  # noqa: F401  (operators registers torch.ops.flashmhf.fp8_*)
+from . import operators  # noqa: F401  (registers torch.ops.flashmhf.fp8_*)
 from .modules import Fp8FlashMHF, Fp8Linear, is_flashmhf, quantize_, to_fp8
-from .packing import LAYOUT, PackedWeights, check_packed, pack_fp8, unpack
+from .packing import LAYOUT, PackedWeights, pack_fp8, unpack
+from .saturation import check_saturation, count_saturated
 
 __all__ = [
     "LAYOUT",
     "Fp8FlashMHF",
     "Fp8Linear",
     "PackedWeights",
+    "check_saturation",
     "count_saturated",
     "forward",
     "is_flashmhf",
@@ -57,17 +59,3 @@ def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backen
     if not isinstance(packed, PackedWeights):
         raise TypeError(f"packed must be a flashmhf.quantize.PackedWeights, got {type(packed).__name__}")
     return torch.ops.flashmhf.fp8_forward(q, *packed.tensors, r, backend=backend)
-
-
-def count_saturated(q: Tensor, packed: PackedWeights) -> dict[str, tuple[int, int]]:
-    """{"k", "u", "v", "a": (elements at the limit of e4m3, all elements)} for q [..., H, d_h]: a slow check, in float32.
-
-    "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm.
-    """
-    checks.tensors(q=q)
-    check_packed(*packed.tensors)
-    counts = {}
-    for name, tensor in (("k", packed.k8), ("u", packed.u8), ("v", packed.v8)):
-        counts[name] = int((tensor.float().abs() >= 448).sum()), tensor.numel()
-    elements = q.numel() // q.shape[-1] * packed.k8.shape[1] * packed.k8.shape[2]
-    return counts | {"a": (eager.saturated(q, *packed.tensors), elements)}

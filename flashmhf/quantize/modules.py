@@ -137,10 +137,13 @@ class Fp8FlashMHF(_Quantised):
             x, *in_proj, *packed, self.router, self.router_eps, *out_proj, q_norm=weight, q_norm_eps=eps, backend=self.backend
         )
 
-    def _forward_parts(self, x: Tensor) -> Tensor:
+    def query(self, x: Tensor) -> Tensor:
+        """The operator's q [..., H, d_h] of x [..., d_model]."""
         q = (x if self.in_proj is None else self.in_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
+        return q if self.q_norm is None else self.q_norm(q)
+
+    def _forward_parts(self, x: Tensor) -> Tensor:
+        q = self.query(x)
         mixed = torch.ops.flashmhf.fp8_gated_forward(q, *self.packed.tensors, self.router, self.router_eps, backend=self.backend)
         return mixed.flatten(-2) if self.out_proj is None else self.out_proj(mixed.flatten(-2))
 

@@ -1,0 +1,75 @@
+"""How many values reach the limit of e4m3: a slow check, in float32, of single calls and of the calls of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from . import eager
+from .modules import Fp8FlashMHF
+from .packing import E4M3_MAX, PackedWeights, check_packed
+
+Counts = dict[str, tuple[int, int]]  # "k", "u", "v", "a": (elements at the limit, all elements)
+
+
+@torch.no_grad()
+def count_saturated(q: Tensor, packed: PackedWeights) -> Counts:
+    """{"k", "u", "v", "a": (elements at the limit of e4m3, all elements)} for q [..., H, d_h]: a slow check, in float32.
+
+    "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm. Q cannot saturate:
+    the largest value of a token and head becomes 16.
+    """
+    checks.tensors(q=q)
+    check_packed(*packed.tensors)
+    return _of_weights(packed) | {"a": _of_call(q, packed)}
+
+
+def _of_weights(packed: PackedWeights) -> Counts:
+    weights = {"k": packed.k8, "u": packed.u8, "v": packed.v8}
+    return {name: (int((tensor.float().abs() >= E4M3_MAX).sum()), tensor.numel()) for name, tensor in weights.items()}
+
+
+def _of_call(q: Tensor, packed: PackedWeights) -> tuple[int, int]:
+    return eager.saturated(q, *packed.tensors), q.numel() // q.shape[-1] * packed.k8.shape[1] * packed.k8.shape[2]
+
+
+@contextmanager
+def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
+    """Counts, in a ``with`` block, what saturates in the calls of every :class:`Fp8FlashMHF` of ``model``: a check mode.
+
+    ::
+
+        with quantize.check_saturation(model) as report:
+            model(x)
+        report["layers.0.mlp"]["a"]  # (elements of A beyond +-448, all elements of A), summed over the calls
+
+    The report has a module's name in ``model`` (``""`` for ``model`` itself) and the keys of :func:`count_saturated`; "a" is (0, 0) for a
+    module that is not called. Outputs do not change. Each call computes A a second time, in float32 on its device, so that it takes many
+    times as long. Compiled models run uncompiled in the block; calls replayed from a CUDA graph are not seen.
+
+    Raises TypeError for what is no module, and ValueError where ``model`` holds no Fp8FlashMHF.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Fp8FlashMHF)}
+    if not modules:
+        raise ValueError("model holds no Fp8FlashMHF; supported: models after to_fp8 or quantize_")
+    report = {name: _of_weights(module.packed) | {"a": (0, 0)} for name, module in modules.items()}
+    hooks = [module.register_forward_hook(partial(_count, report[name]), with_kwargs=True) for name, module in modules.items()]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield report
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _count(counts: Counts, module: Fp8FlashMHF, inputs: tuple[Tensor, ...], named: dict[str, Tensor], _: Tensor) -> None:
+    count, elements = _of_call(module.query(*inputs, **named), module.packed)
+    counts["a"] = counts["a"][0] + count, counts["a"][1] + elements
