@@ -9,13 +9,15 @@ module      the operator and the module by heads at the efficiency table's shape
 compiled    the compiled module by heads: an all-reduce; sequence parallelism; PyTorch's asynchronous tensor parallelism
 collectives all-gather, reduce-scatter and all-reduce of bf16 tensors
 one         FlashMHF-1.3B on the first GPU and SwiGLU-1.3B on the second, at the same time; there then FlashMHF again, the control
-<ffn> fsdp2, <ffn> tp2    the same trainings on both GPUs
+layouts     a FlashMHF of the 128M preset's size, in float32 and in bf16, with deterministic algorithms: one GPU, the control, FSDP2, TP
+<ffn> fsdp2, <ffn> tp2    the trainings of ``one`` on both GPUs
 
 The trainings take the same batches of 8 sequences of 4096 tokens with AdamW and every block compiled: one GPU in two micro-batches of 4,
 FSDP2 in 4 a GPU, and tensor parallelism in two micro-batches of 4 on both. All are programs of fully_shard, on one GPU and under tensor
 parallelism over a mesh of size one, so that all have the same arithmetic: float32 weights, gathered as bf16 and kept until the backward
 pass, and float32 sums of the gradients. Learning rates, their warm-up and parameter groups are those of the package's
-recipe; --rate and --warmup are others.
+recipe; --rate and --warmup are others. The part ``layouts`` says what the layout alone does to a loss: no block is compiled, sums have a
+fixed order, and its rate rises to the preset's within the 50 steps.
 Written: distributed_<device>.json with times, speed-ups, tokens/s and times of a step's phases (medians of the steps after the compiling
 ones), MFU, peak memory, every loss, the kernels' time of one further step by phase and kind, and the bars of the project's scaling goal
 with whether each is met. The record is written anew after every part: a part that fails or that --limit leaves out has its reason there,
@@ -66,7 +68,7 @@ OURS, BASELINE = "flashmhf", "swiglu"
 ONE, FSDP, TP = "one", "fsdp2", "tp2"
 AGAIN = "again"  # the control: the same training once more
 ALL_REDUCE, SEQUENCE, ASYNCHRONOUS = "compiled", "compiled, sequence parallel", "compiled, sequence parallel, asynchronous"
-PARTS = ("module", "compiled", "collectives", ONE, f"{OURS} {FSDP}", f"{BASELINE} {FSDP}", f"{OURS} {TP}", f"{BASELINE} {TP}")
+PARTS = ("module", "compiled", "collectives", "layouts", ONE, f"{OURS} {FSDP}", f"{BASELINE} {FSDP}", f"{OURS} {TP}", f"{BASELINE} {TP}")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=3)  # the longest wait is for the other process to compile and to train alone
 # A program that uses NVLink multicast can put the GPUs of a host that others share out of service.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -81,6 +83,7 @@ BARS = {
     "tokens/s, flashmhf over swiglu, fsdp2": 1.0,
 }
 LOSS_TOLERANCE = 1e-3
+LAYOUTS_RATE = 3e-3  # the 128M preset's
 
 OP_SHAPE = {"d_model": 2048, "heads": 16, "subnets": 22, "subnet_dim": 384, "tokens": 32_256}
 OP_SMOKE = {"d_model": 64, "heads": 4, "subnets": 2, "subnet_dim": 16, "tokens": 64}
@@ -256,11 +259,11 @@ def compiled(job: Job) -> dict[str, object]:
     return results
 
 
-def language_model(job: Job, kind: str) -> nn.Module:
+def language_model(job: Job, kind: str, scale: str) -> nn.Module:
     from flashmhf.lm import FlashMHFForCausalLM
     from flashmhf.lm.presets import preset
 
-    config = preset(f"{kind}-{'tiny' if job.options.smoke else '1.3b'}").config()
+    config = preset(f"{kind}-{'tiny' if job.options.smoke else scale}").config()
     if job.options.smoke and kind == OURS:
         config.ffn_num_heads = 2
     config.tie_word_embeddings, config.use_cache = False, False
@@ -301,24 +304,27 @@ class Phases:
 
 
 class Training:
-    """One model's training, on this process's device alone or on all."""
+    """One model's training, on this process's device alone or on all.
 
-    def __init__(self, job: Job, kind: str, mode: str):
+    dtype: of the computation. rate, warmup: the learning rate rises linearly to ``rate`` within ``warmup`` steps.
+    """
+
+    def __init__(self, job: Job, kind: str, mode: str, *, scale: str, dtype: torch.dtype, compiled: bool, rate: float, warmup: int):
         self.job, self.mode = job, mode
-        self.model = model = language_model(job, kind)
+        self.model = model = language_model(job, kind, scale)
         self.flops = training_flops_per_token(model, job.options.length)
         self.parameters = sum(p.numel() for p in model.parameters())
         size = {ONE: (RANKS, 1, 1), FSDP: (1, RANKS, 1), TP: (1, 1, RANKS)}[mode]
         mesh = init_device_mesh(job.device.type, size, mesh_dim_names=("program", "dp", "tp"))
         if mode == TP:
             parallelize(model, mesh["tp"])
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         settings = {"mesh": mesh["dp"], "shard_placement_fn": shard_placement(mesh["dp"].size()), "mp_policy": policy}
         for layer in model.model.layers:
-            layer.compile(fullgraph=True, dynamic=False, backend="aot_eager" if job.options.smoke else "inductor")
+            if compiled:
+                layer.compile(fullgraph=True, dynamic=False, backend="aot_eager" if job.options.smoke else "inductor")
             fully_shard(layer, **settings, reshard_after_forward=False)
         fully_shard(model, **settings, reshard_after_forward=False)
-        rate, warmup = job.options.rate, job.options.warmup
         groups = flashmhf.param_groups(model, rate, WEIGHT_DECAY)
         self.optimizer = torch.optim.AdamW(groups, rate, BETAS, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / warmup))
@@ -368,7 +374,8 @@ def train(job: Job, kind: str, mode: str, steps: int) -> dict[str, object]:
     """Losses, speed and memory of ``steps`` steps."""
     job.free()
     started = time.perf_counter()
-    training = Training(job, kind, mode)
+    options = job.options
+    training = Training(job, kind, mode, scale="1.3b", dtype=torch.bfloat16, compiled=True, rate=options.rate, warmup=options.warmup)
     length, sequences = job.options.length, 4 if job.options.smoke else 8
     losses, times, phases = [], [], []
     for batch in batches(training.model.config.vocab_size, sequences, length, steps):
@@ -402,6 +409,40 @@ def train(job: Job, kind: str, mode: str, steps: int) -> dict[str, object]:
     if job.rank == 0 or mode == ONE:
         print(f"{kind} {mode}: {json.dumps(shown)} loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
     return result
+
+
+def layouts(job: Job) -> dict[str, list[float]]:
+    """Losses of one small training in each layout, by "<dtype> <layout>". "one" runs on each GPU, the control on the second.
+
+    The order of every sum is fixed, so that two runs of one program repeat each other's bits. PyTorch warns where it cannot fix one.
+    float32 is computed by the eager back end, bf16 by the kernels.
+    """
+    length, curves = job.options.length // 8, {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        for mode in (ONE, FSDP, TP):
+            job.free()
+            training = Training(job, OURS, mode, scale="128m", dtype=dtype, compiled=False, rate=LAYOUTS_RATE, warmup=job.options.steps)
+            for network in training.model.modules():
+                if isinstance(network, flashmhf.FlashMHF) and dtype == torch.float32:
+                    network.backend = "eager"
+            losses = []
+            for batch in batches(training.model.config.vocab_size, 8, length, job.options.steps):
+                losses.append(training.step(batch.to(job.device)))
+                training.phases.marks.clear()
+            curve = torch.stack(losses)
+            if mode == FSDP:
+                dist.all_reduce(curve)
+                curve /= RANKS
+            gathered = [torch.empty_like(curve) for _ in range(RANKS)]
+            dist.all_gather(gathered, curve)
+            name = str(dtype).removeprefix("torch.")
+            curves[f"{name} {mode}"] = gathered[0].tolist()
+            if mode == ONE:
+                curves[f"{name} {AGAIN}"] = gathered[1].tolist()
+            job.log(f"{name} {mode}: loss {curve[0]:.4f} -> {curve[-1]:.4f}")
+    torch.use_deterministic_algorithms(False)
+    return curves
 
 
 KINDS = {
@@ -466,7 +507,7 @@ def one_each(job: Job) -> dict[str, dict[str, object]]:
 
 
 def run_part(job: Job, part: str) -> object:
-    calls = {"module": speed_ups, "compiled": compiled, "collectives": collectives, ONE: one_each}
+    calls = {"module": speed_ups, "compiled": compiled, "collectives": collectives, "layouts": layouts, ONE: one_each}
     if part in calls:
         return calls[part](job)
     kind, mode = part.split()
@@ -499,10 +540,18 @@ def judged(results: dict[str, dict]) -> list[dict[str, object]]:
     others = {"one GPU again": (AGAIN, ONE), FSDP: (OURS, FSDP), TP: (OURS, TP)}
     for name, other in others.items():
         if {other, (OURS, ONE)} <= runs.keys():
-            pairs = zip(runs[other]["losses"], runs[OURS, ONE]["losses"], strict=True)
-            gap = max(abs(one - two) for one, two in pairs)
-            rows.append({"bar": f"loss, {name} against one GPU", "at_most": LOSS_TOLERANCE, "measured": gap, "met": gap <= LOSS_TOLERANCE})
+            rows.append(loss_bar(name, runs[other]["losses"], runs[OURS, ONE]["losses"]))
+    curves = results.get("layouts", {})
+    for name, losses in curves.items():
+        dtype, mode = name.split()
+        if mode != ONE:
+            rows.append(loss_bar(f"128M deterministic {dtype}, {mode}", losses, curves[f"{dtype} {ONE}"]))
     return rows
+
+
+def loss_bar(name: str, losses: list[float], expected: list[float]) -> dict[str, object]:
+    gap = max(abs(one - two) for one, two in zip(losses, expected, strict=True))
+    return {"bar": f"loss, {name} against one GPU", "at_most": LOSS_TOLERANCE, "measured": gap, "met": gap <= LOSS_TOLERANCE}
 
 
 def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[str]) -> None:
