@@ -73,6 +73,23 @@ def test_sharded_runs_have_no_muon(tmp_path, monkeypatch):
         training.training_arguments(resolved)
 
 
+@pytest.mark.parametrize(
+    ("ffn", "model", "message"),
+    [
+        ("pkv", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
+        ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
+        ("flashmhf", {"ffn_num_heads": 1}, r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H"),
+        ("flashmhf", {"num_key_value_heads": 1}, "tp is 2: model.layers.0.self_attn.k_proj has 1 heads"),
+    ],
+)
+def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(tmp_path, monkeypatch, ffn, model, message):
+    chosen = options(tmp_path / "run", write_text(tmp_path / "text.txt"), tp=2, ffn=ffn, model=model)
+    monkeypatch.setattr(type(chosen), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
+    with pytest.raises(OptionError, match=message):
+        training.start(chosen, bar=False)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one")

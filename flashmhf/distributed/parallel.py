@@ -128,8 +128,11 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     """A style for every module of ``model`` that holds parameters, for ``parallelize_module``.
 
     Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
-    sharded, and the embedding and head of a transformers causal model; all other modules are replicated.
+    sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
+    device. Raises ValueError where ``size`` does not divide the heads, and for a model without any such network.
     """
+    if not any(isinstance(child, (FlashMHF, MHFFN, SwiGLU)) for child in model.modules()):
+        raise ValueError(f"module is a {type(model).__name__} without a FlashMHF, MHFFN or SwiGLU network")
     styles: dict[str, ParallelStyle] = {}
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -177,8 +180,6 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
         raise ValueError(
             f"module is a {type(module).__name__}; sequence_dim and use_local_output are supported for FlashMHF and MHFFN only"
         )
-    if not any(isinstance(child, (FlashMHF, MHFFN, SwiGLU)) for child in module.modules()):
-        raise ValueError(f"module is a {type(module).__name__} without a FlashMHF, MHFFN or SwiGLU network")
     tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
     parallelize_module(module, mesh, plan(module, mesh.size()))
     if tied:

@@ -49,6 +49,16 @@ class Layout:
     def data_index(self, rank: int) -> int:
         return rank // self.tp
 
+    def check(self, model: PreTrainedModel) -> None:
+        """Raises OptionError for a model whose heads ``tp`` processes cannot share. Its parameters may be on the meta device."""
+        from ..distributed import plan
+
+        try:
+            if self.tp > 1:
+                plan(model, self.tp)
+        except ValueError as error:
+            raise OptionError("{tp} is {value}: {error}", value=self.tp, error=error) from error
+
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
         """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights before."""
         from torch.distributed.device_mesh import init_device_mesh

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from .configuration import FFN_TYPES, FlashMHFConfig
@@ -355,10 +355,15 @@ def model_config(chosen: Preset, options: Options) -> FlashMHFConfig:
     positions = max(chosen.scale.context, options.length)
     try:
         config = chosen.config(**{"max_position_embeddings": positions, "vocab_size": options.vocab_size, **options.model})
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config)
+        empty_model(config)
     except (StrictDataclassError, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         if not options.model:
             raise
         raise OptionError("{model}: {error}", error=" ".join(str(error.__cause__ or error).split())) from error
     return config
+
+
+def empty_model(config: FlashMHFConfig) -> PreTrainedModel:
+    """The configuration's model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

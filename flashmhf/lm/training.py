@@ -32,7 +32,7 @@ from . import checkpoints, data, evaluation, metrics
 from .callbacks import MetricsCallback, StopCallback
 from .errors import OccupiedError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
-from .options import Options, model_config, training_arguments
+from .options import Options, empty_model, model_config, training_arguments
 from .presets import SCALES, Preset
 from .stopping import Stopped, StopSignals
 from .tokenizer import TRAINING_CHARACTERS, chat_template
@@ -87,9 +87,9 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if options.chat_template is not None:
         chat_template(options.chat_template)
     trained = _load_trained(options) if options.init_from else None
-    if trained is None:
-        model_config(chosen, options)
+    model = trained[0] if trained else empty_model(model_config(chosen, options))
     arguments = training_arguments(options)
+    options.layout(arguments.world_size).check(model)
     _warn_of_short_warmup(chosen, options, arguments)
     run = _Run(chosen, options, arguments, bar and first_process(), callbacks)
     with StopSignals() as signals:
