@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, CompileConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import AutoModelForCausalLM, CompileConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StaticCache
 
 from flashmhf.lm import FFN_TYPES, decoding
 from flashmhf.lm.presets import preset
@@ -66,6 +66,33 @@ def test_left_padding_and_end_of_text(device, decoded):
     assert expected.shape[1] < 9 + 30
     assert torch.equal(model.generate(ids, eos_token_id=ends, cache_implementation="static", **settings), expected)
     assert decoded == [3]
+
+
+@pytest.mark.parametrize("given", ["right padding", "float mask", "positions", "one row of positions"])
+def test_masks_and_positions_are_the_callers(given, decoded):
+    """transformers' positions of a padded prompt, and those that a caller gives."""
+    model, ids = tiny(), prompt(3)
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    further_apart = 2 * torch.arange(9)
+    settings = {
+        "right padding": {"attention_mask": mask},
+        "float mask": {"attention_mask": mask.flip(1).float()},
+        "positions": {"position_ids": further_apart.expand(3, -1)},
+        "one row of positions": {"position_ids": further_apart[None]},
+    }[given] | {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    expected = model.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
+    assert decoded == [3]
+
+
+def test_a_cache_that_is_too_short():
+    model, ids = tiny(), prompt()
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    with pytest.raises(ValueError, match="past_key_values has 17 places; 19 tokens need 18"):
+        model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=17), **settings)
+    cache = StaticCache(config=model.config, max_cache_len=18)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
 
 
 def test_one_token_and_a_streamer(decoded):

@@ -84,21 +84,23 @@ class _Step:
         self,
         model: PreTrainedModel,
         cache: StaticCache,
-        prompt: tuple[Tensor, Tensor | None],
+        prompt: tuple[Tensor, Tensor | None, Tensor | None],
         choose: Callable[[Tensor], Tensor],
         end: Tensor,
         padding: int,
     ) -> None:
-        """Takes the prompt, tokens [B, L] and a mask of those that are not padding, through the model; ``report`` is its continuation."""
+        """Takes the prompt through the model; ``report`` is its continuation. ``prompt`` has tokens [B, L], a mask of those that are not
+        padding, and positions [B or 1, L]; without positions tokens are counted from the first that is not padding."""
         self.model, self.cache, self.choose, self.end, self.padding = model, cache, choose, end, padding
-        ids, attention_mask = prompt
+        ids, attention_mask, positions = prompt
         (batch, length), device, dtype = ids.shape, ids.device, model.dtype
         seen = torch.ones_like(ids) if attention_mask is None else attention_mask
-        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        if positions is None:
+            positions = (seen.long().cumsum(-1) - 1).clamp(min=0)
         self.mask = torch.full((batch, 1, 1, cache.layers[0].max_cache_len), torch.finfo(dtype).min, dtype=dtype, device=device)
         self.mask[:, 0, 0, :length].masked_fill_(seen.bool(), 0)
         self.slot = torch.full((1,), length, device=device)
-        self.position = positions[:, -1:] + 1
+        self.position = positions[:, -1:].expand(batch, 1) + 1
         self.token = torch.zeros_like(self.position)
         self.report = torch.zeros(2, batch, dtype=torch.long, device=device)
         self._choose(self._hidden(ids, attention_mask, positions))
@@ -179,7 +181,7 @@ def decode(
 ) -> Tensor:
     """``generate``'s result [B, L + new tokens] for arguments that :func:`takes` accepts.
 
-    Raises OptionError where the model's logits are not finite.
+    Raises OptionError where the model's logits are not finite, ValueError for a cache that is too short.
     """
     warpers = [processor for processor in processors if not isinstance(processor, RefuseNotFinite)]
     pick = _drawn if config.do_sample else _likeliest
@@ -193,7 +195,11 @@ def decode(
     end = torch.cat(ends) if ends else input_ids.new_empty(0)
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     count = criteria.max_length - input_ids.shape[1]
-    step = _Step(model, settings["past_key_values"], (input_ids, settings.get("attention_mask")), choose, end, padding)
+    cache, places = settings["past_key_values"], criteria.max_length - 1  # the last token is not an input
+    if cache.layers[0].max_cache_len < places:  # a GPU would end with an assertion, which leaves its context unusable
+        raise ValueError(f"past_key_values has {cache.layers[0].max_cache_len} places; {criteria.max_length} tokens need {places}")
+    prompt = (input_ids, settings.get("attention_mask"), settings.get("position_ids"))
+    step = _Step(model, cache, prompt, choose, end, padding)
     reports, tokens, run = _Reports(step), [], step.run
     reports.queue()
     for number in range(1, count + 1):
