@@ -160,6 +160,14 @@ def test_padded_subnets_are_the_same_function_and_stay_padded(tmp_path):
     assert not padded.v[:, :, SUBNET_DIM:].any() and padded.v[:, :, :SUBNET_DIM].all()
 
 
+def test_padded_subnets_refuse_weights_of_the_padded_width():
+    """Their rows would take part in the result, and a state dict would leave them out."""
+    wide = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, 32)
+    padded = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, pad_subnets=True)
+    with pytest.raises(RuntimeError, match=rf"size mismatch for k: .* a width of 32, .* subnet_dim {SUBNET_DIM}"):
+        padded.load_state_dict(wide.state_dict())
+
+
 def test_padded_subnets_from_a_swiglu():
     swiglu = flashmhf.SwiGLU(D_MODEL, 3 * SUBNET_DIM)
     module = flashmhf.FlashMHF.from_swiglu(swiglu, num_subnets=3, pad_subnets=True)

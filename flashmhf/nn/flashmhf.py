@@ -267,8 +267,13 @@ class FlashMHF(GroupedHeads):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in WEIGHTS:
             value, padding = state_dict.get(prefix + name), self.weight_shape[2] - self.subnet_dim
-            if padding and value is not None and value.dim() in (3, 4) and value.shape[-2] == self.subnet_dim:
-                state_dict[prefix + name] = nn.functional.pad(value, (0, 0, 0, padding))
+            if padding and value is not None and value.dim() in (3, 4):
+                if value.shape[-2] == self.subnet_dim:
+                    state_dict[prefix + name] = nn.functional.pad(value, (0, 0, 0, padding))
+                elif value.shape[-2] == self.weight_shape[2]:  # the one other width that PyTorch would load
+                    error_msgs: list[str] = args[-1]
+                    width = f"a width of {value.shape[-2]}, the module has subnet_dim {self.subnet_dim}"
+                    error_msgs.append(f"size mismatch for {prefix}{name}: the state dict has {width}")
             self._reshape(state_dict, prefix, getattr(self, name).shape, (name,))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
