@@ -281,6 +281,25 @@ def local_heads() -> None:
             equal(out, whole(x).detach())
 
 
+def initialisation() -> None:
+    """Weights that are first sharded, on the meta device, and then drawn, as large models are made; d_e sharded, too."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    for heads, subnets, options in ((4, 2, {}), (4, 2, {"pad_subnets": True, "q_norm": True}), (3, 3, {"pad_subnets": True})):
+        with torch.device("meta"):
+            module = flashmhf.FlashMHF(heads * 32, heads, subnets, 24, **options)
+        fully_shard(module, mesh=mesh, shard_placement_fn=shard_placement(mesh.size()))
+        module.to_empty(device=DEVICE)
+        module.reset_parameters()
+        expected = flashmhf.FlashMHF(heads * 32, heads, subnets, 24, **options)
+        for name, parameter in module.named_parameters():
+            assert isinstance(parameter, DTensor)
+            drawn, other = parameter.full_tensor().detach(), expected.get_parameter(name).detach()
+            equal(drawn.std(), other.std(), rtol=0.2, atol=1e-6)
+            if name in "kuv":
+                equal(drawn[:, :, 24:], torch.zeros_like(other[:, :, 24:]))
+                assert drawn[:, :, :24].count_nonzero() == drawn[:, :, :24].numel()
+
+
 def language_model(kind: str = "flashmhf", **options):
     from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM
 
@@ -485,6 +504,7 @@ CASES = (
     mixed_precision,
     main_grad,
     local_heads,
+    initialisation,
     training,
     bf16_losses,
     save_checkpoint,

@@ -38,7 +38,7 @@ def test_rules_on_a_mesh_of_two_dimensions():
 
 
 def test_modules_by_heads():
-    run("module_cases,mixed_precision,main_grad,local_heads", 2)
+    run("module_cases,mixed_precision,main_grad,local_heads,initialisation", 2)
 
 
 @pytest.mark.slow

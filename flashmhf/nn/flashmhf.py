@@ -221,9 +221,13 @@ class FlashMHF(GroupedHeads):
         key, value = self.head_dim**-0.5, math.sqrt(self.num_subnets / (GATED_VARIANCE[self.activation] * self.subnet_dim))
         weights = ((self.k, key), (self.u, key), (self.v, self.balanced_value(value, num_layers)))
         initialise(weights, self.balanced_projections(num_layers), (self.router,), init, initializer_range, official)
-        with torch.no_grad():
-            for weight in (self.k, self.u, self.v):
-                weight[..., self.subnet_dim :, :] = 0  # of pad_subnets
+        if self.weight_shape[2] != self.subnet_dim:
+            with torch.no_grad():
+                for weight in (self.k, self.u, self.v):
+                    # Not by a slice: one of a DTensor that is sharded over d_e is a copy. A negative dimension here would count each
+                    # rank's rows from 1.
+                    row = torch.ones_like(weight, dtype=torch.int32).cumsum(weight.dim() - 2)
+                    weight.masked_fill_(row > self.subnet_dim, 0)
         if self.q_norm is not None:
             nn.init.ones_(self.q_norm.weight)
 
