@@ -27,16 +27,23 @@ def tensors(**arguments: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
-def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
+def options(**arguments: tuple[object, type]) -> None:
+    """TypeError for the first argument (value, type) whose value is no instance of its type; the dispatcher would say RuntimeError."""
+    for name, (value, kind) in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def _same_device(name: str, tensor: Tensor, q: Tensor, *, of: str = "q") -> None:
     if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device} but q is on {q.device}; all tensors must be on one device")
+        raise ValueError(f"{name} is on {tensor.device} but {of} is on {q.device}; all tensors must be on one device")
 
 
-def _same_dtype(name: str, tensor: Tensor, q: Tensor, *, or_float32: bool = False) -> None:
+def _same_dtype(name: str, tensor: Tensor, q: Tensor, *, or_float32: bool = False, of: str = "q") -> None:
     if tensor.dtype == q.dtype or (or_float32 and tensor.dtype == torch.float32):
         return
     alternative = "float32 or " if or_float32 and q.dtype != torch.float32 else ""
-    supported = f"{alternative}{name_of(q.dtype)} (q's dtype)"
+    supported = f"{alternative}{name_of(q.dtype)} ({of}'s dtype)"
     raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {supported}")
 
 
@@ -50,20 +57,39 @@ def _contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
 
 
-def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
-    """q [..., H, d_h] and k, u, v [H_kv, E, d_e, d_h] of one dtype on one device, H a multiple of H_kv.
+def _floating(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
 
-    k, u, v are contiguous unless ``contiguous`` is False.
-    """
-    if q.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q has dtype {name_of(q.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
-    if q.dim() < 2:
-        raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
+
+def _weight_shape(k: Tensor) -> None:
     if k.dim() != 4:
         raise ValueError(f"k has shape {list(k.shape)}; expected four dimensions [H_kv, E, d_e, d_h]")
     for size, name in zip(k.shape, ("H_kv", "E", "d_e", "d_h"), strict=True):
         if size < 1:
             raise ValueError(f"k has shape {list(k.shape)}; {name} must be at least 1")
+
+
+def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
+    """k, u, v [H_kv, E, d_e, d_h], contiguous, of one floating dtype on one device."""
+    _floating("k", k)
+    _weight_shape(k)
+    for name, tensor in (("k", k), ("u", u), ("v", v)):
+        _same_dtype(name, tensor, k, of="k")
+        _same_device(name, tensor, k, of="k")
+        _shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
+        _contiguous(name, tensor)
+
+
+def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
+    """q [..., H, d_h] and k, u, v [H_kv, E, d_e, d_h] of one dtype on one device, H a multiple of H_kv.
+
+    k, u, v are contiguous unless ``contiguous`` is False.
+    """
+    _floating("q", q)
+    if q.dim() < 2:
+        raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
+    _weight_shape(k)
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[0] or k.shape[3] != q.shape[-1]:
         raise ValueError(
             f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with an H_kv that divides H = {q.shape[-2]} and "

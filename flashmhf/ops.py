@@ -378,9 +378,7 @@ for _name, _batched in (
 
 def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Tensor, *rest, activation: str) -> Tensor:
     device_type = q.device.type
-    # Dynamo of torch 2.10 cannot trace is_autocast_available(); is_autocast_enabled() raises for devices that have none.
-    has_autocast = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
-    if not (has_autocast and torch.is_autocast_enabled(device_type)):
+    if not torch_private.autocasts(device_type):
         return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
     q, k, u, v = _cast((q, k, u, v), torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
@@ -416,6 +414,9 @@ def flash_mhf(
     explicit back end that cannot run), each naming the argument, what it got and what is supported.
     """
     checks.tensors(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
+    checks.options(backend=(backend, str), activation=(activation, str))
+    if deterministic is not None:
+        checks.options(deterministic=(deterministic, bool))
     if backend == REFERENCE:
         return _without_dispatcher(_forward, q, k, u, v, r, activation=activation)
     return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation)

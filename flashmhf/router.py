@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks, reference
+from . import checks, reference, torch_private
 
 
 def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
@@ -25,5 +25,7 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
     checks.router(q, w, eps)
+    if not torch_private.autocasts(q.device.type):  # torch.autocast refuses devices that have none, such as meta
+        return reference.gate(q, w, eps)
     with torch.autocast(q.device.type, enabled=False):
         return reference.gate(q, w, eps)

@@ -20,6 +20,13 @@ def below_autocast() -> AbstractContextManager:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is enabled for a device type; is_autocast_enabled() alone raises for those without autocast, such as meta."""
+    # Dynamo of torch 2.10 cannot trace is_autocast_available().
+    has_autocast = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    return has_autocast and torch.is_autocast_enabled(device_type)
+
+
 def differentiated_by_functorch(*tensors: Tensor | None) -> bool:
     """Whether a torch.func transform that differentiates (grad, vjp, jvp, hessian) wraps one of ``tensors``."""
     return torch._C._are_functorch_transforms_active() and any(

@@ -184,3 +184,16 @@ def test_what_does_not_convert_to_the_official_layout(change, exception, message
 def test_info_checks_its_arguments(q, k, exception, message):
     with pytest.raises(exception, match=message):
         flashmhf.info(q, k)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": None}, "backend must be a str, got NoneType"),
+        ({"activation": None}, "activation must be a str, got NoneType"),
+        ({"deterministic": "yes"}, "deterministic must be a bool, got str"),
+    ],
+)
+def test_the_operator_checks_its_options(options, message):
+    with pytest.raises(TypeError, match=message):
+        flashmhf.flash_mhf(torch.zeros(5, 2, 8), *torch.zeros(3, 2, 3, 4, 8), **options)

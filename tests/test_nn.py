@@ -144,6 +144,17 @@ def test_state_survives_saving_and_meta_construction(make, tmp_path):
     assert torch.equal(module(x), empty(x))
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_the_meta_device_gives_shapes(make, grad):
+    with torch.device("meta"), torch.set_grad_enabled(grad):
+        assert make()(torch.empty(3, D_MODEL)).shape == (3, D_MODEL)
+
+
+def test_the_gate_on_the_meta_device():
+    assert flashmhf.gate(torch.empty(3, 2, 8, device="meta"), torch.empty(2, 8, 5, device="meta")).shape == (3, 2, 5)
+
+
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_wrong_input_width(make):
     with pytest.raises(ValueError, match=r"x has shape \[3, 47\]; expected"):

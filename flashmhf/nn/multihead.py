@@ -20,7 +20,7 @@ def check_input(x: Tensor, d_model: int) -> None:
 
 def is_unobserved(x: Tensor) -> bool:
     """Whether a call on x runs eagerly, without autocast, transform or dispatch mode, on an ordinary tensor."""
-    if torch.compiler.is_compiling() or torch_private.is_observed() or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or torch_private.is_observed() or torch_private.autocasts(x.device.type):
         return False
     return type(x) in (Tensor, nn.Parameter)
 
