@@ -202,6 +202,23 @@ def test_state_dict_and_safetensors(tmp_path):
         quantize.PackedWeights.from_state_dict({name: state[name] for name in ("k8", "u8", "layout")})
 
 
+def test_equality_is_identity():
+    _, k, u, v, _ = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    assert packed == packed and packed != copy.deepcopy(packed)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [("k8", torch.float32), ("scales", torch.bfloat16), ("in_proj.weight8", torch.bfloat16)])
+def test_a_state_of_other_dtypes_is_refused(name, dtype, assign):
+    """copy_ would round values of another dtype without their scale."""
+    served = nn.Sequential(quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32)))
+    state = served.state_dict()
+    state[f"0.{name}"] = state[f"0.{name}"].to(dtype)
+    with pytest.raises(TypeError, match=f"0.{name} has dtype {str(dtype)[6:]}; supported: float"):
+        served.load_state_dict(state, assign=assign)
+
+
 def test_modules(tmp_path):
     torch.manual_seed(0)
     network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16).eval()
@@ -327,6 +344,33 @@ def test_refusals():
         (TypeError, "u has dtype float32", lambda: quantize.pack_fp8(k, u.float(), v)),
         (ValueError, "multiples of 16, d_e is 20", lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u, v)))),
         (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.forward(q, (k, u, v))),
+        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.unpack((k, u, v))),
+        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.count_saturated(q, (k, u, v))),
+        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.forward(q, quantize.PackedWeights(*packed.tensors, layout=2))),
+        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.unpack(quantize.PackedWeights(*packed.tensors, layout=2))),
+        (TypeError, "dtype is torch.int32; supported: bfloat16", lambda: quantize.unpack(packed, torch.int32)),
+        (TypeError, "dtype is float32; supported: bfloat16", lambda: quantize.unpack(packed, "float32")),
+        (TypeError, "device must be a torch.device or a str, got dtype", lambda: packed.to(torch.float16)),
+        (TypeError, "state must be a mapping of tensors, got NoneType", lambda: quantize.PackedWeights.from_state_dict(None)),
+        (
+            TypeError,
+            "layout must be a torch.Tensor, got int",
+            lambda: quantize.PackedWeights.from_state_dict(packed.state_dict() | {"layout": 1}),
+        ),
+        (
+            ValueError,
+            r"layout is \[1.5\]",
+            lambda: quantize.PackedWeights.from_state_dict(packed.state_dict() | {"layout": torch.tensor([1.5])}),
+        ),
+        (ValueError, r"q has shape \[200, 2, 32\]", lambda: quantize.count_saturated(q[..., :32], packed)),
+        (ValueError, r"q has shape \[200, 3, 64\]", lambda: quantize.count_saturated(q[:, :1].expand(200, 3, 64), packed)),
+        (TypeError, "q has dtype int32", lambda: quantize.count_saturated(q.int(), packed)),
+        (NotImplementedError, "q is on meta", lambda: quantize.count_saturated(q.to("meta"), packed.to("meta"))),
+        (TypeError, "k has dtype int32; supported: bfloat16", lambda: quantize.pack_fp8(k.int(), u, v)),
+        (ValueError, "u is on meta but k is on cpu", lambda: quantize.pack_fp8(k, u.to("meta"), v)),
+        (TypeError, r"u has dtype float32; supported: bfloat16 \(k's dtype\)", lambda: quantize.pack_fp8(k, u.float(), v)),
+        (TypeError, "backend must be a str, got NoneType", lambda: quantize.forward(q, packed, r, backend=None)),
+        (TypeError, "r must be a torch.Tensor, got list", lambda: quantize.forward(q, packed, [1.0])),
         (TypeError, "k8 has dtype bfloat16; supported: float8_e4m3fn", lambda: op(q, k, u8, v8, scales)),
         (ValueError, r"v8 has shape .*expected \[2, 3, 64, 80\]", lambda: op(q, k8, u8, k8, scales)),
         (ValueError, r"scales has shape .*expected \[3, 2, 3\]", lambda: op(q, k8, u8, v8, scales[:2].contiguous())),

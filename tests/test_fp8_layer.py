@@ -327,6 +327,12 @@ def test_opcheck(device):
     )
 
 
+@pytest.mark.parametrize("projections", [True, False])
+def test_on_the_meta_device(projections):
+    served = quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32, device="meta"), projections=projections)
+    assert served(torch.empty(3, 128, device="meta")).shape == (3, 128)
+
+
 def test_refusals():
     x, weight8, scale, bias = operands(6, 128, 64, bias=True)
     served = quantize.to_fp8(network())

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import checks
 from . import operators  # noqa: F401  (registers torch.ops.flashmhf.fp8_*)
 from .modules import Fp8FlashMHF, Fp8Linear, is_flashmhf, quantize_, to_fp8
-from .packing import LAYOUT, PackedWeights, pack_fp8, unpack
+from .packing import LAYOUT, PackedWeights, operands, pack_fp8, unpack
 from .saturation import check_saturation, count_saturated
 
 __all__ = [
@@ -56,6 +56,7 @@ def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backen
     requires a gradient.
     """
     checks.tensors(q=q)
-    if not isinstance(packed, PackedWeights):
-        raise TypeError(f"packed must be a flashmhf.quantize.PackedWeights, got {type(packed).__name__}")
-    return torch.ops.flashmhf.fp8_forward(q, *packed.tensors, r, backend=backend)
+    checks.options(backend=(backend, str))
+    if r is not None:
+        checks.tensors(r=r)
+    return torch.ops.flashmhf.fp8_forward(q, *operands(packed), r, backend=backend)

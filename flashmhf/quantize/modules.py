@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .. import checks, torch_private
 from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import HeadRMSNorm, check_input, is_unobserved
@@ -33,6 +34,14 @@ class _Quantised(nn.Module):
             if now.dtype != tensor.dtype:
                 setattr(self, name, tensor.to(now.device))
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Raises TypeError for a quantised tensor of another dtype, which ``copy_`` would round without its scale."""
+        for name in self._fixed:
+            stored, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(stored, Tensor) and stored.dtype != own.dtype:
+                raise TypeError(f"{prefix}{name} has dtype {checks.name_of(stored.dtype)}; supported: {checks.name_of(own.dtype)}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Fp8Linear(_Quantised):
@@ -124,7 +133,7 @@ class Fp8FlashMHF(_Quantised):
         check_input(x, self.d_model)
         in_proj, out_proj, q_norm = _operands(self.in_proj), _operands(self.out_proj), self.q_norm
         plain_norm = q_norm is None or (type(q_norm) is HeadRMSNorm and not q_norm._forward_pre_hooks and not q_norm._forward_hooks)
-        if in_proj is None or out_proj is None or not plain_norm or torch.is_autocast_enabled(x.device.type):
+        if in_proj is None or out_proj is None or not plain_norm or torch_private.autocasts(x.device.type):
             return self._forward_parts(x)
         norm = None if q_norm is None else (q_norm.weight, q_norm.eps)
         packed = self.packed.tensors

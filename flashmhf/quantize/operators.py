@@ -47,7 +47,7 @@ def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e
     raise AssertionError("the eager back end supports everything")
 
 
-def _check(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
+def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
     check_packed(k8, u8, v8, scales)
     if q.dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"q has dtype {checks.name_of(q.dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
@@ -60,12 +60,12 @@ def _check(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> Non
 
 
 def _check_forward(q, k8, u8, v8, scales, r):
-    _check(q, k8, u8, v8, scales)
+    check_operands(q, k8, u8, v8, scales)
     checks.weights(q, k8, r)
 
 
 def _check_gated(q, k8, u8, v8, scales, w, eps):
-    _check(q, k8, u8, v8, scales)
+    check_operands(q, k8, u8, v8, scales)
     checks.router(q, w, eps, k8)
 
 

@@ -34,7 +34,7 @@ def to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equality of tensors is no bool
 class PackedWeights:
     """What :func:`pack_fp8` makes.
 
@@ -53,6 +53,9 @@ class PackedWeights:
         return self.k8, self.u8, self.v8, self.scales
 
     def to(self, device: torch.device | str) -> PackedWeights:
+        """The same weights on ``device``; TypeError for what is no device, such as a dtype."""
+        if not isinstance(device, (torch.device, str)):
+            raise TypeError(f"device must be a torch.device or a str, got {type(device).__name__}")
         return PackedWeights(*(x.to(device) for x in self.tensors), layout=self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -62,7 +65,11 @@ class PackedWeights:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> PackedWeights:
-        """Raises KeyError for a missing tensor, ValueError for another layout and for shapes that do not belong together."""
+        """Raises TypeError for what is no mapping and for dtypes, KeyError for a missing tensor, ValueError for another layout and for
+        shapes that do not belong together.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a mapping of tensors, got {type(state).__name__}")
         missing = [entry.name for entry in fields(cls) if entry.name not in state]
         if missing:
             raise KeyError(f"state has no {', '.join(missing)}")
@@ -73,8 +80,19 @@ class PackedWeights:
 
 
 def check_layout(stored: Tensor) -> None:
-    if stored.numel() != 1 or int(stored) != LAYOUT:
+    """TypeError for what is no tensor, ValueError for another layout than this version's."""
+    checks.tensors(layout=stored)
+    if stored.numel() != 1 or stored.item() != LAYOUT:
         raise ValueError(f"layout is {stored.tolist()}; supported: [{LAYOUT}]. Pack the weights again with this version")
+
+
+def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of ``packed``; TypeError for another type, ValueError for another layout."""
+    if not isinstance(packed, PackedWeights):
+        raise TypeError(f"packed must be a flashmhf.quantize.PackedWeights, got {type(packed).__name__}")
+    if packed.layout != LAYOUT:
+        raise ValueError(f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack the weights again with this version")
+    return packed.tensors
 
 
 def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
@@ -115,7 +133,7 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
     Raises TypeError for dtypes and non-tensors, ValueError for shapes, devices, strides and sizes that are no multiples of 16.
     """
     checks.tensors(k=k, u=u, v=v)
-    checks.operands(k.new_empty(0, k.shape[0], k.shape[-1]) if k.dim() == 4 else k, k, u, v)
+    checks.weight_operands(k, u, v)
     for size, name in zip(k.shape[2:], ("d_e", "d_h"), strict=True):
         if size % BLOCK:
             raise ValueError(f"k has shape {list(k.shape)}; supported: d_e and d_h that are multiples of {BLOCK}, {name} is {size}")
@@ -138,8 +156,14 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
 
 
 def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """(K, U, V) [H_kv, E, d_e, d_h] as the packed weights have them: e4m3 values times scales."""
-    k8, u8, v8, scales = packed.tensors
+    """(K, U, V) [H_kv, E, d_e, d_h] in ``dtype`` as the packed weights have them: e4m3 values times scales.
+
+    Raises TypeError for what is no PackedWeights and for a ``dtype`` that is not floating, ValueError for another layout or shapes.
+    """
+    k8, u8, v8, scales = operands(packed)
+    check_packed(k8, u8, v8, scales)
+    if dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"dtype is {dtype}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
     over_heads, over_inter = (permutation(size, k8.device).argsort() for size in (k8.shape[3], k8.shape[2]))
     plain = k8.float()[..., over_heads], u8.float()[..., over_heads], v8.float()[..., over_inter].transpose(2, 3)
     k, u, v = ((w * s[..., None, None]).to(dtype).contiguous() for w, s in zip(plain, scales, strict=True))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .. import checks
 from . import eager
 from .modules import Fp8FlashMHF
-from .packing import E4M3_MAX, PackedWeights, check_packed
+from .operators import check_operands
+from .packing import E4M3_MAX, PackedWeights, operands
 
 Counts = dict[str, tuple[int, int]]  # "k", "u", "v", "a": (elements at the limit, all elements)
 
@@ -23,9 +24,13 @@ def count_saturated(q: Tensor, packed: PackedWeights) -> Counts:
 
     "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm. Q cannot saturate:
     the largest value of a token and head becomes 16.
+
+    Raises TypeError and ValueError as :func:`flashmhf.quantize.forward` does, NotImplementedError for tensors without values (meta).
     """
     checks.tensors(q=q)
-    check_packed(*packed.tensors)
+    check_operands(q, *operands(packed))
+    if q.is_meta:
+        raise NotImplementedError("q is on meta; supported: devices whose tensors have values")
     return _of_weights(packed) | {"a": _of_call(q, packed)}
 
 
