@@ -121,10 +121,11 @@ def serving_table(root: pathlib.Path) -> str:
     for count, rows in tokens.items():
         times = [f"{rows[name]['graph_us']:.1f}" for name in names]
         ratios = [f"{rows[name]['x_module']:.3f}" for name in ("layer", "layer compiled")]
+        ratios.append(f"{rows['layer']['graph_us'] / rows['swiglu']['graph_us']:.2f}")
         piece = [f"{rows['piece']['x_piece_swiglu']:.2f}"] if "piece" in names else []
         host = [f"{rows[name]['host_us']:.0f}" for name in ("module", "layer")]
         lines.append([f"{count:,}", *times, *ratios, *piece, *host])
-    header = ["T", *(f"{SERVING_COLUMNS[name]} µs" for name in names), "layer ÷ module", "compiled ÷ module"]
+    header = ["T", *(f"{SERVING_COLUMNS[name]} µs" for name in names), "layer ÷ module", "compiled ÷ module", "layer ÷ SwiGLU"]
     header += ["piece ÷ SwiGLU's"] if "piece" in names else []
     header += ["host: module µs", "host: layer µs"]
     return f"{paper.table(header, lines)}\n\n{_conditions('Layer', record)} SwiGLU: d_ff 8192. Host: to queue one eager call."
