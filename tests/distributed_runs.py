@@ -365,6 +365,20 @@ def training() -> None:
                 equal(parameter.detach(), other.detach(), rtol=1e-3, atol=1e-4)
 
 
+def uneven_sizes() -> None:
+    """A vocabulary that the ranks do not divide trains as in one process; a SwiGLU's width is refused."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    whole, sharded = language_model(), language_model()
+    for model in (whole, sharded):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(65, mean_resizing=False)
+    parallelize(sharded, mesh)
+    losses = (torch.stack(train(model, optimizer_of(model), range(2), slice(None))) for model in (sharded, whole))
+    equal(*losses, rtol=1e-5, atol=1e-5)
+    network = nn.Sequential(flashmhf.SwiGLU(32, 33))
+    raises(ValueError, ("0 has a width of 33", "size 2"), lambda: parallelize(network, mesh))
+
+
 def bf16_losses() -> None:
     """bf16 computation, float32 weights and reductions: FSDP2 repeats the bits of one process that accumulates micro-batches.
 
@@ -506,13 +520,14 @@ CASES = (
     local_heads,
     initialisation,
     training,
+    uneven_sizes,
     bf16_losses,
     save_checkpoint,
     load_checkpoint,
 )
 
 
-LANGUAGE_MODELS = {"compiled_blocks", "training", "bf16_losses", "save_checkpoint", "load_checkpoint"}
+LANGUAGE_MODELS = {"compiled_blocks", "training", "uneven_sizes", "bf16_losses", "save_checkpoint", "load_checkpoint"}
 
 
 def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:

@@ -129,7 +129,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
     Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
     sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
-    device. Raises ValueError where ``size`` does not divide the heads, and for a model without any such network.
+    device. Raises ValueError where ``size`` does not divide the heads or a SwiGLU's width, and for a model without any such network.
     """
     if not any(isinstance(child, (FlashMHF, MHFFN, SwiGLU)) for child in model.modules()):
         raise ValueError(f"module is a {type(model).__name__} without a FlashMHF, MHFFN or SwiGLU network")
@@ -146,6 +146,9 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
         elif {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
             styles |= _attention_styles(name, module, size)
         elif isinstance(module, SwiGLU) or {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+            width = module.get_submodule("gate_proj").out_features
+            if width % size:
+                raise ValueError(f"{name} has a width of {width} and the mesh has size {size}; supported: sizes that divide the width")
             styles |= {f"{name}.gate_proj": ColwiseParallel(), f"{name}.up_proj": ColwiseParallel(), f"{name}.down_proj": RowwiseParallel()}
         elif module is embedding:
             styles[name] = _Placed(Shard(0))
