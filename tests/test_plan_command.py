@@ -67,8 +67,20 @@ def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subn
     assert plan.forward_us(p, planner.forward_costs(head_dim), heads) > products
 
 
+HUGE = str(10**20)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["16", "22", "384", "80", "1"], "d_h is 80"), (["16", "22", "40", "64", "1"], "d_e is 40")]
+    ("arguments", "message"),
+    [
+        (["16", "22", "384", "80", "1"], "d_h is 80"),
+        (["16", "22", "40", "64", "1"], "d_e is 40"),
+        ([*FLAGSHIP, "1000000000"], "Q, K, U, V and the output take 8.19e+03 GB; supported: 141 GB"),
+        ([HUGE, "22", "384", "128", "1"], "supported: 141 GB"),
+        (["16", HUGE, "384", "128", "1", "--backward"], "supported: 141 GB"),
+        ([*FLAGSHIP, "1", "--batch", HUGE], "supported: 141 GB"),
+        ([*FLAGSHIP, "12", "--deterministic"], "--deterministic needs --backward"),
+    ],
 )
 def test_a_shape_without_kernels_is_one_line(arguments, message, capsys):
     assert cli.main(["plan", *arguments]) == 2
@@ -84,3 +96,10 @@ def test_a_missing_planner_is_one_line(monkeypatch, capsys):
     assert cli.main(["plan", *FLAGSHIP, "1"]) == 2
     error = capsys.readouterr().err
     assert "flashmhf._plan is not installed" in error and "install from source" in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("text", "message"), [("1e3", "'1e3' is not an integer"), ("0", "0 is not positive")])
+def test_numbers_that_are_none_are_named(text, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *FLAGSHIP, text])
+    assert ended.value.code == 2 and f"argument T: {message}" in capsys.readouterr().err

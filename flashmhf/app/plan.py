@@ -12,7 +12,7 @@ import sys
 from ..backends import hopper
 from .arguments import positive_integer
 
-MATRIX_TFLOPS, MEMORY_GB_PER_S = 989, 4800  # of an H200: dense bf16 products, HBM3e
+MATRIX_TFLOPS, MEMORY_GB_PER_S, MEMORY_GB = 989, 4800, 141  # of an H200: dense bf16 products, HBM3e
 SMS = 132
 BYTES = 2  # of an element of Q, K, U, V and the output
 _FLOAT = 4
@@ -58,7 +58,9 @@ def planner():
 def run(options: argparse.Namespace) -> int:
     shape = (options.batch, options.T, options.H, options.d_h, options.E, options.d_e)
     try:
-        check(options.d_h, options.d_e)
+        check(*shape)
+        if options.deterministic and not options.backward:
+            raise ValueError("--deterministic needs --backward; the forward always sums in one order")
         print(backward(*shape, options.deterministic) if options.backward else forward(*shape))
     except (NoPlannerError, ValueError) as error:
         print(f"flashmhf: {error}", file=sys.stderr)
@@ -66,12 +68,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def check(head_dim: int, subnet_dim: int) -> None:
-    """ValueError for widths that the Hopper kernels do not take."""
+def check(batch: int, length: int, heads: int, head_dim: int, subnets: int, subnet_dim: int) -> None:
+    """ValueError for widths that the Hopper kernels do not take and for tensors beyond the GPU's memory (millions of items)."""
     if head_dim not in hopper.HEAD_DIMS:
         raise ValueError(f"d_h is {head_dim}; supported: {', '.join(map(str, hopper.HEAD_DIMS))}")
     if subnet_dim % hopper.SUBNET_DIM_MULTIPLE:
         raise ValueError(f"d_e is {subnet_dim}; supported: multiples of {hopper.SUBNET_DIM_MULTIPLE}")
+    moved = operand_bytes(batch * length, heads, head_dim, subnets, subnet_dim)
+    if moved > MEMORY_GB * 10**9:
+        raise ValueError(f"Q, K, U, V and the output take {moved / 1e9:.3g} GB; supported: {MEMORY_GB} GB, an H200's memory")
+
+
+def operand_bytes(tokens: int, heads: int, head_dim: int, subnets: int, subnet_dim: int) -> int:
+    """Of Q, K, U, V and the output."""
+    return BYTES * heads * head_dim * (2 * tokens + 3 * subnets * subnet_dim)
 
 
 def longest_work(plan: dict) -> int:
@@ -150,7 +160,7 @@ def forward(batch: int, length: int, heads: int, head_dim: int, subnets: int, su
         rest = f", then {_count(plan['rest'], 'item')}" if plan["rest"] else ""
         waves = f"{_count(plan['waves'], 'wave')} of whole items{rest}; nothing is split"
         sums = "in one CTA, tile after tile"
-    moved = BYTES * heads * head_dim * (2 * batch * length + 3 * subnets * subnet_dim) + 2 * _FLOAT * plan["workspace"]
+    moved = operand_bytes(batch * length, heads, head_dim, subnets, subnet_dim) + 2 * _FLOAT * plan["workspace"]
     longest, stream = longest_work(plan), stream_tiles(plan, costs, heads)
     basis = (
         f"{longest:,} tiles of {costs['tile_us']:.2f} us in the longest CTA" if longest >= stream else "streaming the weights of all heads"
