@@ -202,6 +202,28 @@ def test_state_dict_and_safetensors(tmp_path):
         quantize.PackedWeights.from_state_dict({name: state[name] for name in ("k8", "u8", "layout")})
 
 
+class Doubled(flashmhf.FlashMHF):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_a_subclass_computes_is_not_lost():
+    with pytest.raises(NotImplementedError, match="network is a Doubled with a forward of its own"):
+        quantize.quantize_(nn.Sequential(Doubled(128, 2, 3, 32)))
+    network, x = flashmhf.FlashMHF(128, 2, 3, 32), torch.randn(5, 128)
+    adapted = copy.deepcopy(network)
+    adapted.out_proj = Adapted(128, 128, bias=False)
+    adapted.out_proj.weight = network.out_proj.weight
+    with torch.no_grad():
+        served = quantize.to_fp8(adapted)
+        assert isinstance(served.in_proj, quantize.Fp8Linear) and relative_l2(served(x), adapted(x).double()) < 0.12
+
+
 def test_equality_is_identity():
     _, k, u, v, _ = problem()
     packed = quantize.pack_fp8(k, u, v)

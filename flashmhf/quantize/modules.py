@@ -118,7 +118,8 @@ class Fp8FlashMHF(_Quantised):
         quantised = flag("projections", projections)
 
         def own(module: nn.Module | None) -> nn.Module | None:
-            if quantised and isinstance(module, nn.Linear):
+            # A subclass that computes more than W x, such as an adapter, stays what it is.
+            if quantised and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 return Fp8Linear.from_linear(module)
             return module if module is None else copy.deepcopy(module).requires_grad_(False)
 
@@ -173,10 +174,12 @@ def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
     ``projections=False`` has the smaller error and takes some percent less time for few tokens. docs/fp8.md has the figures.
 
     Raises TypeError for anything but a FlashMHF and for weights of other dtypes than floating ones, ValueError for d_e or d_h that are no
-    multiples of 16 and for another activation than SiLU.
+    multiples of 16 and for another activation than SiLU, NotImplementedError for a subclass with a forward of its own.
     """
     if not isinstance(network, FlashMHF):
         raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
+    if type(network).forward is not FlashMHF.forward:
+        raise NotImplementedError(f"network is a {type(network).__name__} with a forward of its own; supported: FlashMHF's forward")
     activation = getattr(network, "activation", "silu")
     if activation != "silu":
         raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
