@@ -20,6 +20,7 @@ extras.require("flashmhf.titan", "torchtitan")
 import spmd_types as spmd  # noqa: E402  (the line above says what is missing)
 from torch import nn  # noqa: E402
 from torchtitan.config import override  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.models.common.decoder_sharding import colwise_config, dense_param_placement  # noqa: E402
 from torchtitan.models.common.feed_forward import FeedForward  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
@@ -27,6 +28,7 @@ from torchtitan.protocols.module import Module  # noqa: E402
 from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from .distributed.parallel import check_heads  # noqa: E402
 from .nn import FlashMHF, default_subnet_dim  # noqa: E402
 from .nn.multihead import HeadRMSNorm  # noqa: E402
 
@@ -69,6 +71,11 @@ class TitanFlashMHF(FlashMHF, Module):
         self.in_proj, self.out_proj = config.in_proj.build(), config.out_proj.build()
         self.q_norm = None if config.q_norm is None else config.q_norm.build()
         self.config = config
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Raises ValueError where the tensor-parallel degree does not divide H; torchtitan would fail in the forward pass."""
+        check_heads("feed_forward", self, parallel_dims.tp)
+        super().parallelize(parallel_dims)
 
     def _init_self_parameters(self) -> None:
         """After the children's own: the projections take part in the balanced initialisation."""

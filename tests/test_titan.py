@@ -49,6 +49,17 @@ def test_default_sizes_and_refusal():
         flashmhf(stock, num_heads=7)
 
 
+def test_heads_that_the_ranks_do_not_divide():
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.llama3 import llama3_configs
+
+    from flashmhf.titan import flashmhf
+
+    module = flashmhf(llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward, num_heads=2).build()
+    with pytest.raises(ValueError, match="feed_forward has H = 2 heads and the mesh has size 4; supported: sizes that divide H"):
+        module.parallelize(ParallelDims(1, 1, 1, 4, 1, 1, world_size=4))
+
+
 def test_initialisation_is_the_networks_own():
     from torchtitan.models.llama3 import llama3_configs
 
