@@ -33,12 +33,10 @@ inline Tensor new_dense(const Tensor &x, Sizes sizes) {
     return new_dense(x, sizes, dtype);
 }
 
-// x's memory from its first element on, with other sizes and strides.
+// x's memory from its first element on, with other sizes and strides. The shim adds its offset to that of x, whatever it calls it.
 inline Tensor strided_view(const Tensor &x, Sizes sizes, Sizes strides) {
-    int64_t offset;
     AtenTensorHandle made;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), offset, &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), 0, &made));
     return Tensor(made);
 }
 inline Tensor dense_view(const Tensor &x, Sizes sizes) { return strided_view(x, sizes, dense_strides(sizes)); }
