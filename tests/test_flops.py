@@ -107,12 +107,14 @@ def test_the_layer_of_serving_counts_what_the_module_counts(router):
 
 
 @pytest.mark.parametrize("projections", [True, False])
-def test_networks_in_fp8_count_what_the_module_counts(projections):
+def test_networks_in_fp8_count_what_the_module_counts(projections, monkeypatch):
     ffn = flashmhf.FlashMHF(128, 2, 3, 16)
     served, x = flashmhf.quantize.to_fp8(ffn, projections=projections), torch.randn(*LEADING, 128)
     with torch.no_grad():
         expected = count(lambda: ffn(x))
         assert count(lambda: served(x)) == count(lambda: served._forward_parts(x)) == expected > 0
+        monkeypatch.setattr(flashmhf.quantize.layer, "CHUNK_TOKENS", 8)
+        assert count(lambda: served(x)) == expected
         q = torch.randn(*LEADING, 2, 64)
         assert count(lambda: flashmhf.quantize.forward(q, served.packed)) == 6 * q.numel() * 3 * 16
 

@@ -12,6 +12,7 @@ import flashmhf
 from flashmhf import quantize, reference
 from flashmhf.backends import hopper
 from flashmhf.quantize import eager
+from flashmhf.quantize import layer as layer_module
 from flashmhf.quantize.linear import FEW_TOKENS, quantise_rows
 from flashmhf.testing import poisoned_memory, relative_l2
 
@@ -391,3 +392,19 @@ def test_the_library_checks_by_itself(usable):
             torch.cat([weight8.flatten().view(torch.uint8)[:1], weight8.flatten().view(torch.uint8)])[1:].view(weight8.dtype).view(64, 128),
             scale,
         )
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("leading", [(20,), (4, 5), (17,), (2, 3, 4)])
+def test_many_tokens_come_in_chunks(device, leading, monkeypatch):
+    """The values of each chunk by itself; Q and S exist for one chunk at a time."""
+    served, x = quantize.to_fp8(network(device, q_norm=True)), torch.randn(*leading, 256, device=device).bfloat16()
+    monkeypatch.setattr(layer_module, "CHUNK_TOKENS", 8)
+    chunks = x.flatten(0, -2).tensor_split(-(-x[..., 0].numel() // 8))
+    with torch.no_grad():
+        expected = torch.cat([served(chunk) for chunk in chunks]).view(x.shape)
+        seen, one = [], layer_module.inference_layer
+        monkeypatch.setattr(layer_module, "inference_layer", lambda x, *operands: seen.append(len(x)) or one(x, *operands))
+        out = served(x)
+        assert torch.equal(out, expected) and out.is_contiguous()
+        assert seen == [len(chunk) for chunk in chunks]

@@ -15,6 +15,7 @@ from . import operators
 from .packing import E4M3
 
 Fp8Projection = tuple[Tensor, Tensor | None, Tensor | None]  # W [N, K]; the scale [N, 1] of its rows, None for a W in x's dtype; bias [N]
+CHUNK_TOKENS = 16384  # more tokens than this take equal chunks of at most this many: Q and S of one chunk at a time
 _ANY_SIZES = {"d_h": 64, "d_e": 16}  # a projection has neither: sizes that every back end takes
 
 operators._library.define(
@@ -100,11 +101,11 @@ def inference_layer(
 ) -> Tensor | None:
     """The network's values, [..., d_model] -> [..., d_model], by the back end's one operator for them, without autograd.
 
-    None where the back end has no such operator or does not take these tensors as they are. Raises NotImplementedError for an explicit
-    back end that cannot run.
+    None where the back end has no such operator or does not take these tensors as they are, and for more than CHUNK_TOKENS tokens. Raises
+    NotImplementedError for an explicit back end that cannot run.
     """
     k8 = packed[0]
-    if k8.dim() != 4:
+    if k8.dim() != 4 or x.shape[:-1].numel() > CHUNK_TOKENS:
         return None
     return operators.select(backend, x.device, x.dtype, k8.shape[3], k8.shape[2]).layer(x, in_proj, q_norm, packed, w, eps, out_proj)
 
@@ -115,10 +116,25 @@ def _layer(
     norm, packed, in_proj, out_proj = None, (k8, u8, v8, scales), (in_w, in_scale, in_bias), (out_w, out_scale, out_bias)
     if q_norm is not None:
         norm = q_norm, q_norm_eps
-    y = inference_layer(x, in_proj, norm, packed, w, eps, out_proj, backend)
-    if y is not None:
-        return y
-    return _parts(x, *in_proj, *packed, w, eps, *out_proj, q_norm=q_norm, q_norm_eps=q_norm_eps, backend=backend)
+
+    def one(x: Tensor) -> Tensor:
+        y = inference_layer(x, in_proj, norm, packed, w, eps, out_proj, backend)
+        if y is not None:
+            return y
+        return _parts(x, *in_proj, *packed, w, eps, *out_proj, q_norm=q_norm, q_norm_eps=q_norm_eps, backend=backend)
+
+    tokens = x.shape[:-1].numel()
+    if tokens <= CHUNK_TOKENS:
+        return one(x)
+    chunks = x.flatten(0, -2).tensor_split(-(-tokens // CHUNK_TOKENS))
+    first = one(chunks[0])  # its checks precede the allocation of the result
+    out = first.new_empty((*x.shape[:-1], first.shape[-1]))
+    parts = out.view(tokens, first.shape[-1]).tensor_split(len(chunks))
+    parts[0].copy_(first)
+    del first
+    for x_chunk, part in zip(chunks[1:], parts[1:], strict=True):
+        part.copy_(one(x_chunk))
+    return out
 
 
 def _fake_layer(x, *operands, q_norm=None, q_norm_eps=0.0, backend="auto"):
