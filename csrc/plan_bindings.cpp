@@ -29,6 +29,7 @@ template <int d_h> py::dict policy() {
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
     d["may_add_parts"] = P::may_add_parts;
+    d["q_bytes"] = P::consumers * P::row_tile_bytes;
     return d;
 }
 
@@ -45,6 +46,7 @@ template <int d_h> py::dict fp8_policy() {
     d["consumer_registers"] = P::consumer_registers;
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
+    d["q_bytes"] = P::consumers * P::row_tile_bytes;
     return d;
 }
 
@@ -57,6 +59,7 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
     d["cluster_size"] = plan.cluster_size;
     d["row_ctas"] = plan.row_ctas;
     d["slices"] = s.slices;
+    d["sums_in_q"] = plan.sums_in_q;
     d["consumers"] = plan.consumers;
     d["bundle"] = plan.bundle;
     d["row_tiles"] = plan.row_tiles;

@@ -259,6 +259,26 @@ def test_few_tokens_need_no_second_kernel(length, slices):
     assert p["consumers"] == (1 if length <= 64 else 2)
 
 
+@pytest.mark.parametrize(
+    ("length", "heads", "d_h", "in_q"),
+    [(1, 16, 128, True), (48, 16, 128, True), (49, 16, 128, False), (128, 16, 128, False), (32, 32, 64, True), (96, 20, 96, False)],
+)
+def test_sums_of_slices_go_to_where_q_was_if_they_fit(length, heads, d_h, in_q):
+    p = plan.plan_forward(1, length, heads, d_h, 22, 384)
+    assert p["slices"] > 1 and p["sums_in_q"] is in_q
+    policy = next(policy for policy in plan.forward_policies() if policy["head_dim"] == d_h)
+    warps = -(-min(length, 64 * p["consumers"]) // 16)
+    pieces = -(-(d_h // 8) // p["slices"]) * p["slices"]  # of 8 columns of a warp's 16 rows, from all slices
+    assert (warps * pieces * 512 <= policy["q_bytes"]) is in_q
+
+
+def test_sums_of_slices_in_fp8_and_of_bundles_go_to_where_q_was():
+    assert plan.plan_forward_fp8(1, 64, 16, 128, 22, 384)["sums_in_q"]
+    assert not plan.plan_forward_fp8(1, 192, 16, 128, 22, 384)["sums_in_q"]
+    assert plan.plan_forward(1, 16, 16, 128, 22, 384, group=4, large_clusters=7)["sums_in_q"]
+    assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["sums_in_q"], "no slices"
+
+
 def test_budgets():
     for policy in plan.forward_policies() + plan.forward_fp8_policies():
         assert policy["shared_memory"] <= 227 * 1024

@@ -25,7 +25,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
     using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::reader_of, Stream::ring, Stream::q_phase;
     using Stream::wait_slot, Stream::release, Stream::release_ring, Stream::first_item, Stream::next_item, Stream::this_item,
-        Stream::last_item, Stream::release_q;
+        Stream::last_item, Stream::release_q, Stream::offer_q;
 
     __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
     template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, halved> &gate, Query &&query) {
@@ -47,15 +47,13 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     // keeps_part: a part of the item stays in o.
     __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o, bool keeps_part = false) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
-        const int part = item.part;
-        const bool stores = holds_token(p, item.sequence, item.token + p.token_of(fragment_row(warpgroup::laneid())));
+        const Item tile = item;
+        const int part = tile.part;
+        const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(fragment_row(warpgroup::laneid())));
         if (part < 0) stage_output(shared.q[wg], o);
         release_q();
         if (P::may_slice && p.schedule.slices > 1) {
-            cluster_sync();  // every ring has been read for the last time
-            send_slice_sums<d_h>(shared.slice_sums(), shared.semaphores.slice_sums_full, o, p, wg);
-            kittens::wait(shared.semaphores.slice_sums_full, 0);
-            add_slice_sums<d_h, T>(shared.slice_sums(), p, wg);
+            exchange_slice_sums<d_h, T>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
         } else if (part >= 0) {
             if (stores && !keeps_part)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part,
@@ -132,6 +130,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         warpgroup::mma_async_wait<0>();
         pin(mn);
         release_q();
+        if (P::may_slice) offer_q();
         bool keeps_part = false;
         while (true) {
             begin_gate(gate, query);

@@ -24,8 +24,9 @@ __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const Forwa
     for (int j = 0; j < d_h / 8; ++j) __stcg(dst + 128 * j, fragment_quad<d_h>(o, j));
 }
 
-// Where the output has a row and a column of a row tile.
-template <int d_h, typename T> __device__ __forceinline__ T *output_at(const ForwardParams &p, const RowTile &tile, int row, int column) {
+// Where the output has a row and a column of a row tile. Tile: RowTile, or the record of an item.
+template <int d_h, typename T, typename Tile>
+__device__ __forceinline__ T *output_at(const ForwardParams &p, const Tile &tile, int row, int column) {
     return static_cast<T *>(p.out) + tile.sequence * p.out_batch + (tile.token + p.token_of(row)) * p.out_token +
            (tile.head + p.head_of(row)) * d_h + column;
 }
@@ -42,43 +43,71 @@ __device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, c
 }
 
 // Sharers of an item add their sums in pieces of 8 columns of a row tile, 128 float4s as above: piece i (of all warpgroups) goes to CTA
-// i % slices, where it is number i / slices and lies beside the pieces of the other slices, in the order of their ranks.
-struct Pieces {
-    int of_tile, all, slices;
-    template <int d_h> __device__ __forceinline__ static Pieces of(const ForwardParams &p) {
-        return {d_h / 8, d_h / 8 * p.consumers, p.schedule.slices};
-    }
-    __device__ __forceinline__ int of_cta(int rank) const { return (all - rank + slices - 1) / slices; }
-    __device__ __forceinline__ int bytes(int rank) const { return of_cta(rank) * slices * 128 * int{sizeof(float4)}; }
+// i % slices, where it is number i / slices and lies beside the pieces of the other slices, in the order of their ranks. Threads whose
+// first row holds no token send nothing: the SMs send each other some 16 bytes a clock, so that 32 KB take more than a microsecond.
+template <int d_h> struct Pieces {
+    static constexpr int of_tile = d_h / 8;
+    int slices, threads, stride;  // float4s of a slice in a piece, and of a piece
+    int number, cta;              // of the warpgroup's first piece
+
+    __device__ __forceinline__ Pieces(const ForwardParams &p, int warpgroup)
+        : slices(p.schedule.slices),
+          threads(p.sum_threads),
+          stride(slices * threads),
+          number(warpgroup * of_tile / slices),
+          cta(warpgroup * of_tile - number * slices) {}
+    // The first of the warpgroup's pieces that goes to CTA `rank`, in the warpgroup and in the CTA; the others follow at every `slices`.
+    __device__ __forceinline__ int first_of(int rank) const { return rank - cta + (rank < cta ? slices : 0); }
+    __device__ __forceinline__ int number_of(int rank) const { return number + (rank < cta ? 1 : 0); }
+    __device__ __forceinline__ int count_of(int rank) const { return (of_tile - first_of(rank) + slices - 1) / slices; }
 };
 
-// The sums of a warpgroup, to the rings of the CTAs that add them; no ring holds tiles any more.
-template <int d_h>
-__device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::semaphore &full, const OutputTile<d_h> &o,
-                                                const ForwardParams &p, int warpgroup) {
-    const Pieces pieces = Pieces::of<d_h>(p);
-    const int thread = kittens::warpgroup::laneid(), rank = kittens::cluster_ctarank();
-    int number = warpgroup * pieces.of_tile / pieces.slices, cta = warpgroup * pieces.of_tile - number * pieces.slices;
+// The sums of a warpgroup, to the CTAs that add them.
+template <int d_h, typename Quad>
+__device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::semaphore &full, const Pieces<d_h> &pieces, Quad &&quad) {
+    int cta = pieces.cta;
+    float4 *at = slice_sums + pieces.number * pieces.stride + kittens::cluster_ctarank() * pieces.threads + kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) {
-        tma::store_remote_async(slice_sums + (number * pieces.slices + rank) * 128 + thread, fragment_quad<d_h>(o, j), full, cta);
-        if (++cta == pieces.slices) cta = 0, ++number;
+        tma::store_remote_async(at, quad(j), full, cta);
+        if (++cta == pieces.slices) cta = 0, at += pieces.stride;
     }
 }
-// Adds what the slices have sent, and writes the output.
+// Adds what the slices have sent of the warpgroup's rows, and writes the output from the thread's first row and column on. both: the row 8
+// below holds a token, too.
 template <int d_h, typename T>
-__device__ __forceinline__ void add_slice_sums(const float4 *slice_sums, const ForwardParams &p, int warpgroup) {
-    const Pieces pieces = Pieces::of<d_h>(p);
-    const int thread = kittens::warpgroup::laneid(), row = fragment_row(thread), rank = kittens::cluster_ctarank();
-    for (int number = warpgroup; number < pieces.of_cta(rank); number += p.consumers) {
-        const int i = number * pieces.slices + rank;
-        const RowTile tile(p, kittens::clusterIdx().x, 0, i / pieces.of_tile);
-        if (!holds_token(p, tile.sequence, tile.token + p.token_of(row))) continue;
+__device__ __forceinline__ void add_slice_sums(const float4 *slice_sums, const ForwardParams &p, const Pieces<d_h> &pieces, T *out,
+                                               bool both) {
+    const int rank = kittens::cluster_ctarank();
+    slice_sums += pieces.number_of(rank) * pieces.stride + kittens::warpgroup::laneid();
+    for (int j = pieces.first_of(rank); j < Pieces<d_h>::of_tile; j += pieces.slices, slice_sums += pieces.stride) {
         float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
-        for (int c = 0; c < pieces.slices; ++c) add(sum, slice_sums[(number * pieces.slices + c) * 128 + thread]);
-        store_quad<d_h, T>(sum, p, tile, row, i % pieces.of_tile * 8 + thread % 4 * 2);
+        for (int c = 0; c < pieces.slices; ++c) add(sum, slice_sums[c * pieces.threads]);
+        store_pair(out + 8 * j, sum.x, sum.y);
+        if (both) store_pair(out + 8 * j + 8 * p.out_token, sum.z, sum.w);
     }
+}
+// A cluster's CTAs add the sums of its item, which `tile` describes: a copy, since the producer may overwrite the item's record.
+template <int d_h, typename T, typename Shared, typename Quad>
+__device__ __forceinline__ void exchange_slice_sums(Shared &shared, const ForwardParams &p, const Item &tile, int warpgroup, Quad &&quad) {
+    const int row = fragment_row(kittens::warpgroup::laneid());
+    const Pieces<d_h> pieces(p, warpgroup);
+    const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(row));
+    // As many threads of each slice send sums of the warp's rows.
+    const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores)) * pieces.slices;
+    if (kittens::laneid() == 0)
+        kittens::tma::expect_bytes(shared.semaphores.slice_sums_full,
+                                   pieces.count_of(kittens::cluster_ctarank()) * senders * int{sizeof(float4)});
+    __syncwarp();
+    if (p.sums_in_q) kittens::wait(shared.semaphores.q_free, 0);
+    else cluster_sync();  // every ring has been read for the last time
+    float4 *slice_sums = shared.slice_sums(p.sums_in_q);
+    if (stores) send_slice_sums<d_h>(slice_sums, shared.semaphores.slice_sums_full, pieces, quad);
+    T *out = output_at<d_h, T>(p, tile, row, kittens::warpgroup::laneid() % 4 * 2);
+    const bool both = holds_token(p, tile.sequence, tile.token + p.token_of(row + 8));
+    kittens::wait(shared.semaphores.slice_sums_full, 0);
+    if (stores) add_slice_sums<d_h, T>(slice_sums, p, pieces, out, both);
 }
 
 // The output of a whole item, to where its Q was. A warp writes the rows that it has read.

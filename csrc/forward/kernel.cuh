@@ -47,12 +47,11 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
         for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], ForwardArrivals::q_full);
         kittens::warp::init_semaphore(sem.w_full, ForwardArrivals::w_full);
         kittens::warp::init_semaphore(sem.w_empty, ForwardArrivals::w_empty(p.consumers));
-        kittens::warp::init_semaphore(sem.slice_sums_full, ForwardArrivals::slice_sums_full);
+        kittens::warp::init_semaphore(sem.slice_sums_full, ForwardArrivals::slice_sums_full(p.consumers));
+        kittens::warp::init_semaphore(sem.q_free, ForwardArrivals::q_free(p.consumers, p.schedule.slices));
         for (auto &stored : sem.part_stored) kittens::warp::init_semaphore(stored, ForwardArrivals::part_stored(p.consumers));
         for (int i = 0; i < P::piece_slots; ++i) kittens::warp::init_semaphore(sem.piece_full[i], ForwardArrivals::piece_full);
         tma::fence_semaphore_init();
-        if (p.schedule.slices > 1 && kittens::laneid() == 0)
-            kittens::tma::expect_bytes(sem.slice_sums_full, Pieces::of<d_h>(p).bytes(kittens::cluster_ctarank()));
     }
     __syncthreads();
 
@@ -78,7 +77,8 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
                 if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
         }
         __syncwarp();
-        if (p.cluster_size > 1) cluster_sync();  // pairs: no CTA leaves while the other can still signal it; slices: see finish()
+        // Pairs: no CTA leaves while the other can still signal it. Slices: see exchange_slice_sums().
+        if (p.cluster_size > 1 && !p.sums_in_q) cluster_sync();
     } else {
         begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();

@@ -64,6 +64,8 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     p.head_tiles = static_cast<int>(s.batch) * plan.row_tiles;
     p.tile_shift = plan.bundle == 1 ? 6 : plan.bundle == 2 ? 5 : 4;
     static_assert(tile_rows == 64);
+    p.sum_threads = plan.sum_threads;
+    p.sums_in_q = plan.sums_in_q;
     p.subnets = s.subnets;
     p.subnet_tiles = plan.subnet_tiles;
     p.out = problem.out;

@@ -37,6 +37,10 @@ struct ForwardParams {
     // r % 2^tile_shift of head r / 2^tile_shift. A warp's 16 rows are of one head. Bundles of several heads have one sequence.
     int bundle, tile_shift;
     int head_router_bytes;  // of W of one head
+    // Of slices: threads of a warpgroup, whole warps, that may have sums to send, and whether the sums go to where Q was, which is free
+    // long before they come, or to the rings.
+    int sum_threads;
+    bool sums_in_q;
 #ifdef __CUDACC__
     __device__ __forceinline__ int head_of(int row) const { return row >> tile_shift; }
     __device__ __forceinline__ int token_of(int row) const { return row & ((1 << tile_shift) - 1); }

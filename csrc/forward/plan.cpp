@@ -15,6 +15,7 @@ template <int d_h>
 constexpr ForwardFootprint footprint = {
     .shared_memory = ForwardPolicy<d_h>::shared_memory,
     .pieces = ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
+    .queries = ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::row_tile_bytes,
     .gate_tile = ForwardPolicy<d_h>::gate_tile_bytes,
     .gate_tiles = ForwardPolicy<d_h>::gate_buffers * ForwardPolicy<d_h>::consumers,
     .consumers = ForwardPolicy<d_h>::consumers,
@@ -111,6 +112,15 @@ ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int cluster
     return s;
 }
 
+// What CTAs that divide an item send each other: sums of warps that have a token. Where all that a CTA receives fits the buffers of Q, it
+// need not wait for the ring.
+void place_sums(ForwardPlan &plan, const Shape &shape, const ForwardFootprint &footprint) {
+    const int64_t rows = plan.bundle > 1 ? tile_rows : std::min<int64_t>(shape.length, tile_rows);
+    plan.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
+    const int slices = plan.schedule.slices, pieces = ceil_div(plan.consumers * shape.head_dim / 8, slices);
+    plan.sums_in_q = pieces * slices * plan.sum_threads * 16 <= footprint.queries;
+}
+
 }  // namespace
 
 ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost) {
@@ -158,6 +168,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
         plan.schedule.lanes = 1;
         plan.schedule.quotient = inter_tiles / slices;
         plan.schedule.remainder = inter_tiles % slices;
+        place_sums(plan, shape, footprint);
         return plan;
     }
     const int clusters = device.clusters[plan.row_ctas - 1];

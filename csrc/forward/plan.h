@@ -29,14 +29,17 @@ struct ForwardPlan {
     int flags;                                                  // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
     int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
     int shared_memory;                                          // bytes a CTA, without `pieces`
-    int pieces;      // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
+    int pieces;       // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
+    int sum_threads;  // of slices, as in params.h
+    bool sums_in_q;
     int spare_gate;  // bytes of the gate tiles that nobody uses when each cluster has one item: they cache W
 };
 
-// What the planner knows of a kernel's instance: bytes of shared memory, of them for parts that are added, of a tile of the gate; such
-// tiles; row tiles of a CTA; whether CTAs of a cluster may divide an item's inter range, and whether they may add parts themselves.
+// What the planner knows of a kernel's instance: bytes of shared memory, of them for parts that are added and for Q, of a tile of the
+// gate; such tiles; row tiles of a CTA; whether CTAs of a cluster may divide an item's inter range, and whether they may add parts
+// themselves.
 struct ForwardFootprint {
-    int shared_memory, pieces, gate_tile, gate_tiles, consumers;
+    int shared_memory, pieces, queries, gate_tile, gate_tiles, consumers;
     bool may_slice, may_add_parts, may_take_lanes;
 };
 

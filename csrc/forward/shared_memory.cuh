@@ -36,7 +36,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     using Q = tile<tile_rows, d_h>;
 
     struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], slice_sums_full, part_stored[2],
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], q_free, slice_sums_full, part_stored[2],
             piece_full[P::piece_slots];
         kittens::semaphore w_full, w_empty;  // for the router
     };
@@ -56,7 +56,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     __device__ void *router(const ForwardParams &p) {
         return p.schedule.slices > 1 ? static_cast<void *>(gate[0] + p.consumers) : static_cast<void *>(pieces);
     }
-    __device__ float4 *slice_sums() { return reinterpret_cast<float4 *>(ring); }
+    __device__ float4 *slice_sums(bool in_q) { return in_q ? reinterpret_cast<float4 *>(q) : reinterpret_cast<float4 *>(ring); }
     __device__ KU &ku(int slot) { return *reinterpret_cast<KU *>(ring[slot]); }
     __device__ V &v(int slot) { return *reinterpret_cast<V *>(ring[slot] + (P::q_in_registers ? P::ku_bytes : 0)); }
 };

@@ -29,6 +29,11 @@ template <int d_h> struct Fp8Sums {
             x[i] = fp8::multiply_half(x[i], fp8::pack_half(f, f));
         }
     }
+    // Float4 j of the thread's fragment.
+    __device__ __forceinline__ float4 quad(int j, float2 factors) const {
+        const float2 above = fp8::unpack_half(x[2 * j]), below = fp8::unpack_half(x[2 * j + 1]);
+        return {above.x * factors.x, above.y * factors.x, below.x * factors.y, below.y * factors.y};
+    }
     __device__ __forceinline__ void get(OutputTile<d_h> &o, float2 factors) const {
 #pragma unroll
         for (int i = 0; i < d_h / 4; ++i) {
@@ -57,7 +62,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
 
     using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase;
     using Stream::wait_slot, Stream::release, Stream::first_item, Stream::next_item, Stream::this_item, Stream::last_item,
-        Stream::release_q;
+        Stream::release_q, Stream::offer_q;
 
     const uint32_t ring_address = tma::shared_address(shared.ring);
     uint32_t q[d_h / 8];              // e4m3
@@ -160,7 +165,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
 
     // Stores the sums of an item (output buffer, workspace, or the other slices' CTAs) and hands the buffer of Q to the producer.
     __device__ __forceinline__ void finish(const Item &item, const Fp8Sums<d_h> &sums, float2 scale) {
-        // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
+        // Read before release_q(): the producer overwrites the record once it has the buffer of Q, but not that of slices' only item.
         const int part = item.part;
         const bool stores = holds_token(p, item.sequence, item.token + fragment_row(warpgroup::laneid()));
         OutputTile<d_h> o;  // in each branch anew: registers for all of it are there only where it is used piece by piece
@@ -170,11 +175,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
         }
         release_q();
         if (p.schedule.slices > 1) {
-            cluster_sync();  // every ring has been read for the last time
-            sums.get(o, scale);
-            send_slice_sums<d_h>(shared.slice_sums(), shared.semaphores.slice_sums_full, o, p, wg);
-            kittens::wait(shared.semaphores.slice_sums_full, 0);
-            add_slice_sums<d_h, T>(shared.slice_sums(), p, wg);
+            exchange_slice_sums<d_h, T>(shared, p, item, wg, [&](int j) { return sums.quad(j, scale); });
         } else if (part >= 0 && stores) {
             sums.get(o, scale);
             store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
@@ -240,6 +241,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
         warpgroup::mma_async_wait<0>();
         fp8::pin(s0);
         release_q();
+        offer_q();
         while (true) {
             // here: [M|N] of the first chunk of the item's first tile
             gate.begin(this_item());
@@ -299,7 +301,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
             finish(last_item(), sums, scale);
             warpgroup::mma_async_wait<0>();
             fp8::pin(s0);
-            if (!more) break;
+            if (this_item().end == 0) break;  // read again: no register holds it until here
         }
     }
 };

@@ -48,10 +48,9 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h>::threads, 1)
         }
         kittens::warp::init_semaphore(sem.w_full, Arrivals::w_full);
         kittens::warp::init_semaphore(sem.w_empty, Arrivals::w_empty(p.consumers));
-        kittens::warp::init_semaphore(sem.slice_sums_full, Arrivals::slice_sums_full);
+        kittens::warp::init_semaphore(sem.slice_sums_full, Arrivals::slice_sums_full(p.consumers));
+        kittens::warp::init_semaphore(sem.q_free, Arrivals::q_free(p.consumers, p.schedule.slices));
         tma::fence_semaphore_init();
-        if (p.schedule.slices > 1 && kittens::laneid() == 0)
-            kittens::tma::expect_bytes(sem.slice_sums_full, Pieces::of<d_h>(p).bytes(kittens::cluster_ctarank()));
     }
     __syncthreads();
 
@@ -71,7 +70,8 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h>::threads, 1)
             begin(p);
         }
         __syncwarp();
-        if (p.cluster_size > 1) cluster_sync();  // pairs: no CTA leaves while the other can still signal it; slices: see finish()
+        // Pairs: no CTA leaves while the other can still signal it. Slices: see exchange_slice_sums().
+        if (p.cluster_size > 1 && !p.sums_in_q) cluster_sync();
     } else {
         begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();

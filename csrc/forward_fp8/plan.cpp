@@ -15,6 +15,7 @@ template <int d_h>
 constexpr ForwardFootprint footprint = {
     .shared_memory = ForwardFp8Policy<d_h>::shared_memory,
     .pieces = ForwardFp8Policy<d_h>::router_bytes,
+    .queries = ForwardFp8Policy<d_h>::consumers * ForwardFp8Policy<d_h>::row_tile_bytes,
     .gate_tile = 0,
     .gate_tiles = 0,
     .consumers = ForwardFp8Policy<d_h>::consumers,

@@ -88,6 +88,12 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T> &shared, 
             scales.uv[lane] = e >= 0 && e < p.subnets ? __ldg(p.u_scales + (at + e)) * __ldg(p.v_scales + (at + e)) : 0.f;
         if (lane == P::gate_chunk) scales.k = __ldg(p.k_scales + at);
     };
+    // Otherwise the scales of few tokens come a microsecond after Q, behind the tiles that fill the ring.
+    auto prefetch_scales = [&](const Item &item) {
+        const int e = item.subnet - item.gate_column + lane, at = item.head / p.bundles * p.subnets;
+        if (lane < P::gate_chunk && e >= 0 && e < p.subnets) prefetch_line(p.u_scales + (at + e)), prefetch_line(p.v_scales + (at + e));
+        if (lane == P::gate_chunk) prefetch_line(p.k_scales + at);
+    };
     // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
     auto take_over = [&](int index) {
         kittens::arrive_and_wait(q_read_barrier(warpgroup));
@@ -98,6 +104,8 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T> &shared, 
         kittens::tma::store_async_read_wait<0>();
     };
     bool more = next_item();
+    __syncwarp();
+    if (more) prefetch_scales(shared.items[0][warpgroup]);
     begin(p);
     if (stages && more) load_router();
     while (more) {

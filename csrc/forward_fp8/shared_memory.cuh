@@ -27,7 +27,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardFp8Shared {
     using GateTile = Fp8GateTile<d_h>;
 
     struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], r_full[P::consumers], w_full, w_empty,
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], r_full[P::consumers], w_full, w_empty, q_free,
             slice_sums_full;
     };
 
@@ -43,7 +43,9 @@ template <int d_h, typename T> struct alignas(1024) ForwardFp8Shared {
 
     // Sums of the slices of an item, when the ring has no more tiles to hold: as in forward/epilogue.cuh.
     static_assert((P::consumers * d_h / 8 + max_slices - 1) * tile_rows * 32 <= sizeof(ring));
-    __device__ __forceinline__ float4 *slice_sums() { return reinterpret_cast<float4 *>(ring); }
+    __device__ __forceinline__ float4 *slice_sums(bool in_q) {
+        return in_q ? reinterpret_cast<float4 *>(q) : reinterpret_cast<float4 *>(ring);
+    }
 };
 
 }  // namespace flashmhf
