@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashmhf.graphs import capturing
 from flashmhf.testing import assert_accurate, problem
 
 ops = torch.ops.flashmhf
@@ -76,7 +77,7 @@ def test_two_graphs(problems, gpu_backend):
     alone = alone_and_right(problems, gpu_backend)
     graphs, results = [torch.cuda.CUDAGraph() for _ in problems], [[], []]
     for p, graph, mine in zip(problems, graphs, results, strict=True):
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             mine.extend(calls(p, gpu_backend) for _ in range(3))
     streams = [torch.cuda.Stream() for _ in problems]
     for _ in range(ROUNDS):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import flashmhf
 from flashmhf import quantize, reference
+from flashmhf.graphs import capturing
 from flashmhf.quantize import eager, operators
 from flashmhf.quantize.modules import quantise_rows
 from flashmhf.quantize.packing import E4M3, permutation, to_e4m3
@@ -330,7 +331,7 @@ def test_graphs_and_repetition(tokens):
     with torch.no_grad():
         expected = network(x)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             out = network(x)
         graph.replay()
         torch.testing.assert_close(out, expected)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import flashmhf
 from flashmhf import quantize, reference
 from flashmhf.backends import hopper
+from flashmhf.graphs import capturing
 from flashmhf.quantize import eager
 from flashmhf.quantize import layer as layer_module
 from flashmhf.quantize.linear import FEW_TOKENS, quantise_rows
@@ -250,7 +251,7 @@ def test_module_in_a_cuda_graph(usable, projections, tokens):
         static_x = torch.zeros_like(x)
         layers(static_x)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             out = layers(static_x)
         static_x.copy_(x)
         for _ in range(50):

@@ -8,6 +8,7 @@ from torch import nn
 
 import flashmhf
 from flashmhf.backends import eager, hopper
+from flashmhf.graphs import capturing
 from flashmhf.testing import poisoned_memory, relative_l2
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -101,7 +102,7 @@ def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, to
     run = chain
     if graphed:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             out = chain()
         written.zero_()
 
@@ -395,7 +396,7 @@ def test_module_in_a_cuda_graph(usable, tokens, options):
         graph = torch.cuda.CUDAGraph()
         static_x = torch.zeros_like(x)
         layers(static_x)
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             out = layers(static_x)
         static_x.copy_(x)
         for _ in range(100):

@@ -14,6 +14,7 @@ import torch
 
 import flashmhf
 from flashmhf import quantize, serving
+from flashmhf.graphs import capturing
 from flashmhf.serving import Rank
 from flashmhf.serving.layers import check_loaded
 
@@ -174,7 +175,7 @@ def test_captures_in_a_cuda_graph(big, compiled):
             function(x)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with capturing(graph):
                 y = function(x)
             for _ in range(3):
                 x.normal_()
@@ -372,7 +373,7 @@ def two_ranks(rank: int, folder: str, device: str) -> None:
                 if device == "cuda":
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
+                    with capturing(graph):
                         y = function(x)
                     x.copy_(torch.randn(tokens, sizes[0], **settings))
                     graph.replay()

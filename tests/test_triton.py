@@ -13,6 +13,7 @@ import torch
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.triton import configs
+from flashmhf.graphs import capturing
 from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -268,7 +269,7 @@ def test_cuda_graph():
     p = make(300, 2, 128, 3, 80, torch.bfloat16)
     expected = run(p)
     q = torch.zeros_like(p.q)
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+    with capturing(graph := torch.cuda.CUDAGraph()):
         results = back_end.forward(q, p.k, p.u, p.v, p.r), *back_end.backward(p.grad_out, q, p.k, p.u, p.v, p.r, deterministic=True)
     q.copy_(p.q)
     graph.replay()

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ..graphs import capturing
+
 Pass = Callable[[], None]
 COLD = 4  # bytes that one pass reads, in units of the L2 cache
 AGREEMENT = 0.01  # relative difference of two warm-up windows below which the clocks count as sustained
@@ -122,7 +124,7 @@ def graphed(run: Pass) -> Pass:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         run()
 
     def replay(captured: Pass = run) -> None:  # ``captured`` keeps the tensors alive that the graph reads

@@ -25,6 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..graphs import capturing
 from .errors import OptionError
 
 WARM_UP = 2  # tokens decoded before the capture: libraries allocate their workspaces in them
@@ -137,7 +138,7 @@ def _drawn(scores: Tensor) -> Tensor:
 def _captured(step: _Step) -> Callable[[], None]:
     """``step.run`` as a replay of a CUDA graph; capturing runs nothing."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         step.run()
     return graph.replay
 
