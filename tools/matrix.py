@@ -6,7 +6,8 @@ $ python tools/matrix.py --wheel dist/flashmhf-*.whl                 # with the 
 $ python tools/matrix.py --check                                     # whether the documents say what the record says
 
 A set names torch, transformers and Python; python3.X must be in the PATH or be given by --interpreters. The result of a set and selection
-replaces the earlier one in benchmarks/results/compatibility.json, which docs/compatibility.md and README.md quote. Environments are deleted
+replaces the earlier one, and a result of all tests those of every selection of its set, in benchmarks/results/compatibility.json, which
+docs/compatibility.md and README.md quote. Environments are deleted
 afterwards: a CUDA build of torch takes up to 7 GB. Needs a network and the standard library.
 """
 
@@ -229,7 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
         wheel = options.wheel.resolve() if options.wheel else pure_wheel(Path(scratch))
         for versions, program in programs.items():
             row = result(program, versions, wheel, options.tests, options.scratch)
-            rows = [old for old in rows if (old["set"], old["selection"]) != (versions, row["selection"])]
+            whole = row["selection"] == "all"
+            rows = [old for old in rows if old["set"] != versions or not (whole or old["selection"] == row["selection"])]
             rows = sorted([*rows, row], key=lambda row: (row["selection"], row["set"]))
             write(rows)
             print(f"{versions}: torch {row['torch']}, {row['passed']} passed, {len(row['failed'])} failed", flush=True)
