@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
@@ -277,6 +278,15 @@ def test_sums_of_slices_in_fp8_and_of_bundles_go_to_where_q_was():
     assert not plan.plan_forward_fp8(1, 192, 16, 128, 22, 384)["sums_in_q"]
     assert plan.plan_forward(1, 16, 16, 128, 22, 384, group=4, large_clusters=7)["sums_in_q"]
     assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["sums_in_q"], "no slices"
+
+
+def test_every_slice_has_a_tile():
+    """A CTA without a tile would leave before the others signal it that they have read Q."""
+    sizes = itertools.product((1, 3, 16), (1, 2, 5, 22), (16, 80, 384), (64, 96, 128, 256), (1, 33, 128, 400))
+    for heads, subnets, d_e, d_h, length in sizes:
+        for plan_of in (plan.plan_forward, plan.plan_forward_fp8):
+            p = plan_of(1, length, heads, d_h, subnets, d_e)
+            assert p["slices"] <= p["inter_tiles"], (plan_of.__name__, heads, subnets, d_e, d_h, length)
 
 
 def test_budgets():
