@@ -159,8 +159,8 @@ def agreement(found: list[list[int]], wanted: list[list[int]]) -> tuple[int, int
 
 
 @contextmanager
-def server(folder: Path, log: Path) -> Iterator[tuple[subprocess.Popen, int, float, float]]:
-    """(process, port, wall seconds, CPU seconds of the whole tree until it answers)."""
+def server(folder: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen, int, float, float]]:
+    """vLLM's server with these ``options``: (process, port, wall seconds, CPU seconds of the whole tree until it answers)."""
     import httpx
     import psutil
 
@@ -168,7 +168,7 @@ def server(folder: Path, log: Path) -> Iterator[tuple[subprocess.Popen, int, flo
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", NAME]
-    command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--enforce-eager", "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--enforce-eager", "--port", str(port), "--host", "127.0.0.1", *options]
     begin = time.perf_counter()
     with log.open("w") as file:
         process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=file, stderr=file)
@@ -203,7 +203,9 @@ def check_server(checks: Checks, folder: Path) -> None:
     import openai
     import psutil
 
-    with server(folder / "flashmhf", folder / "server.log") as (process, port, _, _):
+    # Without a timeout vLLM 0.32 ends the engine first, and most times its HTTP server then waits for the requests for ever, any model's.
+    options = ("--shutdown-timeout", "30")
+    with server(folder / "flashmhf", folder / "server.log", *options) as (process, port, _, _):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
 
         def ask(ids: list[int], new: int = NEW, **settings):
