@@ -168,7 +168,8 @@ def server(folder: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", NAME]
-    command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--enforce-eager", "--port", str(port), "--host", "127.0.0.1", *options]
+    command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--enforce-eager", "--port", str(port), "--host", "127.0.0.1"]
+    command += options
     begin = time.perf_counter()
     with log.open("w") as file:
         process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=file, stderr=file)
