@@ -33,7 +33,7 @@ inline Tensor new_dense(const Tensor &x, Sizes sizes) {
     return new_dense(x, sizes, dtype);
 }
 
-// x's memory from its first element on, with other sizes and strides. The shim adds its offset to that of x, whatever it calls it.
+// x's memory from its first element on, with other sizes and strides. The shim's argument storage_offset counts from x's own offset.
 inline Tensor strided_view(const Tensor &x, Sizes sizes, Sizes strides) {
     AtenTensorHandle made;
     TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), 0, &made));

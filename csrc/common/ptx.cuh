@@ -78,9 +78,9 @@ __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bo
                  "r"(valid ? 4 : 0)
                  : "memory");
 }
-// The line of an address to the L2: no more than a hint, right even before griddepcontrol.wait.
-__device__ __forceinline__ void prefetch_line(const void *x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x) : "memory"); }
 __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Prefetches the line that holds x to the L2. A hint: right even before griddepcontrol.wait.
+__device__ __forceinline__ void prefetch_line(const void *x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x) : "memory"); }
 
 // A flag in global memory: what came before the store, here and in threads that this one has synchronised with, is there after the load.
 __device__ __forceinline__ void store_release(uint32_t *flag, uint32_t x) {

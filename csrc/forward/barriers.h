@@ -9,7 +9,7 @@
 //   w_full            the row loader's expect_bytes; its copy of W               consumers, before they compute the gate
 //   w_empty           a lane of each consumer warp, when it has the gate         the row loader, before it fetches the next W; the adding
 //                                                                                warp, before pieces overwrite W
-//   q_free            `slices` lanes of each consumer warp that has read Q,      consumers, before they send sums to where the Q lay
+//   q_free            `slices` lanes of each consumer warp that has read Q,      consumers, before they send sums to the buffers of Q
 //                     one at each CTA of the cluster
 //   slice_sums_full   a lane of each consumer warp, which expects its rows'      consumers, before they add the slices' sums
 //                     sums; the bytes that the CTAs of the cluster send

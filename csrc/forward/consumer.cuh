@@ -48,19 +48,18 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o, bool keeps_part = false) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
         const Item tile = item;
-        const int part = tile.part;
         const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(fragment_row(warpgroup::laneid())));
-        if (part < 0) stage_output(shared.q[wg], o);
+        if (tile.part < 0) stage_output(shared.q[wg], o);
         release_q();
         if (P::may_slice && p.schedule.slices > 1) {
             exchange_slice_sums<d_h, T>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
-        } else if (part >= 0) {
+        } else if (tile.part >= 0) {
             if (stores && !keeps_part)
-                store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part,
+                store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, tile.part,
                                 p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
             if (P::may_add_parts) {
                 __syncwarp();
-                if (lane == 0) kittens::arrive(shared.semaphores.part_stored[part]);
+                if (lane == 0) kittens::arrive(shared.semaphores.part_stored[tile.part]);
             }
         }
     }
@@ -130,7 +129,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         warpgroup::mma_async_wait<0>();
         pin(mn);
         release_q();
-        if (P::may_slice) offer_q();
+        offer_q();
         bool keeps_part = false;
         while (true) {
             begin_gate(gate, query);

@@ -50,7 +50,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     // Of parts that are being added, or W. The shared memory of a launch with neither ends here.
     alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
 
-    // Sums of the slices of an item, when the ring has no more tiles to hold: as in epilogue.cuh.
+    // Sums of the slices of an item, in the buffers of Q or in the ring when the consumers have read the last tile: as in epilogue.cuh.
     static_assert(!P::may_slice || (P::consumers * d_h / 8 + large_slices - 1) * tile_rows * 32 <= sizeof(ring));
     // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the gate tiles that nobody uses then.
     __device__ void *router(const ForwardParams &p) {

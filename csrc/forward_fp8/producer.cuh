@@ -82,15 +82,17 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T> &shared, 
             shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
         return true;
     };
+    auto first_scale = [&](const Item &item) { return item.head / p.bundles * p.subnets; };
+    auto subnet_of_lane = [&](const Item &item) { return item.subnet - item.gate_column + lane; };
     auto load_scales = [&](const Item &item, Fp8Scales<d_h> &scales) {
-        const int e = item.subnet - item.gate_column + lane, at = item.head / p.bundles * p.subnets;
+        const int e = subnet_of_lane(item), at = first_scale(item);
         if (lane < P::gate_chunk)
             scales.uv[lane] = e >= 0 && e < p.subnets ? __ldg(p.u_scales + (at + e)) * __ldg(p.v_scales + (at + e)) : 0.f;
         if (lane == P::gate_chunk) scales.k = __ldg(p.k_scales + at);
     };
-    // Otherwise the scales of few tokens come a microsecond after Q, behind the tiles that fill the ring.
+    // Without this prefetch the scales of few tokens come a microsecond after Q, behind the tiles that fill the ring.
     auto prefetch_scales = [&](const Item &item) {
-        const int e = item.subnet - item.gate_column + lane, at = item.head / p.bundles * p.subnets;
+        const int e = subnet_of_lane(item), at = first_scale(item);
         if (lane < P::gate_chunk && e >= 0 && e < p.subnets) prefetch_line(p.u_scales + (at + e)), prefetch_line(p.v_scales + (at + e));
         if (lane == P::gate_chunk) prefetch_line(p.k_scales + at);
     };

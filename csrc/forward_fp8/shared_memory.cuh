@@ -41,7 +41,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardFp8Shared {
     // W of a head. The shared memory of a launch without a router ends here.
     alignas(16) uint8_t router[P::router_bytes > 0 ? P::router_bytes : 16];
 
-    // Sums of the slices of an item, when the ring has no more tiles to hold: as in forward/epilogue.cuh.
+    // Sums of the slices of an item, in the buffers of Q or in the ring when the consumers have read the last tile.
     static_assert((P::consumers * d_h / 8 + max_slices - 1) * tile_rows * 32 <= sizeof(ring));
     __device__ __forceinline__ float4 *slice_sums(bool in_q) {
         return in_q ? reinterpret_cast<float4 *>(q) : reinterpret_cast<float4 *>(ring);
