@@ -204,7 +204,7 @@ def check_server(checks: Checks, folder: Path) -> None:
     import openai
     import psutil
 
-    # Without a timeout vLLM 0.32 ends the engine first, and its HTTP server can then wait for the requests without an end, whatever the model.
+    # Without a timeout vLLM 0.32 ends the engine first; its HTTP server can then wait for the requests without an end, for any model.
     options = ("--shutdown-timeout", "30")
     with server(folder / "flashmhf", folder / "server.log", *options) as (process, port, _, _):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
