@@ -18,7 +18,11 @@ Encode encode_function() {
     static const Encode encode = [] {
         void *function = nullptr;
         cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
         const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else  // CUDA 12.4 knows the entry point of its own version only
+        const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
         if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || function == nullptr)
             throw std::runtime_error("the NVIDIA driver has no cuTensorMapEncodeTiled (CUDA 12.0)");
         return reinterpret_cast<Encode>(function);
