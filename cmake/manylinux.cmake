@@ -1,8 +1,9 @@
 # FLASHMHF_MANYLINUX=ON: the library runs with glibc 2.28 and GCC 8's libstdc++ (manylinux_2_28), although it is built on a newer system.
 #  - glibc 2.34 moved libpthread, libdl and librt into libc and gave their functions a new version. The linker gets stand-ins for the old
 #    libraries, whose functions have the first version; every newer glibc still provides those.
-#  - libstdc++ gains functions with newer releases of GCC: constructors of the string streams, __throw_bad_array_new_length. The library
-#    holds its own.
+#  - libstdc++ gains functions with newer releases of GCC: parts of strings and string streams, __throw_bad_array_new_length. The library
+#    holds its own. <iostream> of GCC 13 refers to a function that says that libstdc++ prepares the streams; an older one does so for
+#    every library that has an ios_base::Init, and this one has.
 #  - libstdc++'s headers read __libc_single_threaded, which glibc has since 2.32. A hidden variable of that name says "many threads".
 #  - A version script exports nothing: the library registers its operators when it is loaded.
 # tools/build_wheel.py has auditwheel check the result.
@@ -49,13 +50,20 @@ function(link_for_manylinux target)
     pthread_spin_init pthread_spin_lock pthread_spin_trylock pthread_spin_unlock sem_destroy sem_init sem_post sem_timedwait sem_trywait
     sem_wait)
   file(WRITE ${GLIBC_FOLDER}/libstdcxx.cpp
-"#include <new>
+"#include <ios>
+#include <new>
 #include <sstream>
+#include <string>
+static std::ios_base::Init streams;
+template class std::basic_string<char>;
 template class std::basic_stringbuf<char>;
 template class std::basic_ostringstream<char>;
 template class std::basic_stringstream<char>;
 namespace std { void __throw_bad_array_new_length() { throw bad_array_new_length(); } }
-extern \"C\" { __attribute__((visibility(\"hidden\"))) char __libc_single_threaded = 0; }
+extern \"C\" {
+__attribute__((visibility(\"hidden\"))) char __libc_single_threaded = 0;
+__attribute__((visibility(\"hidden\"))) void _ZSt21ios_base_library_initv() {}
+}
 ")
   file(WRITE ${GLIBC_FOLDER}/exports.map "{ local: *; };\n")
   target_sources(${target} PRIVATE ${GLIBC_FOLDER}/libstdcxx.cpp)
