@@ -1,7 +1,7 @@
 """Builds the op library libflashmhf_hopper.so (CMake, where nvcc is) and the optional launch-planner module flashmhf._plan.
 
 FLASHMHF_WHEEL=1 builds what a release ships (tools/build_wheel.py): one wheel for every Python, hence without flashmhf._plan, whose
-library runs on manylinux_2_28.
+library runs on manylinux_2_28. A wheel of another CUDA than 13 has it in its version (0.2.0+cu12).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def cmake_build(build_dir: Path, version: str) -> Path:
         if subprocess.run(command).returncode:
             raise RuntimeError(f"{step} it with CMake failed; pip install -v shows the messages")
     headers = "upstream" if os.environ.get("THUNDERKITTENS_ROOT") else "bundled"
-    resources = {"thunderkittens": headers} | kernel_resources.collect(build_dir)
+    nvcc = ".".join(map(str, toolchain.nvcc_version()))
+    resources = {"thunderkittens": headers, "nvcc": nvcc} | kernel_resources.collect(build_dir)
     (build_dir / kernel_resources.FILE).write_text(json.dumps(resources, indent=1) + "\n")
     return build_dir / LIBRARY
 
@@ -90,7 +91,7 @@ class BuildExtensions(build_ext):
         reason = toolchain.no_cuda_reason()
         if reason is not None:
             raise RuntimeError(reason)
-        return cmake_build(Path(self.build_temp).resolve() / "cmake", self.distribution.get_version())
+        return cmake_build(Path(self.build_temp).resolve() / "cmake", self.distribution.get_version().partition("+")[0])
 
     def get_outputs(self):
         if self.inplace:
@@ -138,6 +139,7 @@ def release_commands() -> dict[str, type]:
 
 
 if RELEASE:
-    setup(cmdclass=release_commands(), distclass=ReleaseDistribution)
+    label = {"egg_info": {"tag_build": toolchain.release_label()}}
+    setup(cmdclass=release_commands(), distclass=ReleaseDistribution, options=label)
 else:
     setup(ext_modules=[plan_extension()], cmdclass={"build_ext": BuildExtensions})

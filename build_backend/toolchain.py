@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 MINIMUM_NVCC = (12, 4)
+RELEASE_CUDA = 13  # major version of the wheel without a label
 TORCH_REQUIREMENT = "torch>=2.10"
 STABLE_HEADER = "include/torch/csrc/stable/library.h"
 BYTES_PER_JOB = 4 << 30  # one nvcc process with all its passes
@@ -37,6 +38,11 @@ def nvcc() -> Path | None:
 def nvcc_version() -> tuple[int, int]:
     text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
     return tuple(map(int, re.search(r"release (\d+)\.(\d+)", text).groups()))
+
+
+def release_label() -> str:
+    """What a wheel's version ends with: nothing for CUDA 13, +cu12 for CUDA 12, so that both wheels can lie in one folder."""
+    return "" if nvcc() is None or nvcc_version()[0] == RELEASE_CUDA else f"+cu{nvcc_version()[0]}"
 
 
 def no_cuda_reason() -> str | None:

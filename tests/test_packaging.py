@@ -81,7 +81,7 @@ def test_metadata():
         distribution = importlib.metadata.distribution("flashmhf")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("flashmhf runs from its sources")
-    assert distribution.version == flashmhf.__version__
+    assert distribution.version.partition("+")[0] == flashmhf.__version__  # without the label of a CUDA 12 wheel
     assert any(entry.name == "flashmhf" for entry in distribution.entry_points)
 
 
@@ -133,6 +133,14 @@ def test_cuda_home_and_the_oldest_nvcc(toolchain, monkeypatch, tmp_path, version
     assert toolchain.nvcc() == nvcc
     reason = toolchain.no_cuda_reason()
     assert reason is None if usable else "supported: 12.4 and later" in reason
+
+
+@needs_linux
+@pytest.mark.parametrize(("version", "label"), [("12.4", "+cu12"), ("12.9", "+cu12"), ("13.0", "")])
+def test_a_wheel_of_an_older_cuda_has_a_version_of_its_own(toolchain, monkeypatch, tmp_path, version, label):
+    fake_nvcc(tmp_path / "cuda", version)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert toolchain.release_label() == label
 
 
 @needs_linux
