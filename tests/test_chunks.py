@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import prune
 
 import flashmhf
 from flashmhf.nn import flashmhf as modules
@@ -99,6 +103,18 @@ def test_hooked_replaced_and_patched_projections_are_called(calls):
         for module in (hooked, replaced, patched):
             assert torch.equal(module(x), unchunked(module, x))
     assert calls == [TOKENS] * 6
+
+
+@pytest.mark.parametrize("change", [nn.utils.spectral_norm, partial(prune.l1_unstructured, name="weight", amount=0.5)])
+def test_projections_whose_weight_is_computed_before_each_call(calls, change):
+    """Pruning and the older spectral_norm leave a linear layer of the same type without a parameter "weight"."""
+    module, x = make().eval(), torch.randn(TOKENS, D_MODEL, dtype=torch.float64)
+    for projection in (module.in_proj, module.out_proj):
+        change(projection)
+    expected = module(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), expected)
+    assert calls == [TOKENS] * 2
 
 
 def test_wrong_width():

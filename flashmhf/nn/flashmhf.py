@@ -77,7 +77,10 @@ def _signal_accumulated(parameter: Tensor) -> Tensor | None:
 
 def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     """Exactly what ``kind`` computes over ordinary tensors: not replaced, wrapped, patched, hooked or distributed."""
-    if type(module) is not kind or type(module._parameters["weight"]) is not nn.Parameter:  # not .weight: a microsecond of the host
+    if type(module) is not kind:
+        return False
+    # Not .weight: a microsecond of the host. Pruning and spectral_norm leave no parameter of that name.
+    if type(module._parameters.get("weight")) is not nn.Parameter:
         return False
     return "forward" not in vars(module) and not module._forward_pre_hooks and not module._forward_hooks
 
