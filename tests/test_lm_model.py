@@ -390,6 +390,15 @@ def test_replace_ffn(kind):
     assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 12)
 
 
+def test_layers_that_share_a_network_share_its_replacement():
+    model = foreign("Llama", num_hidden_layers=3)
+    layers = model.model.layers
+    layers[1].mlp = layers[0].mlp
+    assert flashmhf.replace_ffn(model, num_heads=2) == [f"model.layers.{i}.mlp" for i in range(3)]
+    assert all(isinstance(layer.mlp, flashmhf.FlashMHF) for layer in layers)
+    assert layers[1].mlp is layers[0].mlp is not layers[2].mlp
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
 def test_a_model_with_replaced_networks_is_loaded_from_its_directory(kind, dtype, tmp_path):

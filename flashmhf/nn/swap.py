@@ -47,6 +47,8 @@ def replace_ffn(
 ) -> list[str]:
     """Replaces every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; returns their names.
 
+    A network that the model holds under several names is replaced by one FlashMHF under all of them.
+
     Args:
         model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj, up_proj,
             down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left alone.
@@ -63,7 +65,11 @@ def replace_ffn(
         raise ValueError("pad_subnets is True; from_pretrained loads parameters of their own shapes, so give a subnet_dim of whole 16s")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
-    names = [name for name, module in model.named_modules() if is_swiglu(module) and ".experts" not in name and "shared_expert" not in name]
+    shared: dict[int, list[str]] = {}  # the names of each network; ids, so that a replaced network's memory is free at once
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_swiglu(module) and ".experts" not in name and "shared_expert" not in name:
+            shared.setdefault(id(module), []).append(name)
+    names = [name for members in shared.values() for name in members]
     if not names:
         raise ValueError(f"{type(model).__name__} has no SwiGLU network of gate_proj, up_proj, down_proj linear layers to replace")
     if "" in names:
@@ -76,11 +82,12 @@ def replace_ffn(
     for name in names:  # whatever is refused is refused before the model changes
         _counterpart(model.get_submodule(name), *sizes, {**kwargs, "device": "meta"})
     record = {}
-    for name in names:
-        parent, _, attribute = name.rpartition(".")
-        network = _counterpart(model.get_submodule(name), *sizes, kwargs)
-        setattr(model.get_submodule(parent), attribute, network)
-        record[name] = _settings(network)
+    for members in shared.values():
+        network = _counterpart(model.get_submodule(members[0]), *sizes, kwargs)
+        for name in members:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, network)
+            record[name] = _settings(network)
     if hasattr(model, "save_pretrained"):
         setattr(model.config, NETWORKS, getattr(model.config, NETWORKS, {}) | record)
     return names
