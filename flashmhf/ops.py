@@ -297,7 +297,8 @@ for _name, _differentiable in (
 # Autocast: q, k, u, v go to the autocast dtype; r and w keep theirs. In backward nothing is cast, and no inner operation may be.
 
 
-def _cast(operands: Iterable, dtype: torch.dtype) -> tuple:
+def cast(operands: Iterable, dtype: torch.dtype) -> tuple:
+    """What autocast to ``dtype`` makes of q, k, u and v."""
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x for x in operands)
 
 
@@ -307,7 +308,7 @@ def _autocast(name: str, device_type: str) -> Callable:
 
     def call(*args, **kwargs):
         if casts:
-            args = (*_cast(args[:4], torch.get_autocast_dtype(device_type)), *args[4:])
+            args = (*cast(args[:4], torch.get_autocast_dtype(device_type)), *args[4:])
         with torch_private.below_autocast():
             return op(*args, **kwargs)
 
@@ -380,7 +381,7 @@ def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Te
     device_type = q.device.type
     if not torch_private.autocasts(device_type):
         return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
-    q, k, u, v = _cast((q, k, u, v), torch.get_autocast_dtype(device_type))
+    q, k, u, v = cast((q, k, u, v), torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
         return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flashmhf
 from flashmhf import reference
-from flashmhf.testing import assert_accurate, gated_forward, problem
+from flashmhf.testing import assert_accurate, gated_forward, problem, relative_l2
 
 ops = torch.ops.flashmhf
 
@@ -247,6 +247,31 @@ def test_main_grad_accumulation():
     module.eval()
     with torch.no_grad():
         torch.testing.assert_close(module(x), plain(x))
+
+
+def with_main_grad(module: flashmhf.FlashMHF, *names: str) -> flashmhf.FlashMHF:
+    for name in names:
+        weight = getattr(module, name)
+        weight.main_grad = torch.zeros(weight.shape)
+    return module
+
+
+@pytest.mark.parametrize("skip_linear", [False, True])
+def test_main_grad_accumulation_under_autocast(skip_linear):
+    """With skip_linear q is float32 where the operator computes in bf16."""
+    module = with_main_grad(flashmhf.FlashMHF(64, 4, 3, 32, skip_linear=skip_linear, accumulate_main_grad=True), *"kuv")
+    plain = flashmhf.FlashMHF(64, 4, 3, 32, skip_linear=skip_linear)
+    plain.load_state_dict(module.state_dict())
+    inputs = [torch.randn(9, 64, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
+    for network, x in zip((module, plain), inputs, strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = network(x)
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+    for name in "kuv":
+        assert relative_l2(getattr(module, name).main_grad, getattr(plain, name).grad.double()) < 0.01
+    assert relative_l2(module.router.grad, plain.router.grad.double()) < 0.01
+    assert relative_l2(inputs[0].grad, inputs[1].grad.double()) < 0.01
 
 
 def test_backward_accumulate_refuses_to_be_differentiated():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import ops, router
+from .. import ops, router, torch_private
 from ..backends.contract import Projection
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise
@@ -42,6 +42,8 @@ class _MainGradForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, u, v, r, backend, deterministic, activation):
+        if torch_private.autocasts(q.device.type):  # in backward nothing casts
+            (q,) = ops.cast((q,), torch.get_autocast_dtype(q.device.type))
         ctx.save_for_backward(q, r)
         ctx.parameters = (k, u, v)
         ctx.backend, ctx.activation = backend, activation
@@ -55,7 +57,7 @@ class _MainGradForward(torch.autograd.Function):
         dq, dr = torch.ops.flashmhf.backward_accumulate_(
             grad_out,
             q,
-            *ctx.parameters,
+            *(p.to(q.dtype) for p in ctx.parameters),
             r,
             *(p.main_grad for p in ctx.parameters),
             ctx.deterministic,
