@@ -274,6 +274,24 @@ def test_main_grad_accumulation_under_autocast(skip_linear):
     assert relative_l2(inputs[0].grad, inputs[1].grad.double()) < 0.01
 
 
+@pytest.mark.parametrize("frozen", ["u", "ku", "kuv"])
+def test_main_grad_of_frozen_weights(frozen):
+    """A frozen weight needs no buffer, and one that it has stays as it was."""
+    trained = set("kuv") - set(frozen)
+    module = with_main_grad(flashmhf.FlashMHF(64, 4, 3, 32, accumulate_main_grad=True), *trained, frozen[0])
+    plain = flashmhf.FlashMHF(64, 4, 3, 32)
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(9, 64)
+    for network in (module, plain):
+        for name in frozen:
+            getattr(network, name).requires_grad_(False)
+        network(x).square().sum().backward()
+    for name in trained:
+        torch.testing.assert_close(getattr(module, name).main_grad, getattr(plain, name).grad, rtol=1e-4, atol=1e-5)
+    assert not getattr(module, frozen[0]).main_grad.any()
+    torch.testing.assert_close(module.in_proj.weight.grad, plain.in_proj.weight.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_backward_accumulate_refuses_to_be_differentiated():
     p = problem(10, 2, 16, 2, 16, torch.float32)
     buffers = [torch.zeros_like(p.k) for _ in range(3)]

@@ -12,6 +12,7 @@ from torch.types import Device
 
 from .. import ops, router, torch_private
 from ..backends.contract import Projection
+from ..reference import accumulate_dtype
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise
 from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_unobserved
@@ -53,19 +54,25 @@ class _MainGradForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, r = ctx.saved_tensors
-        needs_tokens, needs_weights = ctx.needs_input_grad[0] or ctx.needs_input_grad[4], any(ctx.needs_input_grad[1:4])
+        trained = ctx.needs_input_grad[1:4]
+        needs_tokens = ctx.needs_input_grad[0] or ctx.needs_input_grad[4]
+        # The operator computes the three gradients together: that of a frozen weight goes where nobody reads it.
+        buffers = [
+            p.main_grad if needed else torch.zeros_like(p, dtype=accumulate_dtype(p.dtype))
+            for p, needed in zip(ctx.parameters, trained, strict=True)
+        ]
         dq, dr = torch.ops.flashmhf.backward_accumulate_(
             grad_out,
             q,
             *(p.to(q.dtype) for p in ctx.parameters),
             r,
-            *(p.main_grad for p in ctx.parameters),
+            *buffers,
             ctx.deterministic,
             backend=ctx.backend,
-            needs=[needs_tokens, needs_weights],
+            needs=[needs_tokens, True],
             activation=ctx.activation,
         )
-        weights = [_signal_accumulated(p) if needed else None for p, needed in zip(ctx.parameters, ctx.needs_input_grad[1:4], strict=True)]
+        weights = [_signal_accumulated(p) if needed else None for p, needed in zip(ctx.parameters, trained, strict=True)]
         return dq if ctx.needs_input_grad[0] else None, *weights, dr if ctx.needs_input_grad[4] else None, None, None, None
 
 
@@ -355,7 +362,7 @@ class FlashMHF(GroupedHeads):
     def _mix(self, q: Tensor) -> Tensor:
         """Q -> S, both [..., H, d_h]. The caller keeps no reference to Q, so it is released before out_proj where no gradient needs it."""
         q = self.normalise(q)
-        if self.accumulate_main_grad and torch.is_grad_enabled():
+        if self.accumulate_main_grad and torch.is_grad_enabled() and any(weight.requires_grad for weight in (self.k, self.u, self.v)):
             return self._mix_into_main_grad(q)
         return ops.gated_flash_mhf(
             q,
