@@ -31,6 +31,26 @@ def test_a_step_moves_each_matrix_of_a_stack_by_the_rate():
     assert ((moved * stack.grad).sum((-2, -1)) < 0).all()
 
 
+def test_a_step_does_not_depend_on_the_memory_layout():
+    """A model in channels_last keeps its convolutions so."""
+    torch.manual_seed(6)
+    weight, gradient = torch.randn(6, 4, 3, 5), torch.randn(6, 4, 3, 5)
+    moved = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        parameter = nn.Parameter(weight.clone(memory_format=layout))
+        parameter.grad = gradient.clone(memory_format=layout)
+        flashmhf.Muon([{"params": [parameter], "muon": True}]).step()
+        moved.append(parameter.detach())
+    assert torch.equal(*moved)
+
+
+def test_parameters_without_elements_stay_as_they_are():
+    parameters = [nn.Parameter(torch.empty(shape)) for shape in ((0, 5), (3, 0, 5))]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    flashmhf.Muon([{"params": parameters, "muon": True}]).step()
+
+
 def test_two_dimensional_parameters_move_as_in_torch():
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no torch.optim.Muon")

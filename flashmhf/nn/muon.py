@@ -108,10 +108,9 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         directions = torch._foreach_lerp(gradients, momenta, group["momentum"])
         shape = parameters[0].shape
-        rows, columns = shape[-2:]
-        updates = orthogonalise(torch.stack(directions).view(-1, rows, columns)).view(len(parameters), *shape)
+        updates = orthogonalise(torch.stack(directions).flatten(0, -3)).view(len(parameters), *shape)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        scale = -group["lr"] * RMS * max(rows, columns) ** 0.5
+        scale = -group["lr"] * RMS * max(shape[-2:]) ** 0.5
         torch._foreach_add_(parameters, list(updates.to(parameters[0].dtype).unbind()), alpha=scale)
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
