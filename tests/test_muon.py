@@ -129,6 +129,8 @@ def test_training_continues_from_a_state_dict_with_equal_bits():
 def test_refusals():
     with pytest.raises(ValueError, match=r"muon=True holds a parameter of shape \[4\]"):
         flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": True}])
+    with pytest.raises(TypeError, match="muon=True holds a complex64 parameter; supported: bfloat16"):
+        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))], "muon": True}])
     for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0)):
         with pytest.raises(ValueError, match=f"{name} is"):
             flashmhf.Muon([nn.Parameter(torch.zeros(4))], **{name: value})

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ..checks import FLOAT_DTYPES, name_of
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
 STEPS = 5
 RMS = 0.2  # of an update's elements, about what AdamW's updates have: both share learning rates
@@ -44,7 +46,8 @@ class Muon(torch.optim.Optimizer):
         betas, eps: of AdamW.
         fused: whether AdamW's fused kernel runs; None: where all parameters are on a GPU.
 
-    Raises ValueError for a Muon group with a vector, and NotImplementedError for DTensor parameters: an update needs whole matrices.
+    Raises ValueError for a Muon group with a vector, TypeError for one with a complex parameter, and NotImplementedError for DTensor
+    parameters: an update needs whole matrices.
     """
 
     def __init__(
@@ -76,6 +79,9 @@ class Muon(torch.optim.Optimizer):
                 raise NotImplementedError("params holds a DTensor; supported: plain parameters, whose matrices are whole on each process")
             if group["muon"] and parameter.dim() < 2:
                 raise ValueError(f"params: a group with muon=True holds a parameter of shape {list(parameter.shape)}; supported: matrices")
+            if group["muon"] and not parameter.is_floating_point():
+                supported = ", ".join(map(name_of, FLOAT_DTYPES))
+                raise TypeError(f"params: a group with muon=True holds a {name_of(parameter.dtype)} parameter; supported: {supported}")
         if group["fused"] is None:
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 
