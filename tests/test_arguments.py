@@ -117,6 +117,22 @@ def test_from_swiglu_refuses_a_normalisation_that_a_swiglu_has_not():
     assert flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(64, 192), q_norm=False).q_norm is None
 
 
+def test_from_swiglu_refuses_what_has_not_three_linear_layers():
+    class Adapter(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    adapted = flashmhf.SwiGLU(64, 192)
+    adapted.up_proj = Adapter(64, 192, bias=False)
+    for module, message in (
+        (torch.nn.Linear(64, 64), "swiglu.gate_proj must be a torch.nn.Linear, got none"),
+        (None, "swiglu.gate_proj must be a torch.nn.Linear, got none"),
+        (adapted, "swiglu.up_proj must be a torch.nn.Linear, got Adapter"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            flashmhf.FlashMHF.from_swiglu(module)
+
+
 def test_replacement_checks_the_number_of_heads():
     for heads, exception in ((0, ValueError), (2.0, TypeError)):
         with pytest.raises(exception, match="num_heads"):

@@ -183,13 +183,17 @@ class FlashMHF(GroupedHeads):
 
         Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
         dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
-        Raises ValueError for another activation, biases in gate_proj or up_proj, a width that num_subnets does not divide, and q_norm=True,
-        which has no exact start either.
+        Raises TypeError where one of the three is no plain linear layer (an adapter is none), ValueError for another activation, biases in
+        gate_proj or up_proj, a width that num_subnets does not divide, and q_norm=True, which has no exact start either.
         """
         if kwargs.get("q_norm"):
             raise ValueError("q_norm is True; a SwiGLU does not normalise its input, so from_swiglu supports q_norm=False only")
         if kwargs.get("activation", "silu") != "silu":
             raise ValueError(f"activation is {kwargs['activation']!r}; a SwiGLU has SiLU, so from_swiglu supports 'silu' only")
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            layer = getattr(swiglu, name, None)
+            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:  # an adapter adds to its linear layer
+                raise TypeError(f"swiglu.{name} must be a torch.nn.Linear, got {'none' if layer is None else type(layer).__name__}")
         if not uses_silu(swiglu):
             raise ValueError(f"act_fn is {type(swiglu.act_fn).__name__}; a SwiGLU has SiLU")
         for name in ("gate_proj", "up_proj"):
