@@ -92,6 +92,12 @@ def test_eps_of_the_router_and_of_the_gated_operators(eps):
         torch.ops.flashmhf.gated_backward(q, q, k, k, k, w, eps)
 
 
+@pytest.mark.parametrize("eps", [None, "1e-6", [0.0], 1j])
+def test_eps_of_the_gate_is_a_number(eps):
+    with pytest.raises(TypeError, match=f"eps must be a float, got {type(eps).__name__}"):
+        flashmhf.gate(torch.randn(5, 3, 8), torch.randn(3, 8, 2), eps)
+
+
 def test_a_supported_dtype_is_named_once():
     q, k, r = torch.randn(5, 3, 8), torch.randn(3, 2, 4, 8), torch.rand(5, 3, 2)
     for dtype, supported in ((torch.float32, "float32"), (torch.float64, "float32 or float64")):
