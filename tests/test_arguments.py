@@ -105,6 +105,15 @@ def test_a_supported_dtype_is_named_once():
             flashmhf.flash_mhf(*(x.to(dtype) for x in (q, k, k, k)), r.long())
 
 
+def test_state_dicts_hold_tensors():
+    network = flashmhf.FlashMHF(64, 2, 2, 30, pad_subnets=True)
+    with pytest.raises(RuntimeError, match="parameter named \"k\", expected torch.Tensor .* received <class 'list'>"):
+        network.load_state_dict(network.state_dict() | {"k": [1.0]})
+    served = flashmhf.quantize.to_fp8(network)
+    with pytest.raises(TypeError, match="layout must be a torch.Tensor, got int"):
+        served.load_state_dict(served.state_dict() | {"layout": 1})
+
+
 # Conversion
 
 

@@ -287,7 +287,7 @@ class FlashMHF(GroupedHeads):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in WEIGHTS:
             value, padding = state_dict.get(prefix + name), self.weight_shape[2] - self.subnet_dim
-            if padding and value is not None and value.dim() in (3, 4):
+            if padding and isinstance(value, Tensor) and value.dim() in (3, 4):
                 if value.shape[-2] == self.subnet_dim:
                     state_dict[prefix + name] = nn.functional.pad(value, (0, 0, 0, padding))
                 elif value.shape[-2] == self.weight_shape[2]:  # the one other width that PyTorch would load
@@ -301,7 +301,7 @@ class FlashMHF(GroupedHeads):
         """Gives k, u, v of ``state`` ``shape`` where they are stored with other dimensions but hold as many elements."""
         for name in names:
             value = state.get(prefix + name)
-            if value is not None and value.dim() in (3, 4) and value.dim() != len(shape) and value.numel() == math.prod(shape):
+            if isinstance(value, Tensor) and value.dim() in (3, 4) and value.dim() != len(shape) and value.numel() == math.prod(shape):
                 state[prefix + name] = value.reshape(shape)
 
     def forward(self, x: Tensor) -> Tensor:

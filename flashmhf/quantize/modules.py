@@ -159,7 +159,7 @@ class Fp8FlashMHF(_Quantised):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = state_dict.get(f"{prefix}layout")
-        if stored is not None and stored.device.type != "meta":
+        if stored is not None and not (isinstance(stored, Tensor) and stored.is_meta):
             check_layout(stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
