@@ -27,6 +27,14 @@ def tensors(**arguments: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
+def strided(**arguments: object) -> None:
+    """TypeError for the first argument that is not a tensor of dense memory; the dispatcher would not name it."""
+    tensors(**arguments)
+    for name, value in arguments.items():
+        if value.layout != torch.strided:
+            raise TypeError(f"{name} has layout {value.layout}; supported: torch.strided")
+
+
 def options(**arguments: tuple[object, type]) -> None:
     """TypeError for the first argument (value, type) whose value is no instance of its type; the dispatcher would say RuntimeError."""
     for name, (value, kind) in arguments.items():

@@ -414,7 +414,7 @@ def flash_mhf(
     Raises TypeError (dtypes, non-tensors), ValueError (shapes, strides, devices, unknown back end), NotImplementedError (an
     explicit back end that cannot run), each naming the argument, what it got and what is supported.
     """
-    checks.tensors(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
+    checks.strided(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
     checks.options(backend=(backend, str), activation=(activation, str))
     if deterministic is not None:
         checks.options(deterministic=(deterministic, bool))

@@ -21,7 +21,7 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
     Returns [..., H, E] in float32 (float64 for float64 inputs); products and sums are formed in that dtype. Differentiable.
     Raises TypeError for dtypes and non-tensors, ValueError for shapes, strides and devices, and for an eps that is negative or not finite.
     """
-    checks.tensors(q=q, w=w)
+    checks.strided(q=q, w=w)
     if not isinstance(eps, Real):
         raise TypeError(f"eps must be a float, got {type(eps).__name__}")
     if q.dtype not in checks.FLOAT_DTYPES:

@@ -114,6 +114,28 @@ def test_state_dicts_hold_tensors():
         served.load_state_dict(served.state_dict() | {"layout": 1})
 
 
+def test_sparse_and_nested_tensors_are_refused_by_name():
+    q, k, r, w = torch.randn(5, 4, 16), torch.randn(2, 3, 16, 16), torch.rand(5, 4, 3), torch.randn(4, 16, 3)
+    packed = flashmhf.quantize.pack_fp8(k, k, k)
+    jagged = torch.nested.nested_tensor([q[:2], q[2:]], layout=torch.jagged)
+    for backend in ("auto", "eager", "reference"):
+        for place, name in enumerate("qkuvr"):
+            operands = [x.to_sparse() if i == place else x for i, x in enumerate((q, k, k, k, r))]
+            with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; supported: torch.strided"):
+                flashmhf.flash_mhf(*operands, backend=backend)
+        with pytest.raises(TypeError, match="q has layout torch.jagged"):
+            flashmhf.flash_mhf(jagged, k, k, k, backend=backend)
+    for call, name in (
+        (lambda: flashmhf.gate(q.to_sparse(), w), "q"),
+        (lambda: flashmhf.gate(q, w.to_sparse()), "w"),
+        (lambda: flashmhf.quantize.pack_fp8(k, k.to_sparse(), k), "u"),
+        (lambda: flashmhf.quantize.forward(q.to_sparse(), packed), "q"),
+        (lambda: flashmhf.quantize.forward(q, packed, r.to_sparse()), "r"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo"):
+            call()
+
+
 # Conversion
 
 

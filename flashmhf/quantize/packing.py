@@ -132,7 +132,7 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
 
     Raises TypeError for dtypes and non-tensors, ValueError for shapes, devices, strides and sizes that are no multiples of 16.
     """
-    checks.tensors(k=k, u=u, v=v)
+    checks.strided(k=k, u=u, v=v)
     checks.weight_operands(k, u, v)
     for size, name in zip(k.shape[2:], ("d_e", "d_h"), strict=True):
         if size % BLOCK:
