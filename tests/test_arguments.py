@@ -187,6 +187,11 @@ def test_a_refused_replacement_leaves_the_model_as_it_was():
     ("change", "exception", "message"),
     [
         (lambda s: s | {"gate_weight": s["gate_weight"][0]}, ValueError, r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]"),
+        (
+            lambda s: s | {"up_weight": s["up_weight"][:16]},
+            ValueError,
+            r"up_weight has shape \[16, 48\]; expected \[32, 48\] \(gate_weight",
+        ),
         (lambda s: {n: x for n, x in s.items() if n != "router"}, KeyError, r"missing from the official state dict: \['router'\]"),
     ],
 )
@@ -209,6 +214,7 @@ def test_conversion_checks_its_sizes(heads, subnets, exception):
     [
         (lambda s: s | {"extra": s["k"]}, ValueError, r"unknown names in the state dict: \['extra'\]"),
         (lambda s: {n: x for n, x in s.items() if n != "u"}, KeyError, r"missing from the state dict: \['u'\]"),
+        (lambda s: s | {"v": s["v"][:, :, :8]}, ValueError, r"v has shape \[3, 2, 8, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)"),
         (lambda s: s | {"v": s["v"][0]}, ValueError, r"v has shape \[2, 16, 16\]; expected \[H_kv, E, d_e, d_h\]"),
     ],
 )

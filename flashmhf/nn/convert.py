@@ -80,6 +80,12 @@ def _check_dimensions(state: Mapping[str, Tensor], name: str, shape: str, dimens
         raise ValueError(f"{name} has shape {list(state[name].shape)}; expected {shape}")
 
 
+def _check_equal_shapes(state: Mapping[str, Tensor], first: str, *others: str) -> None:
+    for name in others:
+        if state[name].shape != state[first].shape:
+            raise ValueError(f"{name} has shape {list(state[name].shape)}; expected {list(state[first].shape)} ({first}'s shape)")
+
+
 def _optional_names(skip_linear: bool, gated: bool) -> set[str]:
     return _OPTIONAL | (_LINEAR if skip_linear else set()) | (set() if gated else {"router"})
 
@@ -118,6 +124,7 @@ def from_official(
         scale = scales[1] if ours == "v" else scales[0]
         weight = stacked.contiguous() if scale == 1 else (stacked.double() * scale).to(stacked.dtype).contiguous()
         result[ours] = weight if gated else weight.squeeze(1)
+    _check_equal_shapes(state, *_STACKED)
     return result
 
 
@@ -136,4 +143,5 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = state[ours] if gated else state[ours].unsqueeze(1)
         heads, subnets, subnet_dim, head_dim = weight.shape
         result[theirs] = weight.permute(1, 2, 0, 3).reshape(subnets * subnet_dim, heads * head_dim)
+    _check_equal_shapes(state, *_STACKED.values())
     return result
