@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from .arguments import epsilon, positive
+
 INITIALIZER_RANGE = 0.02
 INITS = ("normal", "official", "balanced")
 DEFAULT_INIT = "balanced"
@@ -48,7 +50,7 @@ class OfficialInit:
 
 def residual_std(fan_in: float, num_layers: int) -> float:
     """Of a last projection from ``fan_in`` unit-variance inputs: output variance 1 / (2 num_layers)."""
-    return 1 / math.sqrt(2 * num_layers * fan_in)
+    return 1 / math.sqrt(2 * positive("num_layers", num_layers) * fan_in)
 
 
 def initialise(
@@ -67,6 +69,7 @@ def initialise(
         raise TypeError(f"init must be a str, got {type(init).__name__}")
     if init not in INITS:
         raise ValueError(f"init is {init!r}; supported: {', '.join(map(repr, INITS))}")
+    epsilon("initializer_range", initializer_range)
     official, balanced = init == "official", init == "balanced"
     gains = gains or OfficialInit()
     normal = tuple(normal)
