@@ -124,6 +124,19 @@ def test_strides_are_read_in_place():
 
 
 @runs_kernels
+def test_gates_beyond_32_bits(tmp_path):
+    """r's columns 2^30 elements apart; almost nothing of the memory between them is touched."""
+    q, packed, r = make(5, heads=1, subnets=3)
+    r, size = r.to(q.dtype), 2**31 + 64
+    if INTERPRETED:
+        memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=q.dtype)
+    else:
+        memory = torch.empty(size, dtype=q.dtype, device=DEVICE)
+    apart = memory.as_strided(r.shape, (1, 8, 2**30)).copy_(r)
+    assert torch.equal(quantize.forward(q, packed, apart, backend="triton"), quantize.forward(q, packed, r, backend="triton"))
+
+
+@runs_kernels
 def test_the_gate_from_the_router():
     q, packed, _ = make()
     w = (torch.randn(2, 32, 3, generator=torch.Generator().manual_seed(7)) / math.sqrt(32)).to(DEVICE)

@@ -263,6 +263,17 @@ def test_offsets_beyond_32_bits(layout):
         assert relative_l2(actual, want.double()) < 1e-3, name
 
 
+@runs_kernels
+def test_gates_beyond_32_bits(tmp_path):
+    """r's columns 2^30 elements apart; almost nothing of the memory between them is touched."""
+    p, size = make(5, 1, 16, 3, 16, HALF, gate="same"), 2**31 + 64
+    if INTERPRETED:
+        memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=HALF)
+    else:
+        memory = torch.empty(size, dtype=HALF, device=DEVICE)
+    same(run(p, r=memory.as_strided(p.r.shape, (1, 8, 2**30)).copy_(p.r)), run(p))
+
+
 @pytest.mark.gpu
 @gpu_only
 def test_cuda_graph():

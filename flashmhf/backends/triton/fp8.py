@@ -116,7 +116,7 @@ def forward_kernel(
             part = tl.dot(to_e4m3(a, INTERPRETED), v_j.T, part, max_num_imprecise_acc=BI)
         factor = unit * unit * s / 32.0 * (k_scale * tl.load(scales + matrices + row) * tl.load(scales + 2 * matrices + row))
         if r is not None:
-            factor *= tl.load(r_rows + e * r_column, mask=t < T, other=0.0).to(tl.float32)
+            factor *= tl.load(r_rows + tl.cast(e, tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)
         total += factor[:, None] * part
     store_rows(out + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
 

@@ -213,7 +213,7 @@ def forward_kernel(
         else:
             p = activate(m, ACTIVATION, RECIPROCAL)[0] * n
         if r is not None:
-            p *= tl.load(r_rows + e * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
+            p *= tl.load(r_rows + e.to(tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
         if not BEHIND:
             v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
             total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
@@ -304,7 +304,7 @@ def token_grads_kernel(
             if last:
                 tl.store(dr_rows + e, dr_sum.to(dr.dtype.element_ty), mask=t < T)
                 dr_sum = tl.zeros([BT], dtype=tl.float32)
-            g *= tl.load(r_rows + e * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
+            g *= tl.load(r_rows + e.to(tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
         dmn = join_halves((g * n_slope).to(ku.dtype), (g * a).to(ku.dtype), BT, BI, SWAPPED)
         total = add_product(total, dmn, ku, BY_BLOCKS)
         e = tl.where(last, e + 1, e)
@@ -382,7 +382,7 @@ def weight_grads_kernel(
     for member in range(GROUP):
         h = kv * GROUP + member
         if r is not None:
-            r_column_of_e = r + h.to(tl.int64) * r_head + e * r_column
+            r_column_of_e = r + h.to(tl.int64) * r_head + e.to(tl.int64) * r_column
         for t_first in range(start, tl.minimum(start + share_tokens, T), BT):
             t = t_first + tl.arange(0, BT)
             if TOKEN_DESCRIPTORS:
