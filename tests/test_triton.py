@@ -274,6 +274,15 @@ def test_gates_beyond_32_bits(tmp_path):
     same(run(p, r=memory.as_strided(p.r.shape, (1, 8, 2**30)).copy_(p.r)), run(p))
 
 
+@pytest.mark.parametrize(("stride", "taken"), [(2**30 - 64, True), (2**30, False)])
+def test_tensor_maps_of_tokens_end_at_32_bits(stride, taken):
+    """Heads that lie far apart, as those of [1, H, L, d_h].transpose(1, 2) do, are columns of one map."""
+    from flashmhf.backends.triton import launch
+
+    x = torch.empty_strided((1024, 3, 64), (64, stride, 1), dtype=torch.float16, device="meta")
+    assert (launch._Rows(x, "q").descriptor((64, 64)) is not None) == taken
+
+
 @pytest.mark.gpu
 @gpu_only
 def test_cuda_graph():

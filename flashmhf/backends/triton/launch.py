@@ -21,6 +21,7 @@ _LOCK = threading.RLock()
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
+TMA_SIZE_LIMIT = 1 << 31  # elements of an axis: Triton passes sizes and coordinates as 32-bit integers
 WAVES = 2  # programs a multiprocessor should get before a launch is worth splitting no further
 MIN_SHARE = 1024  # tokens: a smaller share of the weight gradients' sum is not worth its workspace
 
@@ -84,9 +85,10 @@ class _Rows:
         """[tokens, columns of all heads] for the TMA unit, the head an offset among the columns; None where it cannot be one."""
         head, column = self.x.stride()[-2:]
         heads, width = self.x.shape[-2:]
+        columns = (heads - 1) * head + width
         if self.layout != "rows" or column != 1 or head < 0 or block[1] != width or not _tma_strides(self.x, self.inner):
             return None
-        return TensorDescriptor(self.x, [token_count(self.x), (heads - 1) * head + width], [self.inner, 1], list(block))
+        return TensorDescriptor(self.x, [token_count(self.x), columns], [self.inner, 1], list(block)) if columns < TMA_SIZE_LIMIT else None
 
 
 def _no_rows(name: str) -> dict[str, object]:
