@@ -167,6 +167,7 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
         bool same = x.dim() == 4 && x.is_contiguous();
         for (int i = 0; same && i < 4; ++i) same = x.size(i) == k.size(i);
         STD_TORCH_CHECK(same, name, " must be contiguous with the shape of k; ", name, " is ", shape_of(x), " but k is ", shape_of(k));
+        STD_TORCH_CHECK(!needs_weights || aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
     };
     check_buffer(dk, "dk");
     check_buffer(du, "du");

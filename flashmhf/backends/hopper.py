@@ -176,7 +176,7 @@ def backward_accumulate_(
     needs: tuple[bool, bool],
     activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
-    _check_layout(q, k, u, v, r)
+    check_layout(q, r, k=k, u=u, v=v, **({"dk": dk, "du": du, "dv": dv} if needs[1] else {}))
     return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, deterministic, *needs, dk, du, dv)
 
 
