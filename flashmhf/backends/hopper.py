@@ -33,29 +33,28 @@ _NO_NORM = (None, 0.0)
 @functools.cache
 def library() -> str | None:
     """Loads the op library; None when usable, else the reason why not."""
+    from .. import __version__, flops  # not above: it imports the operators, and they import this module
+
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
     if not LIBRARY.exists():
         reason = NO_LIBRARY.read_text().strip() if NO_LIBRARY.exists() else "it was not built"
         return f"flashmhf was installed without its CUDA library: {reason}"
     try:
-        _load()
+        torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         return f"its CUDA library does not load: {error}"
-    runtime, supported = build_info()["cuda_version"], driver.version()
+    info = build_info()
+    if info["version"] not in ("0", __version__):  # "0": built by CMake alone, which does not know it
+        return f"its CUDA library is of flashmhf {info['version']}, the package of {__version__}; install flashmhf again"
+    flops.register_projection()
+    runtime, supported = info["cuda_version"], driver.version()
     if supported // 1000 < int(runtime.split(".")[0]):
         return (
             f"the NVIDIA driver supports CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built with CUDA {runtime}; "
             "update the driver or rebuild with an older nvcc (12.4 or later)"
         )
     return None
-
-
-def _load() -> None:
-    from .. import flops  # not above: it imports the operators, and they import this module
-
-    torch.ops.load_library(str(LIBRARY))
-    flops.register_projection()
 
 
 def build_info() -> dict:
