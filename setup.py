@@ -35,7 +35,7 @@ def cmake_build(build_dir: Path, version: str) -> Path:
     for tool in ("cmake", "ninja"):
         if shutil.which(tool) is None:
             raise RuntimeError(f"{tool} was not found; pip install {tool}, or build with isolation")
-    nvcc_threads = max(1, int(os.environ.get("NVCC_THREADS") or 1))
+    nvcc_threads = toolchain.count("NVCC_THREADS") or 1
     configure = [
         "cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir),
         "-DCMAKE_BUILD_TYPE=Release",

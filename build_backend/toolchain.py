@@ -24,6 +24,15 @@ def flag(name: str) -> bool:
     return os.environ.get(name, "").lower() not in ("", "0", "no", "off", "false")
 
 
+def count(name: str) -> int | None:
+    """The environment variable as a whole number from 1 on, smaller ones as 1; None when it is not set."""
+    value = os.environ.get(name)
+    try:
+        return max(1, int(value)) if value else None
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}; supported: a whole number") from None
+
+
 @functools.cache
 def nvcc() -> Path | None:
     """The CUDA compiler: $CUDACXX, then $CUDA_HOME or $CUDA_PATH, then the PATH, then the usual place."""
@@ -93,7 +102,7 @@ def build_requirements() -> list[str]:
 
 def jobs(nvcc_threads: int) -> int:
     """$MAX_JOBS, else as many compilers as there are cores and memory for."""
-    if os.environ.get("MAX_JOBS"):
-        return max(1, int(os.environ["MAX_JOBS"]))
+    if named := count("MAX_JOBS"):
+        return named
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // (BYTES_PER_JOB * nvcc_threads)))

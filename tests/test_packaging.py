@@ -199,6 +199,9 @@ def test_jobs(toolchain, monkeypatch):
     assert toolchain.jobs(10**6) == 1
     monkeypatch.setenv("MAX_JOBS", "7")
     assert toolchain.jobs(1) == 7
+    monkeypatch.setenv("MAX_JOBS", "all")
+    with pytest.raises(ValueError, match="MAX_JOBS is 'all'; supported: a whole number"):
+        toolchain.jobs(1)
 
 
 def setuptools_is_new_enough() -> bool:
