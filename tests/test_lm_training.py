@@ -117,7 +117,7 @@ for death in (start, step, save):
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     found = sorted(name for folder in (output, output + "/data") if os.path.isdir(folder) for name in os.listdir(folder))
-    print(death.__name__, status, *found)
+    print(death.__name__, status, *found, flush=True)  # or the next child writes the line again
 """
 
 
