@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -69,3 +70,12 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert "WARNING" not in done.stdout + done.stderr
     reference = (tmp_path / "site" / "reference" / "index.html").read_text()
     assert "q_norm_eps" in reference and "concat_H" in reference  # a signature and a docstring
+
+
+@pytest.mark.parametrize("name", ["flashmhf", "flashmhf.nn", "flashmhf.quantize", "flashmhf.distributed", "flashmhf.lm"])
+def test_every_public_name_has_a_docstring(name):
+    if name == "flashmhf.lm":
+        pytest.importorskip("transformers")
+    module = importlib.import_module(name)
+    public = {public: getattr(module, public) for public in module.__all__}
+    assert not [public for public, value in public.items() if callable(value) and not value.__doc__]

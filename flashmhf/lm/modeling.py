@@ -87,6 +87,8 @@ class FlashMHFDecoderLayer(LlamaDecoderLayer):
 
 
 class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
+    """Base of the models: configuration, initialisation, loading and saving."""
+
     config_class = FlashMHFConfig
     config: FlashMHFConfig
     _no_split_modules = ["FlashMHFDecoderLayer"]
@@ -107,6 +109,8 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
 
 
 class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
+    """The layers without a head: input_ids [B, L] int64 -> last_hidden_state [B, L, hidden_size]."""
+
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
         # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding token, too.
@@ -121,6 +125,8 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
 
 class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
+    """Next-token prediction: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels the mean loss in nats a token, too."""
+
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
         self.model = FlashMHFModel(config)
