@@ -45,8 +45,10 @@ def nvcc() -> Path | None:
 
 @functools.cache
 def nvcc_version() -> tuple[int, int]:
-    text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
-    return tuple(map(int, re.search(r"release (\d+)\.(\d+)", text).groups()))
+    """(0, 0) of a program that is no nvcc."""
+    text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", text)
+    return tuple(map(int, release.groups())) if release else (0, 0)
 
 
 def release_label() -> str:
@@ -60,8 +62,13 @@ def no_cuda_reason() -> str | None:
         return "FLASHMHF_SKIP_CUDA_BUILD was set"
     if not sys.platform.startswith("linux"):
         return f"the platform is {sys.platform}; supported: linux"
+    named = os.environ.get("CUDACXX")
+    if named and shutil.which(named) is None:
+        return f"CUDACXX is {named!r}; supported: the path of nvcc"
     if nvcc() is None:
         return "nvcc was not found (looked at CUDACXX, CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
+    if nvcc_version() == (0, 0):
+        return f"{nvcc()} --version names no release of CUDA; supported: nvcc"
     if nvcc_version() < MINIMUM_NVCC:
         return f"{nvcc()} has version {'.'.join(map(str, nvcc_version()))}; supported: {'.'.join(map(str, MINIMUM_NVCC))} and later"
     return None

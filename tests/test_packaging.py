@@ -144,6 +144,13 @@ def test_a_wheel_of_an_older_cuda_has_a_version_of_its_own(toolchain, monkeypatc
 
 
 @needs_linux
+@pytest.mark.parametrize(("named", "message"), [("/no/such/nvcc", "CUDACXX is '/no/such/nvcc'"), ("true", "names no release of CUDA")])
+def test_a_compiler_that_is_no_nvcc_is_named(toolchain, monkeypatch, named, message):
+    monkeypatch.setenv("CUDACXX", named)
+    assert message in toolchain.no_cuda_reason()
+
+
+@needs_linux
 def test_without_nvcc_nothing_is_required(toolchain, monkeypatch):
     monkeypatch.setattr(toolchain, "nvcc", lambda: None)
     assert "nvcc was not found" in toolchain.no_cuda_reason()
