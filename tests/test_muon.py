@@ -89,7 +89,11 @@ def test_other_groups_move_as_with_adamw():
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.ffn, self.head = nn.Embedding(50, 64), flashmhf.FlashMHF(64, 2, 2, 16, backend="eager"), nn.Linear(64, 50)
+        self.embedding, self.ffn, self.head = (
+            nn.Embedding(50, 64),
+            flashmhf.FlashMHF(64, 2, 2, 16, q_norm=True, backend="eager"),
+            nn.Linear(64, 50),
+        )
 
     def forward(self, ids):
         return self.head(self.ffn(self.embedding(ids)))
@@ -102,6 +106,7 @@ def test_groups_of_a_model():
     assert rule[id(model.embedding.weight)] == rule[id(model.head.weight)] == rule[id(model.head.bias)] == (False, 1.0)
     assert rule[id(model.ffn.k)] == rule[id(model.ffn.router)] == (True, 1.0) and id(model.ffn.u) not in rule
     assert rule[id(model.ffn.in_proj.weight)] == (True, 0.3)
+    assert rule[id(model.ffn.q_norm.weight)] == (False, 1.0)  # [H, d_h] gains, no matrix
     assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
 
 

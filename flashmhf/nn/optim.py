@@ -46,8 +46,8 @@ def param_groups(
         model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
         lr, weight_decay: of all others.
         projection_rate: above 0.
-        muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of vectors, embeddings and
-            output layers (linear layers with as many output features as an embedding of ``model`` has rows).
+        muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of vectors, q_norm's weights,
+            embeddings and output layers (linear layers with as many output features as an embedding of ``model`` has rows).
 
     Returns groups with "params", "lr" and "weight_decay", and "muon" where asked for; empty ones are left out.
 
@@ -64,8 +64,9 @@ def param_groups(
         parameter = parameters[name]
         if role == "projection" and id(parameter) not in flash or role not in rates:
             role = "plain"
+        is_matrix = role != "undecayed" and id(parameter) not in vocabulary
         if parameter.requires_grad:
-            groups[role, muon and parameter.dim() >= 2 and id(parameter) not in vocabulary].append(parameter)
+            groups[role, muon and is_matrix].append(parameter)
     return [
         {"params": members, "lr": rates[kind][0], "weight_decay": rates[kind][1]} | ({"muon": is_matrix} if muon else {})
         for (kind, is_matrix), members in groups.items()
