@@ -12,6 +12,8 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include "common/driver.h"
+
 namespace flashmhf {
 
 inline void check_cuda(cudaError_t error) { STD_CUDA_CHECK(error); }
@@ -43,13 +45,13 @@ class NvtxRange {
     }
 };
 
-// What every operator enters first: the tensors' device with its primary context current, a supported capability, and an NVTX range.
-// PyTorch's guard makes no context current when the thread's device is already the wanted one, and a thread that has not used CUDA has
-// none: the driver then refuses to encode tensor maps (CUDA error 201). cudaSetDevice makes the primary context current in every case.
+// What every operator enters first: the tensors' device with a context current, a supported capability, and an NVTX range. PyTorch's guard
+// makes no context current when the thread's device is already the wanted one, and a thread that has not used CUDA has none: the driver
+// then refuses to encode tensor maps (CUDA error 201).
 class DeviceScope {
   public:
     DeviceScope(int device, const char *name) : guard_(device), range_(name) {
-        check_cuda(cudaSetDevice(device));
+        check_cuda(ensure_context(device));
         int major = 0, minor = 0;
         check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
         check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));

@@ -6,10 +6,12 @@ CUDA: every test caches the memory of its results before the thread begins.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -408,3 +410,49 @@ def test_a_driver_error_is_named(monkeypatch, failing):
     monkeypatch.setattr(driver, "_library", lambda: Driver(None, failing))
     with pytest.raises(RuntimeError, match=f"{failing} failed with CUDA error 3"):
         driver.make_context_current(0)
+
+
+# The same in the op library, against a runtime and a driver that record
+
+CONTEXTS = r"""
+#include <cstdio>
+#include <cstdlib>
+#include <cuda.h>
+#include "common/driver.h"
+
+static int current;  // the device of the thread's context; -1: no context
+static CUresult device_of_context(CUdevice *device) {
+    *device = current;
+    return current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+static cudaError_t entry(void **function, cudaDriverEntryPointQueryResult *found) {
+    *function = reinterpret_cast<void *>(device_of_context);
+    *found = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+extern "C" cudaError_t cudaSetDevice(int device) { return std::printf("primary context of device %d\n", device), cudaSuccess; }
+#if CUDART_VERSION >= 12050
+extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
+                                                        cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+#else
+extern "C" cudaError_t cudaGetDriverEntryPoint(const char *, void **function, unsigned long long,
+                                               cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+#endif
+int main(int, char **arguments) {
+    current = std::atoi(arguments[1]);
+    return flashmhf::ensure_context(1);
+}
+"""
+
+
+def test_the_op_library_keeps_a_context_of_the_device(tmp_path):
+    """A green context's default stream is another one than the primary context's: a kernel there would not wait for q."""
+    folder, nvcc = Path(__file__).resolve().parent.parent / "csrc", shutil.which("nvcc")
+    if nvcc is None or not folder.exists():
+        pytest.skip("no nvcc, or the sources are not here")
+    source, program = tmp_path / "contexts.cpp", tmp_path / "contexts"
+    source.write_text(CONTEXTS)
+    flags = ["-std=c++20", "-cudart=none", f"-I{folder}"]
+    subprocess.run([nvcc, *flags, "-o", program, source, folder / "common" / "driver.cpp"], check=True)
+    for current, expected in ((-1, "primary context of device 1\n"), (0, "primary context of device 1\n"), (1, "")):
+        assert subprocess.run([program, str(current)], capture_output=True, text=True, check=True).stdout == expected

@@ -3,8 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include <cuda_runtime_api.h>
-
+#include "common/driver.h"
 #include "common/geometry.h"
 
 namespace flashmhf {
@@ -15,18 +14,7 @@ using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void
                             CUtensorMapFloatOOBfill);
 
 Encode encode_function() {
-    static const Encode encode = [] {
-        void *function = nullptr;
-        cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-#else  // CUDA 12.4 knows the entry point of its own version only
-        const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
-#endif
-        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || function == nullptr)
-            throw std::runtime_error("the NVIDIA driver has no cuTensorMapEncodeTiled (CUDA 12.0)");
-        return reinterpret_cast<Encode>(function);
-    }();
+    static const Encode encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
     return encode;
 }
 
