@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -367,6 +368,23 @@ def test_refusals():
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_the_hopper_back_end_takes_a_bias_with_a_stride(monkeypatch):
+    """As the other back ends do, and as more tokens do: the projection kernel reads neighbours."""
+    x, weight8, scale, bias = operands(5, 128, 64, bias=True)
+    strided = bias.repeat_interleave(2)[::2]
+    seen = []
+
+    def project(x, weight8, scale, bias):
+        seen.append(bias)
+        return eager.linear(x, weight8, scale, bias)
+
+    monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(project_fp8=project))
+    assert torch.equal(quantize.hopper.linear(x, weight8, scale, strided), eager.linear(x, weight8, scale, bias))
+    assert seen[0].is_contiguous()
+    quantize.hopper.linear(x, weight8, scale, None)
+    assert seen[1] is None
 
 
 @pytest.mark.gpu

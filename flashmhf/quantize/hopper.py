@@ -43,7 +43,7 @@ def linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Te
         raise ValueError(f"weight8 has storage offset {weight8.storage_offset()}; the hopper back end supports multiples of 16 bytes")
     rows = x if _readable(x) else x.clone(memory_format=torch.contiguous_format)
     if len(rows) <= definition.FEW_TOKENS:
-        return torch.ops.flashmhf_hopper.project_fp8(rows, weight8, scale, bias)
+        return torch.ops.flashmhf_hopper.project_fp8(rows, weight8, scale, None if bias is None else bias.contiguous())
     return definition.scaled_product(*torch.ops.flashmhf_hopper.quantise_rows(rows), weight8, scale, bias, x.dtype)
 
 
