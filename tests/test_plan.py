@@ -246,6 +246,8 @@ def test_head_dimension_without_kernel():
 def test_index_range():
     with pytest.raises(ValueError, match="index range"):
         plan.plan_forward(1, 1 << 40, 64, 128, 2, 64)
+    with pytest.raises(ValueError, match=r"H \* d_h exceeds"):  # columns of the output, of heads that share one of K, U and V
+        plan.plan_forward(1, 1, (1 << 23) + 1, 256, 2, 64, group=(1 << 23) + 1)
 
 
 def test_pairs_only_where_they_waste_few_rows():

@@ -158,6 +158,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
     const int items = checked(static_cast<int64_t>(plan.blocks) * heads, "tokens * heads");
     checked(static_cast<int64_t>(items) * most_consumers * plan.row_ctas, "tokens * heads");
     checked(static_cast<int64_t>(shape.heads) * shape.subnets, "H * E");
+    checked(static_cast<int64_t>(shape.heads) * shape.head_dim, "H * d_h");
     if (items == 0) return plan;
 
     if (slices > 1) {
