@@ -377,6 +377,12 @@ def uneven_sizes() -> None:
     equal(*losses, rtol=1e-5, atol=1e-5)
     network = nn.Sequential(flashmhf.SwiGLU(32, 33))
     raises(ValueError, ("0 has a width of 33", "size 2"), lambda: parallelize(network, mesh))
+    raises(ValueError, ("module has a width of 33", "size 2"), lambda: parallelize(network[0], mesh))
+    whole = flashmhf.SwiGLU(32, 64)
+    sharded = parallelize(copy.deepcopy(whole), mesh)  # the network itself, not a model that holds one
+    assert [parameter.placements for parameter in sharded.parameters()] == [(Shard(0),), (Shard(0),), (Shard(1),)]
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    equal(sharded(x), whole(x), rtol=1e-5, atol=1e-5)
 
 
 def bf16_losses() -> None:

@@ -114,14 +114,21 @@ def _reduce_in_place(out: DTensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=out.shape, stride=out.stride())
 
 
+def _path(prefix: str, name: str) -> str:
+    """The path of a child; the root's own path is empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
     """Llama's attention by heads; transformers' forward takes the number of local heads from the projections' results."""
     heads, head_dim = {}, module.head_dim
     for name in ("q_proj", "k_proj", "v_proj"):
         heads[name] = module.get_submodule(name).out_features // head_dim
         if heads[name] % size:
-            raise ValueError(f"{prefix}.{name} has {heads[name]} heads and the mesh has size {size}; supported: sizes that divide them")
-    return {**{f"{prefix}.{name}": ColwiseParallel() for name in heads}, f"{prefix}.o_proj": RowwiseParallel()}
+            raise ValueError(
+                f"{_path(prefix, name)} has {heads[name]} heads and the mesh has size {size}; supported: sizes that divide them"
+            )
+    return {**{_path(prefix, name): ColwiseParallel() for name in heads}, _path(prefix, "o_proj"): RowwiseParallel()}
 
 
 def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
@@ -148,8 +155,11 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
         elif isinstance(module, SwiGLU) or {"gate_proj", "up_proj", "down_proj"} <= children.keys():
             width = module.get_submodule("gate_proj").out_features
             if width % size:
-                raise ValueError(f"{name} has a width of {width} and the mesh has size {size}; supported: sizes that divide the width")
-            styles |= {f"{name}.gate_proj": ColwiseParallel(), f"{name}.up_proj": ColwiseParallel(), f"{name}.down_proj": RowwiseParallel()}
+                raise ValueError(
+                    f"{name or 'module'} has a width of {width} and the mesh has size {size}; supported: sizes that divide the width"
+                )
+            styles |= {_path(name, part): ColwiseParallel() for part in ("gate_proj", "up_proj")}
+            styles[_path(name, "down_proj")] = RowwiseParallel()
         elif module is embedding:
             styles[name] = _Placed(Shard(0))
         elif module is head:
