@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
+from flashmhf.quantize import to_fp8  # noqa: E402
 
 DEVICE = os.environ.get("DISTRIBUTED_DEVICE", "cpu")
 OPS = torch.ops.flashmhf
@@ -366,7 +367,7 @@ def training() -> None:
 
 
 def uneven_sizes() -> None:
-    """A vocabulary that the ranks do not divide trains as in one process; a SwiGLU's width is refused."""
+    """A vocabulary that the ranks do not divide trains as in one process; a SwiGLU's width, and FP8 of sharded weights, are refused."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     whole, sharded = language_model(), language_model()
     for model in (whole, sharded):
@@ -378,6 +379,7 @@ def uneven_sizes() -> None:
     network = nn.Sequential(flashmhf.SwiGLU(32, 33))
     raises(ValueError, ("0 has a width of 33", "size 2"), lambda: parallelize(network, mesh))
     raises(ValueError, ("module has a width of 33", "size 2"), lambda: parallelize(network[0], mesh))
+    raises(NotImplementedError, ("network has DTensor",), lambda: to_fp8(parallelize(flashmhf.FlashMHF(32, 2, 2, 16), mesh)))
     whole = flashmhf.SwiGLU(32, 64)
     sharded = parallelize(copy.deepcopy(whole), mesh)  # the network itself, not a model that holds one
     assert [parameter.placements for parameter in sharded.parameters()] == [(Shard(0),), (Shard(0),), (Shard(1),)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -174,7 +175,8 @@ def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
     ``projections=False`` has the smaller error and takes some percent less time for few tokens. docs/fp8.md has the figures.
 
     Raises TypeError for anything but a FlashMHF and for weights of other dtypes than floating ones, ValueError for d_e or d_h that are no
-    multiples of 16 and for another activation than SiLU, NotImplementedError for a subclass with a forward of its own.
+    multiples of 16 and for another activation than SiLU, NotImplementedError for a subclass with a forward of its own and for parameters
+    that are DTensors.
     """
     if not isinstance(network, FlashMHF):
         raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
@@ -183,6 +185,9 @@ def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
     activation = getattr(network, "activation", "silu")
     if activation != "silu":
         raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
+    distributed = sys.modules.get("torch.distributed.tensor")  # only who imported it has DTensors
+    if distributed is not None and any(isinstance(parameter, distributed.DTensor) for parameter in network.parameters()):
+        raise NotImplementedError("network has DTensor parameters; supported: plain ones, before parallelize or fully_shard")
     return Fp8FlashMHF(network, projections=projections).eval()
 
 
