@@ -125,6 +125,10 @@ class FlashMHF(GroupedHeads):
         accumulate_main_grad: add the gradients of k, u, v into their fp32 ``main_grad`` buffers instead of returning them.
 
     State: in_proj.weight, k, u, v [num_kv_heads, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
+
+    Raises TypeError for arguments of other types, ValueError for sizes below 1, a d_model that H does not divide, an H that num_kv_heads
+    does not divide, an eps that is negative or not finite, an unknown activation or backend, and a bias with skip_linear. A call raises
+    ValueError where the last dimension of x is not d_model.
     """
 
     num_subnets: int
