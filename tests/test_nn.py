@@ -65,6 +65,15 @@ def test_flash_mhf_state_and_default_width():
     assert "q_norm.weight" not in flashmhf.FlashMHF(256, 2, 5).state_dict()
 
 
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-5, ValueError), (1.5, TypeError), ("64", TypeError)])
+def test_sizes_of_functions_are_checked(size, error):
+    with pytest.raises(error, match="head_dim"):
+        flashmhf.nn.default_subnet_dim(size)
+    shard_placement = pytest.importorskip("flashmhf.distributed").shard_placement
+    with pytest.raises(error, match="size"):
+        shard_placement(size)
+
+
 @pytest.mark.parametrize("backend", ["auto", "naive"])
 def test_mhffn(backend):
     module = randomised(flashmhf.MHFFN(D_MODEL, HEADS, 50, backend=backend))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ..nn import MHFFN, FlashMHF, SwiGLU
+from ..nn.arguments import positive
 
 HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")  # Shard(0); their first dimension is H or H d_h
 
@@ -205,7 +206,10 @@ def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
 
     FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times the memory and
     the traffic. Dimensions that tensor parallelism shards already are taken with their local size.
+
+    Raises TypeError for a size that is no integer, ValueError for one below 1.
     """
+    size = positive("size", size)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         shape: Sequence[int] = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape

@@ -23,8 +23,11 @@ CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this
 
 
 def default_subnet_dim(head_dim: int) -> int:
-    """d_e = 8/3 d_h rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256."""
-    return -(-8 * head_dim // (3 * 64)) * 64
+    """d_e = 8/3 d_h rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256.
+
+    Raises TypeError for a head_dim that is no integer, ValueError for one below 1.
+    """
+    return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
 def uses_silu(feed_forward: nn.Module) -> bool:
