@@ -52,6 +52,9 @@ class Fp8Linear(_Quantised):
     ``torch._scaled_mm`` where the device has e4m3 products (capability 8.9 and later) and the sizes are multiples of 16, which rounds to
     bf16; elsewhere the same values are multiplied in float32. A row of x that is not finite gives a row that is not.
 
+    A call raises TypeError where x is of no floating dtype, ValueError where its last dimension is not K, NotImplementedError where an
+    input requires a gradient and gradients are enabled.
+
     State: weight8 [N, K] e4m3, scale [N, 1] float32, bias [N] or None.
     """
 
@@ -96,6 +99,9 @@ class Fp8FlashMHF(_Quantised):
 
     State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj, out_proj (:class:`Fp8Linear` or
     linear layers), q_norm.weight where there is one.
+
+    A call raises ValueError where the last dimension of x is not d_model, NotImplementedError where x requires a gradient and gradients
+    are enabled.
     """
 
     k8: Tensor
