@@ -405,6 +405,8 @@ def test_refusals():
         (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: op(q, k8, u8, v8, scales, backend="hopper")),
         (NotImplementedError, "an input requires a gradient", lambda: quantize.forward(q.clone().requires_grad_(), packed)),
         (TypeError, "network must be a flashmhf.FlashMHF, got Linear", lambda: quantize.to_fp8(nn.Linear(2, 2))),
+        (TypeError, "network must be a flashmhf.FlashMHF, got int", lambda: quantize.Fp8FlashMHF(3)),
+        (ValueError, "activation is 'gelu'", lambda: quantize.Fp8FlashMHF(flashmhf.FlashMHF(64, 1, 1, 16, activation="gelu"))),
         (ValueError, "model holds no FlashMHF", lambda: quantize.quantize_(nn.Sequential(nn.Linear(2, 2)))),
         (ValueError, r"supported: to_fp8\(model\)", lambda: quantize.quantize_(flashmhf.FlashMHF(64, 1, 1, 16))),
     ):

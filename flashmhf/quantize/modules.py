@@ -95,7 +95,7 @@ def _operands(module: nn.Module | None) -> Fp8Projection | None:
 
 
 class Fp8FlashMHF(_Quantised):
-    """:class:`flashmhf.FlashMHF` for inference with K, U, V in e4m3; made by :func:`to_fp8`.
+    """:class:`flashmhf.FlashMHF` for inference with K, U, V in e4m3; made by :func:`to_fp8`, whose errors the constructor raises.
 
     State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj, out_proj (:class:`Fp8Linear` or
     linear layers), q_norm.weight where there is one.
@@ -115,6 +115,16 @@ class Fp8FlashMHF(_Quantised):
     _fixed = ("k8", "u8", "v8", "scales", "layout")
 
     def __init__(self, network: FlashMHF, *, projections: bool = True) -> None:
+        if not isinstance(network, FlashMHF):
+            raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
+        if type(network).forward is not FlashMHF.forward:
+            raise NotImplementedError(f"network is a {type(network).__name__} with a forward of its own; supported: FlashMHF's forward")
+        activation = getattr(network, "activation", "silu")
+        if activation != "silu":
+            raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
+        distributed = sys.modules.get("torch.distributed.tensor")  # only who imported it has DTensors
+        if distributed is not None and any(isinstance(parameter, distributed.DTensor) for parameter in network.parameters()):
+            raise NotImplementedError("network has DTensor parameters; supported: plain ones, before parallelize or fully_shard")
         super().__init__()
         self.d_model, self.num_heads, self.head_dim = network.d_model, network.num_heads, network.head_dim
         self.router_eps, self.backend = network.router_eps, "auto"
@@ -184,16 +194,6 @@ def to_fp8(network: FlashMHF, *, projections: bool = True) -> Fp8FlashMHF:
     multiples of 16 and for another activation than SiLU, NotImplementedError for a subclass with a forward of its own and for parameters
     that are DTensors.
     """
-    if not isinstance(network, FlashMHF):
-        raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
-    if type(network).forward is not FlashMHF.forward:
-        raise NotImplementedError(f"network is a {type(network).__name__} with a forward of its own; supported: FlashMHF's forward")
-    activation = getattr(network, "activation", "silu")
-    if activation != "silu":
-        raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
-    distributed = sys.modules.get("torch.distributed.tensor")  # only who imported it has DTensors
-    if distributed is not None and any(isinstance(parameter, distributed.DTensor) for parameter in network.parameters()):
-        raise NotImplementedError("network has DTensor parameters; supported: plain ones, before parallelize or fully_shard")
     return Fp8FlashMHF(network, projections=projections).eval()
 
 
