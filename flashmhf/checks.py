@@ -7,6 +7,7 @@ strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so infere
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -42,6 +43,13 @@ def options(**arguments: tuple[object, type]) -> None:
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
+def real(**arguments: object) -> None:
+    """TypeError for the first argument that is no real number."""
+    for name, value in arguments.items():
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+
+
 def _same_device(name: str, tensor: Tensor, q: Tensor, *, of: str = "q") -> None:
     if tensor.device != q.device:
         raise ValueError(f"{name} is on {tensor.device} but {of} is on {q.device}; all tensors must be on one device")
@@ -65,12 +73,12 @@ def _contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
 
 
-def _floating(name: str, tensor: Tensor) -> None:
+def floating(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
 
 
-def _weight_shape(k: Tensor) -> None:
+def weight_shape(k: Tensor) -> None:
     if k.dim() != 4:
         raise ValueError(f"k has shape {list(k.shape)}; expected four dimensions [H_kv, E, d_e, d_h]")
     for size, name in zip(k.shape, ("H_kv", "E", "d_e", "d_h"), strict=True):
@@ -80,8 +88,8 @@ def _weight_shape(k: Tensor) -> None:
 
 def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
     """k, u, v [H_kv, E, d_e, d_h], contiguous, of one floating dtype on one device."""
-    _floating("k", k)
-    _weight_shape(k)
+    floating("k", k)
+    weight_shape(k)
     for name, tensor in (("k", k), ("u", u), ("v", v)):
         _same_dtype(name, tensor, k, of="k")
         _same_device(name, tensor, k, of="k")
@@ -94,10 +102,10 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
 
     k, u, v are contiguous unless ``contiguous`` is False.
     """
-    _floating("q", q)
+    floating("q", q)
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
-    _weight_shape(k)
+    weight_shape(k)
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[0] or k.shape[3] != q.shape[-1]:
         raise ValueError(
             f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with an H_kv that divides H = {q.shape[-2]} and "
@@ -144,6 +152,25 @@ def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contigu
     _shape("w", w, (q.shape[-2], q.shape[-1], subnets), "[H, d_h, E]")
     if contiguous:
         _contiguous("w", w)
+
+
+def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
+    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype on x's device."""
+    _same_dtype(f"{name}_w", weight, x, of="x")
+    _same_device(f"{name}_w", weight, x, of="x")
+    if bias is not None:
+        _same_dtype(f"{name}_bias", bias, x, of="x")
+        _same_device(f"{name}_bias", bias, x, of="x")
+        _shape(f"{name}_bias", bias, (weight.shape[0],), f"the rows of {name}_w")
+
+
+def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> None:
+    """Weight [H, d_h] of the heads' RMS normalisation, of any floating dtype."""
+    if q_norm is None:
+        return
+    floating("q_norm", q_norm)
+    _same_device("q_norm", q_norm, x, of="x")
+    _shape("q_norm", q_norm, (heads, head_dim), "[H, d_h]")
 
 
 def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:

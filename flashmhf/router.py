@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 from torch import Tensor
 
@@ -22,10 +20,8 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
     Raises TypeError for dtypes and non-tensors, ValueError for shapes, strides and devices, and for an eps that is negative or not finite.
     """
     checks.strided(q=q, w=w)
-    if not isinstance(eps, Real):
-        raise TypeError(f"eps must be a float, got {type(eps).__name__}")
-    if q.dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"q has dtype {checks.name_of(q.dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
+    checks.real(eps=eps)
+    checks.floating("q", q)
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
     checks.router(q, w, eps)

@@ -341,7 +341,7 @@ def test_refusals():
     k8, u8, v8, scales = served.packed.tensors
     ends = (served.in_proj.weight8, served.in_proj.scale, None), (served.out_proj.weight8, served.out_proj.scale, None)
 
-    zeros = torch.zeros(2, 256).bfloat16()
+    zeros, plain = torch.zeros(2, 256).bfloat16(), torch.zeros(256, 256).bfloat16()
 
     def whole(x=zeros, k8=k8, w=served.router, out=ends[1], inner=ends[0], **kwargs):
         return layer(x, *inner, k8, u8, v8, scales, w, 1e-20, *out, **kwargs)
@@ -365,6 +365,15 @@ def test_refusals():
         (ValueError, r"w has shape \[2, 128, 2\]", lambda: whole(w=served.router[..., :2].contiguous())),
         (ValueError, r"out_w has shape", lambda: whole(out=(ends[1][0][:, :128], *ends[1][1:]))),
         (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: whole(backend="hopper")),
+        (TypeError, "x must be a torch.Tensor, got NoneType", lambda: whole(x=None)),
+        (ValueError, r"in_w has shape .* and k8 \[\]", lambda: whole(k8=k8.flatten()[0])),
+        (TypeError, "out_scale has dtype bfloat16; supported: float32", lambda: whole(out=(ends[1][0], scale.bfloat16(), None))),
+        (TypeError, "in_w has dtype bfloat16; supported: float8_e4m3fn", lambda: whole(inner=(plain, ends[0][1], None))),
+        (TypeError, r"in_w has dtype float32; supported: bfloat16", lambda: whole(inner=(plain.float(), None, None))),
+        (ValueError, r"in_bias has shape \[1\]; expected \[256\]", lambda: whole(inner=(*ends[0][:2], bias[:1]))),
+        (ValueError, r"out_bias has shape \[\]; expected \[256\]", lambda: whole(out=(plain, None, bias[0]))),
+        (ValueError, r"q_norm has shape \[1, 128\]; expected \[2, 128\]", lambda: whole(q_norm=torch.ones(1, 128), q_norm_eps=1e-5)),
+        (ValueError, "q_norm_eps is -1.0", lambda: whole(q_norm=torch.ones(2, 128), q_norm_eps=-1.0)),
     ):
         with pytest.raises(error, match=message):
             call()

@@ -102,6 +102,47 @@ def test_refusals():
         serving.layer(torch.randn(3, D_MODEL), in_proj, part.k, part.u, part.v, None, 0.0, out_proj)
 
 
+REFUSED = {  # argument, what it becomes, and the error
+    "x": (lambda x: x.long(), TypeError, "x has dtype int64; supported: bfloat16"),
+    "in_w": (lambda w: w.double(), TypeError, r"in_w has dtype float64; supported: float32 \(x's dtype\)"),
+    "in_bias": (lambda b: b[:1], ValueError, r"in_bias has shape \[1\]; expected \[256\]"),
+    "k": (lambda k: k[:0], ValueError, "k has shape .*; H_kv must be at least 1"),
+    "u": (lambda u: u[:, :, :-1], ValueError, "u has shape"),
+    "w": (lambda w: "abc", TypeError, "w must be a torch.Tensor, got str"),
+    "eps": (lambda eps: None, TypeError, "eps must be a float, got NoneType"),
+    "out_w": (lambda w: w.bfloat16(), TypeError, "out_w has dtype bfloat16; supported: float32"),
+    "out_bias": (lambda b: torch.tensor(1.0), ValueError, r"out_bias has shape \[\]; expected \[256\]"),
+    "q_norm": (lambda w: w[:1], ValueError, r"q_norm has shape \[1, 64\]; expected \[4, 64\] \(\[H, d_h\]\)"),
+    "q_norm_eps": (lambda eps: float("nan"), ValueError, "q_norm_eps is nan; supported: finite numbers from 0"),
+}
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_argument_of_the_operator_is_checked(name, tokens):
+    _, (part,) = shards("bias", 1)
+    given = {
+        "x": torch.randn(tokens, D_MODEL),
+        "in_w": part.in_proj.weight,
+        "in_bias": part.in_proj.bias,
+        **{"k": part.k, "u": part.u, "v": part.v, "w": part.router, "eps": 1e-20},
+        "out_w": part.out_proj.weight,
+        "out_bias": part.out_proj.bias,
+        **{"q_norm": torch.ones(HEADS, D_MODEL // HEADS), "q_norm_eps": 1e-5},
+    }
+
+    def call(arguments: dict, device: str):
+        placed = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+        in_proj, out_proj = ((placed.pop(f"{end}_w"), placed.pop(f"{end}_bias")) for end in ("in", "out"))
+        return serving.layer(in_proj=in_proj, out_proj=out_proj, **placed)
+
+    broken, error, message = REFUSED[name]
+    for device in ("cpu", "meta"):
+        assert call(given, device).shape == (tokens, D_MODEL)
+        with pytest.raises(error, match=message):
+            call(given | {name: broken(given[name])}, device)
+
+
 def test_more_tokens_than_a_chunk(monkeypatch):
     monkeypatch.setattr(serving.operator, "CHUNK_TOKENS", 100)
     for name in ("flashmhf", "bias"):

@@ -30,25 +30,27 @@ operators._library.define(
 )
 
 
-def _check_linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    given = {"x": x, "weight8": weight8, "scale": scale} | ({} if bias is None else {"bias": bias})
+def _check_linear(
+    x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None, names: tuple[str, str, str] = ("weight8", "scale", "bias")
+) -> None:
+    given = {"x": x} | {name: tensor for name, tensor in zip(names, (weight8, scale, bias), strict=True) if tensor is not None}
     checks.tensors(**given)
-    if x.dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"x has dtype {checks.name_of(x.dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
-    dtypes = {"weight8": E4M3, "scale": torch.float32, "bias": x.dtype}
+    checks.floating("x", x)
+    dtypes = dict(zip(names, (E4M3, torch.float32, x.dtype), strict=True))
     for name, tensor in given.items():
         if name != "x" and tensor.dtype != dtypes[name]:
             raise TypeError(f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: {checks.name_of(dtypes[name])}")
     for name, tensor in given.items():
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; all tensors must be on one device")
+    weight_name, scale_name, bias_name = names
     if x.dim() < 1 or weight8.dim() != 2 or x.shape[-1] != weight8.shape[1]:
-        raise ValueError(f"x has shape {list(x.shape)} and weight8 {list(weight8.shape)}; expected [..., K] and [N, K]")
+        raise ValueError(f"x has shape {list(x.shape)} and {weight_name} {list(weight8.shape)}; expected [..., K] and [N, K]")
     features = weight8.shape[0]
-    for name, shape in (("scale", (features, 1)), ("bias", (features,))):
+    for name, shape in ((scale_name, (features, 1)), (bias_name, (features,))):
         if name in given and tuple(given[name].shape) != shape:
-            raise ValueError(f"{name} has shape {list(given[name].shape)}; expected {list(shape)} from weight8's N")
-    for name in ("weight8", "scale"):
+            raise ValueError(f"{name} has shape {list(given[name].shape)}; expected {list(shape)} from the rows of {weight_name}")
+    for name in (weight_name, scale_name):
         if not given[name].is_contiguous():
             raise ValueError(f"{name} has strides {list(given[name].stride())} for shape {list(given[name].shape)}; it must be contiguous")
 
@@ -66,27 +68,31 @@ def _fake_linear(x, weight8, scale, bias=None, *, backend="auto"):
     return x.new_empty((*x.shape[:-1], weight8.shape[0]))
 
 
-def _project(x: Tensor, projection: Fp8Projection, backend: str) -> Tensor:
+def _project(name: str, x: Tensor, projection: Fp8Projection, backend: str) -> Tensor:
     w, scale, bias = projection
     if scale is None:
+        checks.projection(name, w, bias, x)
         return torch.nn.functional.linear(x, w, bias)
+    _check_linear(x, w, scale, bias, (f"{name}_w", f"{name}_scale", f"{name}_bias"))
     return torch.ops.flashmhf.fp8_linear(x, w, scale, bias, backend=backend)
 
 
 def _parts(x, in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, *, q_norm, q_norm_eps, backend):
-    """The network by its parts' operators, which name what is wrong with their tensors."""
-    checks.tensors(x=x, in_w=in_w, k8=k8, w=w, out_w=out_w)
+    """The network by its parts' operators, after the checks that name this operator's arguments."""
+    checks.floating("x", x)
     if x.dim() < 1 or in_w.dim() != 2 or x.shape[-1] != in_w.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and in_w {list(in_w.shape)}; expected [..., d_model] and [H d_h, d_model]")
-    if k8.dim() != 4 or in_w.shape[0] % k8.shape[3]:
+    head_dim = k8.shape[3] if k8.dim() == 4 else 0
+    if not head_dim or not in_w.shape[0] or in_w.shape[0] % head_dim:
         raise ValueError(f"in_w has shape {list(in_w.shape)} and k8 {list(k8.shape)}; expected [H d_h, d_model] and [H_kv, E, d_e, d_h]")
     if out_w.dim() != 2 or out_w.shape[1] != in_w.shape[0]:
         raise ValueError(f"out_w has shape {list(out_w.shape)}; expected [d_out, H d_h] with H d_h = {in_w.shape[0]} from in_w")
-    q = _project(x, (in_w, in_scale, in_bias), backend).unflatten(-1, (-1, k8.shape[3]))
+    q = _project("in", x, (in_w, in_scale, in_bias), backend).unflatten(-1, (-1, head_dim))
+    checks.head_norm(q_norm, q, *q.shape[-2:])
     if q_norm is not None:
         q = reference.normalise_heads(q, q_norm, q_norm_eps)
     mixed = torch.ops.flashmhf.fp8_gated_forward(q, k8, u8, v8, scales, w, eps, backend=backend)
-    return _project(mixed.flatten(-2), (out_w, out_scale, out_bias), backend)
+    return _project("out", mixed.flatten(-2), (out_w, out_scale, out_bias), backend)
 
 
 def inference_layer(
@@ -113,6 +119,8 @@ def inference_layer(
 def _layer(
     x, in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"
 ):
+    checks.tensors(x=x, in_w=in_w, k8=k8, w=w, out_w=out_w)
+    checks.epsilon("q_norm_eps", q_norm_eps)
     norm, packed, in_proj, out_proj = None, (k8, u8, v8, scales), (in_w, in_scale, in_bias), (out_w, out_scale, out_bias)
     if q_norm is not None:
         norm = q_norm, q_norm_eps
@@ -138,6 +146,7 @@ def _layer(
 
 
 def _fake_layer(x, *operands, q_norm=None, q_norm_eps=0.0, backend="auto"):
+    checks.epsilon("q_norm_eps", q_norm_eps)
     return _parts(x, *operands, q_norm=q_norm, q_norm_eps=q_norm_eps, backend=backend).contiguous()
 
 

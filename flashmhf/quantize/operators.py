@@ -49,8 +49,7 @@ def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e
 
 def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
     check_packed(k8, u8, v8, scales)
-    if q.dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"q has dtype {checks.name_of(q.dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
+    checks.floating("q", q)
     if q.device != k8.device:
         raise ValueError(f"q is on {q.device} but k8 is on {k8.device}; all tensors must be on one device")
     if q.dim() < 2 or q.shape[-2] < 1 or q.shape[-2] % k8.shape[0] or q.shape[-1] != k8.shape[3]:

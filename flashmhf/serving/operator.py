@@ -25,9 +25,8 @@ _library.define(
 )
 
 
-def _check(x: Tensor, in_w: Tensor, k: Tensor, out_w: Tensor) -> None:
-    if k.dim() != 4:
-        raise ValueError(f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h]")
+def _check_call(x: Tensor, in_w: Tensor, k: Tensor, out_w: Tensor, q_norm_eps: float) -> None:
+    checks.weight_shape(k)
     shared = k.shape[0] * k.shape[3]
     if in_w.dim() != 2 or not in_w.shape[0] or in_w.shape[0] % shared:
         raise ValueError(f"in_w has shape {list(in_w.shape)}; expected [H d_h, d_model] with a multiple of H_kv d_h = {shared} from k")
@@ -35,6 +34,16 @@ def _check(x: Tensor, in_w: Tensor, k: Tensor, out_w: Tensor) -> None:
         raise ValueError(f"out_w has shape {list(out_w.shape)}; expected [d_model, H d_h] with H d_h = {in_w.shape[0]} from in_w")
     if x.dim() < 1 or x.shape[-1] != in_w.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_w.shape[1]} from in_w")
+    checks.epsilon("q_norm_eps", q_norm_eps)
+
+
+def _check(x: Tensor, in_proj: Projection, mix: _Mix, out_proj: Projection) -> None:
+    """What _check_call leaves open, of every tensor but those that the operator of ``mix`` checks."""
+    checks.floating("x", x)
+    checks.projection("in", *in_proj, x)
+    checks.projection("out", *out_proj, x)
+    head_dim = mix.k.shape[3]
+    checks.head_norm(mix.q_norm, x, in_proj[0].shape[0] // head_dim, head_dim)
 
 
 @dataclass(frozen=True)
@@ -69,17 +78,20 @@ def _projects(module: Backend, rows: Tensor, in_proj: Projection, mixed_features
 
 
 def _layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto", activation="silu"):
-    _check(x, in_w, k, out_w)
-    shape = (*x.shape[:-1], len(out_w))
-    if not x.numel():
-        return x.new_empty(shape)
+    _check_call(x, in_w, k, out_w, q_norm_eps)
     module = backends.select(backend, x.device, x.dtype, k.shape[3], k.shape[2], activation)
     if w is not None:
         norm = None if q_norm is None else (q_norm, q_norm_eps)
         y = module.layer(x, (in_w, in_bias), norm, k, u, v, w, eps, (out_w, out_bias))
         if y is not None:
             return y
-    rows, mix = x.reshape(-1, x.shape[-1]), _Mix(k, u, v, w, eps, q_norm, q_norm_eps, {"backend": backend, "activation": activation})
+    mix = _Mix(k, u, v, w, eps, q_norm, q_norm_eps, {"backend": backend, "activation": activation})
+    _check(x, (in_w, in_bias), mix, (out_w, out_bias))
+    shape = (*x.shape[:-1], len(out_w))
+    if not x.numel():
+        mix(x.new_empty((0, len(in_w))))  # for its checks
+        return x.new_empty(shape)
+    rows = x.reshape(-1, x.shape[-1])
     if _projects(module, rows, (in_w, in_bias), in_w.shape[0], (out_w, out_bias)):
         mixed = mix(module.project(rows, in_w, in_bias))
         # The kernel before this projection is the forward operator's, which starts after all older kernels: the weights are ready.
@@ -98,8 +110,10 @@ def _layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q
 
 
 def _fake_layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto", activation="silu"):
-    checks.activation(activation)
-    _check(x, in_w, k, out_w)
+    _check_call(x, in_w, k, out_w, q_norm_eps)
+    mix = _Mix(k, u, v, w, eps, q_norm, q_norm_eps, {"backend": backend, "activation": activation})
+    _check(x, (in_w, in_bias), mix, (out_w, out_bias))
+    mix(x.new_empty((*x.shape[:-1], in_w.shape[0])))
     return x.new_empty((*x.shape[:-1], out_w.shape[0]))
 
 
@@ -147,6 +161,10 @@ def layer(
     Returns [..., d_model] in x's dtype. Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf`, and
     NotImplementedError where a gradient is needed.
     """
-    checks.tensors(x=x, k=k, u=u, v=v)
+    (in_w, in_bias), (out_w, out_bias) = in_proj, out_proj
+    given = {"w": w, "in_bias": in_bias, "out_bias": out_bias, "q_norm": q_norm}
+    checks.strided(x=x, in_w=in_w, k=k, u=u, v=v, out_w=out_w, **{name: value for name, value in given.items() if value is not None})
+    checks.real(eps=eps, q_norm_eps=q_norm_eps)
+    checks.options(backend=(backend, str), activation=(activation, str))
     settings = {"q_norm": q_norm, "q_norm_eps": q_norm_eps, "backend": backend, "activation": activation}
-    return torch.ops.flashmhf.layer(x, *in_proj, k, u, v, w, eps, *out_proj, **settings)
+    return torch.ops.flashmhf.layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, **settings)
