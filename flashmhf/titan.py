@@ -30,6 +30,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 from .distributed.parallel import check_heads  # noqa: E402
 from .nn import FlashMHF, default_subnet_dim  # noqa: E402
+from .nn.arguments import positive  # noqa: E402
 from .nn.multihead import HeadRMSNorm  # noqa: E402
 
 __all__ = ["TitanFlashMHF", "TitanHeadRMSNorm", "flashmhf", "flashmhf_1_3b"]
@@ -102,21 +103,23 @@ def flashmhf(
         q_norm, init: as in :class:`flashmhf.FlashMHF` and its ``reset_parameters``.
         num_layers: of the model, for the "balanced" initialisation.
 
-    Raises ValueError where num_heads does not divide the model's dimension.
+    Raises TypeError for sizes that are no integers, ValueError for sizes below 1 and where num_heads does not divide the model's dimension.
     """
     d_model, width = cfg.w1.in_features, cfg.w1.out_features
-    num_heads = num_heads or max(1, d_model // 128)
+    num_heads = max(1, d_model // 128) if num_heads is None else positive("num_heads", num_heads)
     if d_model % num_heads:
         raise ValueError(f"num_heads is {num_heads}; it must divide the model's dimension {d_model}")
     head_dim = d_model // num_heads
-    subnet_dim = subnet_dim or default_subnet_dim(head_dim)
+    subnet_dim = default_subnet_dim(head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
+    if num_subnets is None:
+        num_subnets = max(1, round(width / subnet_dim))
     norm = TitanHeadRMSNorm.Config(num_heads=num_heads, head_dim=head_dim, eps=1e-5, param_init={"weight": nn.init.ones_})
     network = TitanFlashMHF.Config(
         in_proj=Linear.Config(in_features=d_model, out_features=d_model),
         out_proj=Linear.Config(in_features=d_model, out_features=d_model),
         q_norm=norm if q_norm else None,
         num_heads=num_heads,
-        num_subnets=num_subnets or max(1, round(width / subnet_dim)),
+        num_subnets=positive("num_subnets", num_subnets),
         subnet_dim=subnet_dim,
         num_layers=num_layers,
         init=init,
