@@ -103,8 +103,8 @@ py::dict plan_forward_fp8(int64_t batch, int64_t length, int heads, int head_dim
     return describe(flashmhf::plan_forward_fp8({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters}));
 }
 
-py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms) {
-    const flashmhf::HeadGroupPlan plan = flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim}, {sms});
+py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms, int group) {
+    const flashmhf::HeadGroupPlan plan = flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {sms});
     py::dict d;
     d["row_tiles"] = plan.row_tiles;
     d["subnet_tiles"] = plan.subnet_tiles;
@@ -115,7 +115,7 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
     d["token_parts"] = plan.token_parts;
     d["inter_time"] = plan.inter_time;
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
-    const int tiles = static_cast<int>(batch) * plan.row_tiles;
+    const int tiles = static_cast<int>(batch) * group * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
         const flashmhf::TokenRange range = flashmhf::token_range(block, plan.items, plan.whole, plan.parts, tiles);
         work.append(py::make_tuple(range.item, range.begin, range.end));
@@ -162,10 +162,10 @@ py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim
     return d;
 }
 
-py::dict forward_costs(int head_dim) {
-    const flashmhf::ForwardCostModel cost;
+py::dict forward_costs(int head_dim, bool fp8, int consumers) {
+    const flashmhf::ForwardCostModel cost = fp8 ? flashmhf::forward_fp8_costs : flashmhf::ForwardCostModel{};
     py::dict d;
-    d["tile_us"] = cost.tile_us * head_dim;
+    d["tile_us"] = cost.tile_us * head_dim * (fp8 && consumers < 3 ? flashmhf::forward_fp8_two_row_tiles : 1);
     d["combine"] = cost.combine_tiles(head_dim);
     d["next_item"] = cost.gap_tiles(head_dim);
     d["stream"] = static_cast<double>(cost.stream_numerator) / cost.stream_denominator;
@@ -201,7 +201,7 @@ template <int d_h> py::dict token_policy() {
 PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
     m.def("plan_backward", &plan_backward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("subnets"), py::arg("subnet_dim"),
-          py::arg("sms") = 132,
+          py::arg("sms") = 132, py::arg("group") = 1,
           "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an "
           "inter-stationary kernel.\n\n"
           "Raises ValueError for shapes beyond the kernels' index range.");
@@ -246,8 +246,9 @@ PYBIND11_MODULE(_plan, m) {
             return d;
         },
         py::arg("tokens"), py::arg("features"));
-    m.def("forward_costs", &forward_costs, py::arg("head_dim"),
-          "What the forward's planner counts with: the time of an inter tile of a CTA in microseconds; in such tiles, adding parts in a\n"
+    m.def("forward_costs", &forward_costs, py::arg("head_dim"), py::arg("fp8") = false, py::arg("consumers") = 3,
+          "What the forward's planner counts with: the time of an inter tile of a CTA (in FP8, of so many row tiles) in microseconds; in "
+          "such tiles, adding parts in a\n"
           "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");
     m.def(
         "forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from flashmhf.app import cli, plan
 
 FLAGSHIP = ["16", "22", "384", "128"]
+OPERATOR_SHAPES = {64: (32, 22, 192), 96: (21, 22, 256), 128: (16, 22, 384), 256: (8, 22, 704)}  # of benchmarks/fp8.py: d_h -> H, E, d_e
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def test_the_wide_backward_has_more_products(planner, capsys):
 @pytest.mark.parametrize(("tokens", "forward_ms", "backward_ms"), [(32256, 4.33, 15.47), (129024, 17.52, 61.43)])
 def test_expected_times_are_near_the_measured_ones(planner, tokens, forward_ms, backward_ms):
     """Measured on an H200 (README, "The operator alone"); the backward there includes what the model leaves out."""
-    p, costs = planner.plan_forward(1, tokens, 16, 128, 22, 384), planner.forward_costs(128)
+    p, costs = plan.plan_forward(plan.Problem(1, tokens, 16, 128, 22, 384, kv_heads=16))
     assert plan.forward_us(p, costs, 16) / 1000 == pytest.approx(forward_ms, rel=0.05)
     assert planner.plan_head_groups(1, tokens, 16, 128, 22, 384)["time_us"] / 1000 == pytest.approx(backward_ms, rel=0.12)
 
@@ -62,9 +65,44 @@ def test_expected_times_are_near_the_measured_ones(planner, tokens, forward_ms, 
 @pytest.mark.parametrize("length", [1, 64, 512, 3072, 12288, 32256])
 @pytest.mark.parametrize(("heads", "head_dim", "subnets", "subnet_dim"), [(16, 128, 22, 384), (6, 96, 8, 256), (8, 256, 22, 704)])
 def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subnet_dim):
-    p = planner.plan_forward(1, length, heads, head_dim, subnets, subnet_dim)
-    products, _ = plan.least_us(6 * length * heads * head_dim * subnets * subnet_dim, 0)
-    assert plan.forward_us(p, planner.forward_costs(head_dim), heads) > products
+    for fp8, tflops in ((False, plan.MATRIX_TFLOPS), (True, plan.FP8_TFLOPS)):
+        problem = plan.Problem(1, length, heads, head_dim, subnets, subnet_dim, heads, fp8)
+        p, costs = plan.plan_forward(problem)
+        products, _ = plan.least_us(3 * problem.product_flops, 0, tflops)
+        assert plan.forward_us(p, costs, heads) > products
+
+
+def test_fp8_times_are_those_of_the_record(planner):
+    """Longer where few items leave the kernel's start and the sums of parts visible: 1,536 tokens."""
+    rows = json.loads((Path(__file__).parents[1] / "benchmarks/results/fp8_h200.json").read_text())["operator"]
+    assert {row["d_h"] for row in rows} == set(plan.FP8_SUSTAINED)
+    for row in rows:
+        heads, subnets, subnet_dim = OPERATOR_SHAPES[row["d_h"]]
+        p, costs = plan.plan_forward(plan.Problem(1, row["tokens"], heads, row["d_h"], subnets, subnet_dim, heads, fp8=True))
+        expected = plan.forward_us(p, costs, heads) / 1000
+        assert expected == pytest.approx(row["ms"]["fp8"], rel=0.02) if row["tokens"] > 30000 else expected < row["ms"]["fp8"]
+
+
+def test_heads_that_share_weights(planner, capsys):
+    rows = printed([*FLAGSHIP, "1", "--kv-heads", "4"], capsys)
+    assert "H = 16, H_kv = 4, E = 22" in rows[""] and rows["clusters"] == "4 of 16 CTAs"
+    assert rows["items"] == "4: 4 heads of K, U, V x 1 block of up to 64 rows, the tokens of 4 heads of Q, 4 heads in a row tile"
+    assert rows["bound"].startswith("memory: 5.4 us")  # a quarter of the weights' bytes
+
+    rows = printed([*FLAGSHIP, "32256", "--kv-heads", "4", "--backward"], capsys)
+    p = planner.plan_head_groups(1, 32256, 16, 128, 22, 384, router=True, group=4)
+    assert rows["launches"].startswith(f"{len(p['heads'])}, of heads 0-") and rows["token tiles"] == "2,016 of 64"
+    sequences = printed([*FLAGSHIP, "16128", "--batch", "2", "--kv-heads", "4", "--backward"], capsys)
+    assert {**rows, "": ""} == {**sequences, "": ""}, "copied into one"
+
+
+def test_fp8(planner, capsys):
+    rows = printed([*FLAGSHIP, "32256", "--fp8"], capsys)
+    p = planner.plan_forward_fp8(1, 32256, 16, 128, 22, 384)
+    assert rows[""].startswith("forward in FP8: H = 16, E = 22")
+    assert rows["waves"].startswith(f"{p['waves']} waves of whole items, then {p['rest']} items in {p['splits']} spans")
+    assert rows["bound"].startswith("tensor cores: 1.69 ms")
+    assert printed([*FLAGSHIP, "1", "--fp8"], capsys)["bound"].startswith("memory: 10.8 us")  # half of the weights' bytes in bf16
 
 
 HUGE = str(10**20)
@@ -79,6 +117,8 @@ HUGE = str(10**20)
         ([HUGE, "22", "384", "128", "1"], "supported: 141 GB"),
         (["16", HUGE, "384", "128", "1", "--backward"], "supported: 141 GB"),
         ([*FLAGSHIP, "1", "--batch", HUGE], "supported: 141 GB"),
+        ([*FLAGSHIP, "12", "--kv-heads", "5"], "H_kv is 5; supported: divisors of H = 16"),
+        ([*FLAGSHIP, "12", "--kv-heads", "32"], "H_kv is 32; supported: divisors of H = 16"),
         ([*FLAGSHIP, "12", "--deterministic"], "--deterministic needs --backward"),
     ],
 )

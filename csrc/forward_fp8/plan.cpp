@@ -8,9 +8,6 @@
 namespace flashmhf {
 namespace {
 
-// An inter tile of a CTA of two row tiles takes this part of the time of one of three: 0.73 at d_h = 128, 0.77 at 64 and 96.
-constexpr double two_row_tiles = 0.77;
-
 template <int d_h>
 constexpr ForwardFootprint footprint = {
     .shared_memory = ForwardFp8Policy<d_h>::shared_memory,
@@ -38,7 +35,7 @@ ForwardFootprint footprint_of(int head_dim) {
 double time_of(const ForwardPlan &plan, int head_dim, const ForwardCostModel &cost) {
     const ForwardSchedule &s = plan.schedule;
     if (s.clusters == 0) return 0;
-    const double tile = plan.consumers == 3 ? 1 : two_row_tiles;
+    const double tile = plan.consumers == 3 ? 1 : forward_fp8_two_row_tiles;
     if (s.slices > 1) return ceil_div(s.inter_tiles, s.slices) * tile;
     const bool adds = s.splits > s.rest;
     const int64_t span = adds ? ceil_div(int64_t{s.rest} * s.inter_tiles, s.splits) : s.rest > 0 ? s.inter_tiles : 0;
