@@ -100,8 +100,9 @@ def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
 def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
     """q [..., H, d_h] and k, u, v [H_kv, E, d_e, d_h] of one dtype on one device, H a multiple of H_kv.
 
-    k, u, v are contiguous unless ``contiguous`` is False.
+    k, u, v are contiguous unless ``contiguous`` is False. The dispatcher lets None pass for a tensor.
     """
+    tensors(q=q, k=k, u=u, v=v)
     floating("q", q)
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
@@ -143,6 +144,7 @@ def epsilon(name: str, value: float) -> None:
 
 def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
     """w [H, d_h, E], float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k where given."""
+    tensors(w=w)
     epsilon("eps", eps)
     _same_dtype("w", w, q, or_float32=True)
     _same_device("w", w, q)
@@ -175,6 +177,7 @@ def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> No
 
 def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
     """grad_out with q's shape, dtype and device; any strides."""
+    tensors(grad_out=grad_out)
     _same_dtype("grad_out", grad_out, q)
     _same_device("grad_out", grad_out, q)
     _shape("grad_out", grad_out, q.shape, "q's shape")
@@ -182,6 +185,7 @@ def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
 
 def accumulators(k: Tensor, **buffers: Tensor) -> None:
     """Contiguous buffers of k's shape, float32 (float64 for float64 operands), that weight gradients are added into."""
+    tensors(**buffers)
     expected = accumulate_dtype(k.dtype)
     for name, buffer in buffers.items():
         if buffer.dtype != expected:

@@ -33,7 +33,8 @@ operators._library.define(
 def _check_linear(
     x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None, names: tuple[str, str, str] = ("weight8", "scale", "bias")
 ) -> None:
-    given = {"x": x} | {name: tensor for name, tensor in zip(names, (weight8, scale, bias), strict=True) if tensor is not None}
+    weight_name, scale_name, bias_name = names
+    given = {"x": x, weight_name: weight8, scale_name: scale} | ({} if bias is None else {bias_name: bias})
     checks.tensors(**given)
     checks.floating("x", x)
     dtypes = dict(zip(names, (E4M3, torch.float32, x.dtype), strict=True))
@@ -43,7 +44,6 @@ def _check_linear(
     for name, tensor in given.items():
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; all tensors must be on one device")
-    weight_name, scale_name, bias_name = names
     if x.dim() < 1 or weight8.dim() != 2 or x.shape[-1] != weight8.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and {weight_name} {list(weight8.shape)}; expected [..., K] and [N, K]")
     features = weight8.shape[0]

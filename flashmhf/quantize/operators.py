@@ -48,6 +48,7 @@ def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e
 
 
 def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
+    checks.tensors(q=q)
     check_packed(k8, u8, v8, scales)
     checks.floating("q", q)
     if q.device != k8.device:
