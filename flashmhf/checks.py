@@ -12,6 +12,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from . import torch_private
 from .reference import ACTIVATIONS, accumulate_dtype
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -157,12 +158,13 @@ def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contigu
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
-    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype on x's device."""
-    _same_dtype(f"{name}_w", weight, x, of="x")
-    _same_device(f"{name}_w", weight, x, of="x")
+    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, on x's device in x's dtype, which autocast provides for."""
+    given = {f"{name}_w": weight} | ({} if bias is None else {f"{name}_bias": bias})
+    for argument, tensor in given.items():
+        if not torch_private.autocasts(x.device.type):
+            _same_dtype(argument, tensor, x, of="x")
+        _same_device(argument, tensor, x, of="x")
     if bias is not None:
-        _same_dtype(f"{name}_bias", bias, x, of="x")
-        _same_device(f"{name}_bias", bias, x, of="x")
         _shape(f"{name}_bias", bias, (weight.shape[0],), f"the rows of {name}_w")
 
 

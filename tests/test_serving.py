@@ -157,6 +157,14 @@ def test_no_tokens():
     assert part(torch.randn(0, D_MODEL)).shape == (0, D_MODEL)
 
 
+def test_autocast():
+    whole, (part,) = shards("bias", 1)
+    x = torch.randn(5, D_MODEL)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for given in (x, x.bfloat16()):
+            torch.testing.assert_close(part(given), whole(given), rtol=0.05, atol=0.05)
+
+
 def test_opcheck():
     _, (part,) = shards("bias", 1)
     x = torch.randn(5, D_MODEL)
