@@ -33,6 +33,8 @@ def strided(**arguments: object) -> None:
     """TypeError for the first argument that is not a tensor of dense memory; the dispatcher would not name it."""
     tensors(**arguments)
     for name, value in arguments.items():
+        if value.is_nested:  # some of these have the strided layout
+            raise TypeError(f"{name} is a nested tensor; supported: dense tensors, such as its values()")
         if value.layout != torch.strided:
             raise TypeError(f"{name} has layout {value.layout}; supported: torch.strided")
 

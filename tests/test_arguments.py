@@ -129,7 +129,7 @@ def test_sparse_and_nested_tensors_are_refused_by_name():
             operands = [x.to_sparse() if i == place else x for i, x in enumerate((q, k, k, k, r))]
             with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; supported: torch.strided"):
                 flashmhf.flash_mhf(*operands, backend=backend)
-        with pytest.raises(TypeError, match="q has layout torch.jagged"):
+        with pytest.raises(TypeError, match="q is a nested tensor; supported: dense tensors"):
             flashmhf.flash_mhf(jagged, k, k, k, backend=backend)
     for call, name in (
         (lambda: flashmhf.gate(q.to_sparse(), w), "q"),
@@ -140,6 +140,22 @@ def test_sparse_and_nested_tensors_are_refused_by_name():
     ):
         with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo"):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_modules_refuse_what_is_no_dense_tensor_of_floats():
+    x = torch.randn(6, 64)
+    network = flashmhf.FlashMHF(64, 4, 2, 16)
+    for module in (network, flashmhf.MHFFN(64, 4, 48), flashmhf.SwiGLU(64, 96), flashmhf.quantize.to_fp8(network)):
+        for layout in (torch.jagged, torch.strided):
+            with pytest.raises(TypeError, match="x is a nested tensor; supported: dense tensors"):
+                module(torch.nested.nested_tensor([x[:2], x[2:]], layout=layout))
+        with pytest.raises(TypeError, match="x has layout torch.sparse_coo; supported: torch.strided"):
+            module(x.to_sparse())
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(TypeError, match=f"x has dtype {str(dtype)[6:]}; supported: bfloat16, float16, float32, float64"):
+                module(x.to(dtype))
+        assert module(x).shape == x.shape
 
 
 # Conversion

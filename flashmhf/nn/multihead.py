@@ -13,7 +13,8 @@ from .init import residual_std
 
 
 def check_input(x: Tensor, d_model: int) -> None:
-    checks.tensors(x=x)
+    checks.strided(x=x)
+    checks.floating("x", x)
     if x.dim() < 1 or x.shape[-1] != d_model:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
 
