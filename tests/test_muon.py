@@ -141,6 +141,15 @@ def test_refusals():
             flashmhf.Muon([nn.Parameter(torch.zeros(4))], **{name: value})
 
 
+def test_a_refused_group_is_not_kept():
+    optimizer = flashmhf.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], "muon": True}])
+    vector = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="supported: matrices"):
+        optimizer.add_param_group({"params": [vector], "muon": True})
+    optimizer.add_param_group({"params": [vector]})
+    assert [group["muon"] for group in optimizer.param_groups] == [True, False]
+
+
 @pytest.mark.gpu
 def test_a_step_on_the_gpu_is_that_of_the_cpu():
     torch.manual_seed(5)

@@ -72,7 +72,14 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        try:
+            self._check(self.param_groups[-1])
+        except (NotImplementedError, TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    @staticmethod
+    def _check(group: dict[str, Any]) -> None:
         distributed = sys.modules.get("torch.distributed.tensor")
         for parameter in group["params"]:
             if distributed is not None and isinstance(parameter, distributed.DTensor):
