@@ -55,7 +55,7 @@ class Fp8Linear(_Quantised):
     A call raises TypeError where x is of no floating dtype, ValueError where its last dimension is not K, NotImplementedError where an
     input requires a gradient and gradients are enabled.
 
-    State: weight8 [N, K] e4m3, scale [N, 1] float32, bias [N] or None.
+    State: weight8 [N, K] e4m3, scale [N, 1] float32, bias [N] or None. The constructor raises TypeError for what is no tensor.
     """
 
     weight8: Tensor
@@ -64,6 +64,7 @@ class Fp8Linear(_Quantised):
     _fixed = ("weight8", "scale")
 
     def __init__(self, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        checks.tensors(weight8=weight8, scale=scale, **({} if bias is None else {"bias": bias}))
         super().__init__()
         self.register_buffer("weight8", weight8)
         self.register_buffer("scale", scale)
@@ -72,6 +73,9 @@ class Fp8Linear(_Quantised):
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear) -> Fp8Linear:
+        """The quantised weights of ``linear``, and a copy of its bias. Raises TypeError for what is no nn.Linear."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
         weight8, scale = quantise_rows(linear.weight)
         return cls(weight8, scale, None if linear.bias is None else linear.bias.detach().clone())
 

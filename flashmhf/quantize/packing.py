@@ -40,6 +40,8 @@ class PackedWeights:
 
     k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], e4m3, last dimension permuted in blocks of 16. scales: [3, H_kv, E] fp32, factors
     of k8, u8 and v8; those of k8 are equal for all sub-networks of a head. layout: the version of this order.
+
+    Raises TypeError for what is no tensor; what takes the weights checks dtypes, shapes and layout.
     """
 
     k8: Tensor
@@ -47,6 +49,9 @@ class PackedWeights:
     v8: Tensor
     scales: Tensor
     layout: int = LAYOUT
+
+    def __post_init__(self) -> None:
+        checks.tensors(k8=self.k8, u8=self.u8, v8=self.v8, scales=self.scales)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
