@@ -85,6 +85,8 @@ def test_integers_of_other_libraries_are_sizes():
 def test_the_input_is_a_tensor(name):
     with pytest.raises(TypeError, match="x must be a torch.Tensor, got list"):
         MAKERS[name]()([[0.0] * 48])
+    with pytest.raises(TypeError, match="x has dtype int64; supported: bfloat16, float16, float32, float64"):
+        MAKERS[name]()(torch.ones(1, 48, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])

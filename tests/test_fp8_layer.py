@@ -365,6 +365,8 @@ def test_refusals():
         (ValueError, r"w has shape \[2, 128, 2\]", lambda: whole(w=served.router[..., :2].contiguous())),
         (ValueError, r"out_w has shape", lambda: whole(out=(ends[1][0][:, :128], *ends[1][1:]))),
         (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: whole(backend="hopper")),
+        (TypeError, "x has dtype int32", lambda: whole(zeros.int(), inner=(plain, None, None))),
+        (TypeError, "x has dtype int64", lambda: quantize.to_fp8(network(), projections=False)(zeros.long())),
         (TypeError, "x must be a torch.Tensor, got NoneType", lambda: whole(x=None)),
         (ValueError, r"in_w has shape .* and k8 \[\]", lambda: whole(k8=k8.flatten()[0])),
         (TypeError, "out_scale has dtype bfloat16; supported: float32", lambda: whole(out=(ends[1][0], scale.bfloat16(), None))),
