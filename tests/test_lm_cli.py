@@ -167,6 +167,14 @@ def test_serve_refuses_and_warns(run, monkeypatch, capsys, caplog):
     assert "has no chat template" in caplog.text
     assert cli.main(["serve", "--model", str(run), "--keep-projections"]) == 2
     assert "--keep-projections needs --fp8" in capsys.readouterr().err
+
+    def incomplete(**settings):
+        raise ImportError("Missing dependencies for serving.")
+
+    monkeypatch.setattr("transformers.cli.serve.Serve", incomplete)
+    assert cli.main(["serve", "--model", str(run)]) == 2
+    advice = "flashmhf: error: flashmhf serve needs transformers' server: pip install 'transformers[serving]'"
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("flashmhf: ")] == [advice]
     known = sys.modules["transformers"]  # importing the models may replace the module that this file has imported
     assert known.FlashMHFForCausalLM.from_pretrained(run).config.model_type == "flashmhf"
 

@@ -31,7 +31,7 @@ def _command(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
         try:
             return action(args)
         except ModuleNotFoundError as error:
-            message = extras.advice("this command", error.name)
+            message = extras.advice("this command", error.name) if error.name else str(error)  # Python's own names the module
             if message is None:
                 raise
         except (ValueError, OSError, NotImplementedError, KeyError) as error:
