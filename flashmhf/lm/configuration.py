@@ -1,6 +1,7 @@
-"""Configuration of a Llama with one of the paper's feed-forward networks."""
+"""Configuration of a Llama with one of the paper's feed-forward networks.
 
-from __future__ import annotations
+The annotations are no strings here: @strict checks the type of a field only where it is a type.
+"""
 
 from pathlib import Path
 
@@ -58,7 +59,8 @@ class FlashMHFConfig(LlamaConfig):
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
         mlp_bias: biases of the projections ("dense_moe" has none).
 
-    Raises ValueError for sizes that do not divide and for settings that the chosen network does not have.
+    Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of another type, sizes that do
+    not divide and settings that the chosen network does not have. Its message names the setting.
     """
 
     model_type = "flashmhf"
@@ -73,7 +75,7 @@ class FlashMHFConfig(LlamaConfig):
     ffn_num_kv_heads: int | None = None
     ffn_q_norm: bool = False
     ffn_skip_linear: bool = False
-    ffn_router_eps: float = 1e-20
+    ffn_router_eps: float | int = 1e-20
     ffn_norm: bool = True
     ffn_init: str | None = None
     ffn_official_init: dict | None = None
@@ -88,9 +90,10 @@ class FlashMHFConfig(LlamaConfig):
         if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
             self.ffn_num_heads = max(1, self.hidden_size // 128)
         if self.ffn_num_subnets is None and self.ffn_type in _GATED:
-            wanted = self.intermediate_size / default_subnet_dim(self.hidden_size // (self.ffn_num_heads or 1))
+            head_dim = self.hidden_size // max(1, self.ffn_num_heads or 1)
+            wanted = self.intermediate_size / default_subnet_dim(max(1, head_dim))
             divisors = [count for count in range(1, self.intermediate_size + 1) if self.intermediate_size % count == 0]
-            self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted))
+            self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted), default=1)
         if self.ffn_init is None:
             self.ffn_init = "normal" if self.ffn_type == "pkv" else DEFAULT_INIT
         if self.hidden_act in SILU:
@@ -114,6 +117,13 @@ class FlashMHFConfig(LlamaConfig):
         super().validate_architecture()
         if self.head_dim is not None and self.head_dim % 2:  # transformers itself says so only in later versions than 5.17
             raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads is {self.num_key_value_heads}; it must divide num_attention_heads = {self.num_attention_heads}"
+            )
         if self.ffn_type not in FFN_TYPES:
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
         if self.ffn_init not in INITS:
