@@ -112,6 +112,10 @@ def test_what_can_be_loaded(runs, trained, tmp_path):
     conversion.save_official(model, tmp_path / "official")
     official, _ = evaluation.load(str(tmp_path / "official"), tokenizer_name=str(runs["flashmhf"]), device="cpu")
     torch.testing.assert_close(official(ids).logits, expected)
+    without_router = evaluation.load(str(runs["mh_ffn"]), device="cpu")[0]
+    conversion.save_official(without_router, tmp_path / "mhffn")
+    official, _ = evaluation.load(str(tmp_path / "mhffn"), tokenizer_name=str(runs["mh_ffn"]), device="cpu")
+    torch.testing.assert_close(official(ids).logits, without_router(ids).logits)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no model"):
         evaluation.load(str(tmp_path / "nothing"))

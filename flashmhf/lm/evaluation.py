@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ..nn.convert import PREFIXES
 from . import checkpoints, conversion
 from .documents import DataError, Piece, Report, find_files, read_documents
 from .errors import OptionError
@@ -135,7 +136,7 @@ def _device(name: str) -> torch.device:
 
 def _is_official(path: Path) -> bool:
     config = path / "config.json"
-    return config.exists() and json.loads(config.read_text()).get("model_type") == "mhffnmoe"
+    return config.exists() and json.loads(config.read_text()).get("model_type") in PREFIXES
 
 
 @dataclass
