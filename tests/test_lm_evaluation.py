@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,27 @@ def test_what_can_be_loaded(runs, trained, tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no model"):
         evaluation.load(str(tmp_path / "nothing"))
+
+
+def test_damaged_official_checkpoints(trained, tmp_path):
+    """ValueErrors that name the directory, also where Python's own parsers fail."""
+    conversion.save_official(trained[0], tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    weights, config = tmp_path / "pytorch_model.bin", tmp_path / "config.json"
+    for content in (b"", b"no weights"):
+        weights.write_bytes(content)
+        with pytest.raises(ValueError, match=f"the weights in {re.escape(str(tmp_path))} do not load: .+"):
+            evaluation.load_model(str(tmp_path), torch.float32)
+    written = config.read_text()
+    for damaged, message in (
+        (written.replace('"mhffnmoe_num_experts": 2', '"mhffnmoe_num_experts": 5'), "ffn_num_subnets is 5"),
+        (written.replace('"hidden_size": 64', '"hidden_size": "64"'), "'hidden_size' expected int, got str"),
+        (written[:50], "line"),
+    ):
+        assert damaged != written
+        config.write_text(damaged)
+        with pytest.raises(ValueError, match=f"the configuration in {re.escape(str(tmp_path))} is not that of a model: .*{message}"):
+            evaluation.load_model(str(tmp_path), torch.float32)
 
 
 def test_generation(trained):

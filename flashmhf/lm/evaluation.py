@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -96,7 +98,7 @@ def locate(name: str) -> str:
 def load_model(location: str, dtype: torch.dtype) -> PreTrainedModel:
     """A saved, official or changed model (:func:`flashmhf.replace_ffn`) with all of its weights, on the CPU.
 
-    Raises ValueError for weights that do not load, do not fit the configuration, or are not all there.
+    Raises ValueError for sizes that no model has and for weights that do not load, do not fit the configuration, or are not all there.
     """
     try:
         if _is_official(Path(location)):
@@ -106,8 +108,11 @@ def load_model(location: str, dtype: torch.dtype) -> PreTrainedModel:
         model, report = load_any(location, config=config, dtype=dtype, output_loading_info=True)
     except torch.OutOfMemoryError:
         raise
-    except (SafetensorError, RuntimeError) as error:  # RuntimeError: other shapes than the configuration's
-        raise ValueError(f"the weights in {location} do not load: {error}") from error
+    except (StrictDataclassError, json.JSONDecodeError) as error:
+        raise ValueError(f"the configuration in {location} is not that of a model: {error.__cause__ or error}") from error
+    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # RuntimeError: of other shapes
+        reason = str(error) or "a file is empty"
+        raise ValueError(f"the weights in {location} do not load: {reason}") from error
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         raise ValueError(f"{location} lacks {len(names):,} weights of its model: {', '.join(names[:3])}{', …' if names[3:] else ''}")
