@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
+import re
 import subprocess
 import sys
 
@@ -74,6 +76,26 @@ def test_every_own_argument_names_an_option():
 def test_refused_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         resolved(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((name, (0, -3, 2.5, "5")) for name in ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every", "save_every")),
+        ("learning_rate", (0.0, math.inf, math.nan, "high")),
+        ("warmup", (-1.0, math.nan, math.inf, "long")),
+        ("weight_decay", (-0.1, math.nan, math.inf)),
+        ("betas", ((1.0, 0.9), (0.9, math.nan), (0.9,), 0.9)),
+        ("max_grad_norm", (-1.0, math.nan)),
+        ("eval_fraction", (-0.1, 1.0, math.nan)),
+        ("seed", (-1, 1 << 32, 0.5)),
+    ],
+)
+def test_numbers_out_of_range_are_named(name, values):
+    """Some of them took the preset's value or switched off what they set; others failed once the run's directory was made."""
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; supported: "):
+            resolved(**{name: value})
 
 
 @pytest.mark.parametrize("settings", [{"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3}])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
+import operator
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -66,6 +69,17 @@ _OWN_SETTINGS = {"vocab_size": "vocab_size", "ffn_type": "ffn"}
 _TOKENIZER_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Options that choose a model, which a trained model to start from has chosen already.
 _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
+
+# What is supported of a number, and whether a value is. NaN is nowhere.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
+    "warmup": ("a share of the steps below 1, or steps from 1 on", lambda x: 0 <= x < math.inf),
+    "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
+    "betas": ("two numbers from 0 on and below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
+    "max_grad_norm": ("numbers from 0 on; 0 does not clip", lambda x: x >= 0),
+    "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
+    "seed": ("integers from 0 to 2^32 - 1", lambda x: 0 <= operator.index(x) < 1 << 32),
+}
 
 
 @dataclass
@@ -149,8 +163,8 @@ class Options:
                 "init_from": _absolute(self.init_from),
                 "tokenizer": _absolute(self.tokenizer),
                 "chat_template": _absolute(self.chat_template),
-                "vocab_size": None if self.init_from else self.vocab_size or scale.vocabulary,
-                "length": self.length or (None if self.init_from else scale.context),
+                "vocab_size": scale.vocabulary if self.vocab_size is None and not self.init_from else self.vocab_size,
+                "length": scale.context if self.length is None and not self.init_from else self.length,
                 "batch": scale.batch if self.batch is None else self.batch,
                 "steps": scale.steps if self.steps is None else self.steps,
                 "learning_rate": scale.learning_rate if self.learning_rate is None else self.learning_rate,
@@ -182,12 +196,18 @@ class Options:
             raise OptionError("give one of {data}, {dataset} and {tokens}")
         for name in ("length", "batch", "micro_batch", "steps", "eval_every", "save_every", "log_every", "vocab_size", "tp", "dp_shard"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{{{name}}} is {{value}}; it must be at least 1", value=value)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise OptionError(f"{{{name}}} is {{value!r}}; supported: integers from 1 on", value=value)
+        for name, (supported, holds) in _RANGES.items():
+            value = getattr(self, name)
+            try:
+                inside = holds(value)
+            except TypeError:  # no number
+                inside = False
+            if not inside:
+                raise OptionError(f"{{{name}}} is {{value!r}}; supported: {{supported}}", value=value, supported=supported)
         if self.keep < 2:
             raise OptionError("{keep} is {value}; at least 2 checkpoints are kept, so that one is complete at any moment", value=self.keep)
-        if not 0 <= self.eval_fraction < 1:
-            raise OptionError("{eval_fraction} is {value}; it must be at least 0 and below 1", value=self.eval_fraction)
         if not 0 < self.min_learning_rate <= self.learning_rate:
             raise OptionError(
                 "{min_learning_rate} is {value}; it must be above 0 and at most {learning_rate} = {peak}",
