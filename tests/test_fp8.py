@@ -151,6 +151,19 @@ def test_values_that_are_not_finite_stay_in_their_rows(device):
     assert out[finite].isfinite().all()
 
 
+@pytest.mark.parametrize(("name", "value"), [("k", math.nan), ("k", math.inf), ("u", -math.inf), ("v", math.nan), ("v", math.inf)])
+def test_weights_that_are_not_finite_spoil_what_they_spoil_in_the_definition(name, value):
+    """A scale that had them made every output of the head NaN, where a column of V concerns one column of the output."""
+    q, *kuv, r = problem()
+    weights = dict(zip("kuv", kuv, strict=True))
+    weights[name][1, 2, 5, 7] = value
+    exact = reference.forward(q.double(), *(w.double() for w in weights.values()), r.double())
+    out = quantize.forward(q, quantize.pack_fp8(**weights), r)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = out.isfinite()
+    assert relative_l2(out.where(finite, 0), exact.where(finite, 0)) < 0.08
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_error_is_that_of_an_fp8_swiglu(device):
     """Of equal size (the 370M model's layer), rows scaled by their largest value: the usual FP8 recipe."""

@@ -133,7 +133,8 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
     """K, U, V [H_kv, E, d_e, d_h] of any floating dtype -> packed weights on their device. No calibration data is needed.
 
     A scale follows the root mean square of its sub-network's weights, so that few outliers do not cost the others their bits; it grows
-    where the largest weight would saturate, and for K and U where a row's norm would exceed 180.
+    where the largest weight would saturate, and for K and U where a row's norm would exceed 180. Weights that are NaN or infinite become
+    NaN, which e4m3 has, and have no part in the scale.
 
     Raises TypeError for dtypes and non-tensors, ValueError for shapes, devices, strides and sizes that are no multiples of 16.
     """
@@ -143,8 +144,10 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
         if size % BLOCK:
             raise ValueError(f"k has shape {list(k.shape)}; supported: d_e and d_h that are multiples of {BLOCK}, {name} is {size}")
 
+    k, u, v = (w.where(w.isfinite(), torch.nan) for w in (k.float(), u.float(), v.float()))
+
     def scale(weight: Tensor, largest: float, bounded_rows: bool) -> Tensor:
-        w = weight.float()
+        w = weight.nan_to_num(0)
         found = torch.maximum(w.square().mean((2, 3)).sqrt(), w.abs().amax((2, 3)) / largest)
         if bounded_rows:
             found = torch.maximum(found, w.norm(dim=-1).amax(2) / ROW_NORM)
@@ -153,7 +156,7 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
     scales = torch.stack(
         [scale(k, E4M3_MAX, True).amax(1, keepdim=True).expand(k.shape[:2]), scale(u, E4M3_MAX, True), scale(v, V_MAX, False)]
     )
-    rounded = [to_e4m3(w.float() / s[..., None, None]) for w, s in zip((k, u, v), scales, strict=True)]
+    rounded = [to_e4m3(w / s[..., None, None]) for w, s in zip((k, u, v), scales, strict=True)]
     over_heads, over_inter = permutation(k.shape[3], k.device), permutation(k.shape[2], k.device)
     k8, u8 = (_as_bytes(w, lambda x: x[..., over_heads]) for w in rounded[:2])
     v8 = _as_bytes(rounded[2], lambda x: x[:, :, over_inter].transpose(2, 3))
