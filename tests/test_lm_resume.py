@@ -269,6 +269,32 @@ def test_a_damaged_checkpoint_is_set_aside(name, mark, run, expected, caplog):
     assert (run / "damaged-checkpoint-20" / name).exists()
 
 
+@pytest.mark.parametrize("content", ["x", "[]", "{}"])
+def test_a_damaged_mark_is_damage(content, run, expected, caplog):
+    (run / "checkpoint-20" / "complete").write_text(content)
+    training.resume(run, bar=False)
+    same_run(run, expected)
+    assert "checkpoint-20 is damaged: complete does not load" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("manifest.json", None, "data has no manifest.json: checkpoint-20 cannot go on with the run's own batches"),
+        ("manifest.json", b"x", "manifest.json is damaged: JSONDecodeError"),
+        ("manifest.json", b"{}", "manifest.json is damaged: KeyError"),
+        ("tokens.bin", None, r"tokens.bin is damaged: it has 0 bytes, and by manifest.json [\d,]+ tokens of 2 bytes"),
+        ("tokens.bin", b"short", "tokens.bin is damaged: it has 5 bytes"),
+    ],
+)
+def test_damaged_tokens_are_refused(name, content, message, run):
+    """Tokens made anew could be others: more are wanted for more steps."""
+    path = run / "data" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(data.DataError, match=message):
+        training.resume(run, steps=40, bar=False)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 100])
 def test_zeros_and_nothing_are_damage(content, run, expected):
     path = run / "checkpoint-20" / "model.safetensors"
@@ -406,12 +432,14 @@ def test_a_failed_start_keeps_complete_tokens(text, tmp_path, monkeypatch):
         raise RuntimeError("out of memory")
 
     output = tmp_path / "run"
-    for settings, kept in (({}, True), ({"vocab_size": 280}, False)):
+    for settings, damaged, kept in (({}, False, True), ({"vocab_size": 280}, False, False), ({}, True, False)):
         with monkeypatch.context() as patch:
             patch.setattr(training.RunTrainer, "training_step", fail)
             with pytest.raises(RuntimeError, match="out of memory"):
                 training.start(options(output, text), bar=False)
         assert not (output / "run.json").exists()
+        if damaged:
+            (output / "failed-start.json").write_text("x")
         before = (output / "data" / "tokens.bin").stat().st_ino
         training.start(options(output, text, steps=20, **settings), bar=False, callbacks=[])
         assert ((output / "data" / "tokens.bin").stat().st_ino == before) == kept

@@ -96,7 +96,10 @@ def damage(checkpoint: Path) -> str | None:
     Raises PermissionError for files that this user may not read.
     """
     mark = (checkpoint / MARK).read_text()
-    sizes = json.loads(mark)["sizes"] if mark else {}  # version 0.1 wrote an empty mark
+    try:
+        sizes = dict(json.loads(mark)["sizes"]) if mark else {}  # version 0.1 wrote an empty mark
+    except (ValueError, TypeError, KeyError) as error:
+        return f"{MARK} does not load ({error!r})"
     for name, size in sizes.items():
         path = checkpoint / name
         if not path.exists():

@@ -246,9 +246,17 @@ def held_out_start(tokens: np.ndarray, held_out: int, length: int, end_of_text: 
 
 
 def load(directory: Path) -> np.ndarray:
-    """The stored tokens, mapped from disk."""
-    manifest = json.loads((directory / MANIFEST).read_text())
-    return np.memmap(directory / "tokens.bin", manifest["dtype"], mode="r", shape=(manifest["tokens"],))
+    """The stored tokens, mapped from disk. Raises DataError where they are damaged."""
+    path, tokens = directory / MANIFEST, directory / "tokens.bin"
+    try:
+        manifest = json.loads(path.read_text())
+        dtype, count = np.dtype(manifest["dtype"]), int(manifest["tokens"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged: {error!r}") from error
+    size = tokens.stat().st_size if tokens.exists() else 0
+    if size != count * dtype.itemsize:
+        raise DataError(f"{tokens} is damaged: it has {size:,} bytes, and by {MANIFEST} {count:,} tokens of {dtype.itemsize} bytes")
+    return np.memmap(tokens, dtype, mode="r", shape=(count,))
 
 
 class Blocks(Dataset):

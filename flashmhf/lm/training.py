@@ -165,6 +165,8 @@ def _read_run(output: Path) -> tuple[Options, list[dict]]:
         raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
     try:
         settings = json.loads(path.read_text())
+        if not isinstance(settings, dict):
+            raise TypeError(f"a {type(settings).__name__} where an object is expected")
         changes = settings.pop(CHANGES, [])
         if "param_groups" not in settings:  # a run of version 0.1.0: its optimizer has other groups, its model another initialisation
             settings["param_groups"] = False
@@ -224,8 +226,13 @@ def _claim(output: Path, options: Options) -> None:
     output.mkdir(parents=True, exist_ok=True)
     failed = output / FAILED
     if failed.exists():
-        before, now = json.loads(failed.read_text()), json.loads(json.dumps(asdict(options)))
-        if any(before.get(name) != now[name] for name in _TOKEN_OPTIONS):
+        now = json.loads(json.dumps(asdict(options)))
+        try:
+            before = json.loads(failed.read_text())
+            same = all(before[name] == now[name] for name in _TOKEN_OPTIONS)
+        except (ValueError, TypeError, KeyError):  # damaged, or of another version
+            same = False
+        if not same:
             _discard_tokens(output)
         failed.unlink()
     _write_json(output / RUN, asdict(options))
@@ -281,6 +288,8 @@ class _Run:
     def train(self, signals: StopSignals, checkpoint: Path | None, trained: tuple[PreTrainedModel, object] | None) -> Result:
         options, output = self.options, self.output
         with self.arguments.main_process_first(local=False, desc="preparing data"):
+            if checkpoint and not (output / DATA / data.MANIFEST).exists():
+                raise data.DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
             tokenizer, tokens = _stored(output) or prepare(options, self.bar, trained and trained[1])
             if options.init_from and trained is None and not (output / INIT / "config.json").exists():
                 trained = _load_trained(options)
