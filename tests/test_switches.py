@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -122,6 +124,20 @@ def test_official_initialisation_with_gains():
         assert 0.99 * bound < linear.weight.abs().max().item() <= bound
     module.reset_parameters("official", official=OfficialInit(identity=True))
     assert torch.equal(module.in_proj.weight, torch.eye(256)) and torch.equal(module.out_proj.weight, torch.eye(256))
+
+
+@pytest.mark.parametrize(
+    ("gains", "error", "message"),
+    [
+        ({"k": -1.0}, ValueError, "k is -1.0; supported: finite numbers from 0"),
+        ({"out_proj": math.nan}, ValueError, "out_proj is nan"),
+        ({"router": "2"}, TypeError, "router must be a float, got str"),
+        ({"identity": 1}, TypeError, "identity must be a bool, got int"),
+    ],
+)
+def test_gains_of_the_official_initialisation_are_checked(gains, error, message):
+    with pytest.raises(error, match=message):
+        OfficialInit(**gains)
 
 
 def test_replaced_networks_of_grouped_heads_have_equal_parameters():

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .arguments import epsilon, positive
+from .arguments import epsilon, flag, positive
 
 INITIALIZER_RANGE = 0.02
 INITS = ("normal", "official", "balanced")
@@ -37,6 +37,7 @@ class OfficialInit:
     """Gains of the official initialisation; the defaults are those of its shipped mixtures (``configs/mhffnmoe``).
 
     in_proj, out_proj: of xavier_uniform; k, u, v, router: factors of the standard deviation. identity: W_in and W_out begin as identities.
+    Raises TypeError for gains that are no numbers and an identity that is no bool, ValueError for gains that are negative or not finite.
     """
 
     in_proj: float = 0.707
@@ -46,6 +47,10 @@ class OfficialInit:
     v: float = 1.0
     router: float = 1.0
     identity: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            (flag if name == "identity" else epsilon)(name, value)
 
 
 def residual_std(fan_in: float, num_layers: int) -> float:
