@@ -326,6 +326,7 @@ def test_swish_is_silu(tmp_path):
     ("settings", "error", "message"),
     [
         ({"mhffnmoe_num_kuv_heads": 2}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
+        ({"mhffnmoe_num_heads": "3"}, TypeError, "num_heads must be an int, got str"),
         ({"mhffnmoe_new_idea": 1}, NotImplementedError, "new_idea"),
         ({"hidden_act": "tanh"}, NotImplementedError, "hidden_act='tanh'"),
         ({"model_type": "mamba"}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
@@ -341,6 +342,11 @@ def test_incomplete_or_contradictory_checkpoints(tmp_path):
     write(tmp_path, OFFICIAL, {name: w for name, w in state.items() if name != "model.norm.weight"})
     with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
         conversion.load_official(tmp_path)
+    for tied in (False, True):
+        kept = {name: w for name, w in state.items() if name != "model.embed_tokens.weight" and not (tied and name == "lm_head.weight")}
+        write(tmp_path, OFFICIAL | {"tie_word_embeddings": tied}, kept)
+        with pytest.raises(ValueError, match=r"missing \['model.embed_tokens.weight'\]"):
+            conversion.load_official(tmp_path)
     write(tmp_path, OFFICIAL, {name: w for name, w in state.items() if not name.endswith("1.mlp.router")})
     with pytest.raises(KeyError, match="router"):
         conversion.load_official(tmp_path)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..nn import convert
-from ..nn.arguments import divisor
+from ..nn.arguments import divisor, positive
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from .configuration import FlashMHFConfig
 from .modeling import FlashMHFForCausalLM
@@ -74,7 +74,8 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     """The official config.json's content, of "mhffnmoe", "mhffn" or a baseline's "llama" -> our configuration.
 
     Scalings have no setting here: :func:`state_from_official` takes them into the weights, and the gains of the initialisation carry them.
-    Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type.
+    Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type, TypeError and
+    ValueError for numbers of heads, and what :class:`FlashMHFConfig` raises.
     """
     rope = {"rope_type": "default", **(official.get("rope_scaling") or {}), "rope_theta": official.get("rope_theta", 10_000.0)}
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
@@ -85,7 +86,8 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     unknown = sorted(settings.keys() - _WITHOUT_EFFECT - _HANDLED)
     if unknown:
         raise NotImplementedError(f"unknown settings of the official configuration: {unknown}")
-    mixture, heads, kv_heads = "mhffn" != official.get("model_type"), settings.get("num_heads", 1), settings.get("num_kuv_heads")
+    mixture, kv_heads = "mhffn" != official.get("model_type"), settings.get("num_kuv_heads")
+    heads = positive("num_heads", settings.get("num_heads", 1))
     divisor("num_kuv_heads", kv_heads, "num_heads", heads)
     custom = bool(settings.get("custom_init"))
     return FlashMHFConfig(
@@ -171,9 +173,8 @@ def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig, sca
     scales: of ``flashmhf.convert.official_scales(official)``; K, U and V take them in.
     """
     outside, inside = _split_layers(state)
-    if config.tie_word_embeddings and not torch.equal(
-        outside.pop("lm_head.weight", outside["model.embed_tokens.weight"]), outside["model.embed_tokens.weight"]
-    ):
+    embedding = outside.get("model.embed_tokens.weight")
+    if embedding is not None and config.tie_word_embeddings and not torch.equal(outside.pop("lm_head.weight", embedding), embedding):
         raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
     for prefix, official in inside.items():
         if config.ffn_type == "swiglu":  # a baseline's names are Llama's and ours
@@ -217,14 +218,14 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
 def load_official(directory: str | Path, dtype: torch.dtype | None = None) -> FlashMHFForCausalLM:
     """An official checkpoint directory (config.json and weights) as our model, in its stored dtype unless ``dtype`` is given.
 
-    Raises FileNotFoundError, and what :func:`config_from_official` and :func:`flashmhf.convert.from_official` raise.
+    Raises FileNotFoundError, ValueError for weights that the model lacks or has not, and what :func:`config_from_official` and
+    :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)
     official = json.loads((directory / "config.json").read_text())
     config = config_from_official(official)
     scales = (1.0, 1.0) if config.ffn_type == "swiglu" else convert.official_scales(official)
     state = state_from_official(_read_state(directory), config, scales)
-    stored = state["model.embed_tokens.weight"].dtype
     with torch.device("meta"):
         model = FlashMHFForCausalLM(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
@@ -233,7 +234,7 @@ def load_official(directory: str | Path, dtype: torch.dtype | None = None) -> Fl
     if missing or unexpected:
         raise ValueError(f"{directory} does not fit its config.json: missing {missing}, unexpected {unexpected}")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are in no checkpoint
-    return model.to(dtype or stored).eval()
+    return model.to(dtype or model.model.embed_tokens.weight.dtype).eval()
 
 
 def save_official(model: FlashMHFForCausalLM, directory: str | Path) -> None:
