@@ -297,6 +297,40 @@ def test_our_format_after_conversion(tmp_path):
     assert conversion.load_official(tmp_path, torch.bfloat16).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_with_other_heads(head, tied, tmp_path):
+    """The head's numbers on the last hidden state of the language model with the same weights; and back to the very same tensors."""
+    from flashmhf import lm
+
+    config = OFFICIAL | {"tie_word_embeddings": tied, "architectures": [f"MHFFNMoEFor{head}"]}
+    state, answering = official_state(config), head == "QuestionAnswering"
+    write(tmp_path, config, state)
+    ids = torch.randint(61, (1, 19), generator=torch.Generator().manual_seed(3))
+    last = conversion.load_official(tmp_path).model(ids).last_hidden_state
+    labels = {} if answering else {"id2label": {str(i): f"label {i}" for i in range(3)}, "problem_type": "single_label_classification"}
+    name, count = ("qa_outputs", 2) if answering else ("score", 3)
+    weight, bias = torch.randn(count, 48, dtype=torch.float64), torch.randn(count, dtype=torch.float64)
+    if head == "SequenceClassification":
+        bias = torch.zeros_like(bias)
+    official = {n.replace("model.", "transformer.", 1) if answering else n: w for n, w in state.items() if n != "lm_head.weight"}
+    official |= {f"{name}.weight": weight} | ({} if head == "SequenceClassification" else {f"{name}.bias": bias})
+    write(tmp_path, config | labels, official)
+    model = conversion.load_official(tmp_path, model_class=getattr(lm, f"FlashMHFFor{head}"))
+    out, expected = model(ids), last @ weight.T + bias
+    if answering:
+        found = torch.stack((out.start_logits, out.end_logits), -1)
+    else:
+        found, expected = out.logits, expected[:, -1] if head == "SequenceClassification" else expected
+        assert model.config.num_labels == 3 and model.config.id2label[2] == "label 2"
+    torch.testing.assert_close(found, expected)
+    conversion.save_official(model, tmp_path / "back")
+    written, rewritten = load_file(tmp_path / "back" / "model.safetensors"), json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written.keys() == official.keys() and all(torch.equal(w, written[n]) for n, w in official.items())
+    assert rewritten["architectures"] == config["architectures"]
+    assert labels.items() <= rewritten.items()
+
+
 def test_rotary_frequencies_of_a_16_bit_checkpoint_stay_float32(tmp_path):
     """Rounded frequencies put the angles of positions 2048-4096 wrong by more than a radian."""
     config = OFFICIAL | {"max_position_embeddings": 4096}

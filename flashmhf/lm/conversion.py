@@ -21,7 +21,7 @@ from ..nn import convert
 from ..nn.arguments import divisor, positive
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from .configuration import FlashMHFConfig
-from .modeling import FlashMHFForCausalLM
+from .modeling import FlashMHFForCausalLM, FlashMHFForQuestionAnswering, FlashMHFPreTrainedModel
 
 _SHARED = (
     "vocab_size",
@@ -44,6 +44,8 @@ _SHARED = (
     "mlp_bias",
     "head_dim",
 )
+_OF_HEADS = ("id2label", "label2id", "problem_type", "classifier_dropout", "hidden_dropout")  # of classification
+_ANSWERING = "transformer."  # in place of "model." in the names of a model for question answering
 # Official settings that choose an implementation, not the function; the rest is handled or refused by name.
 _WITHOUT_EFFECT = {"use_flash", "use_legacy_flash"}
 _GAINS = {
@@ -79,7 +81,7 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     """
     rope = {"rope_type": "default", **(official.get("rope_scaling") or {}), "rope_theta": official.get("rope_theta", 10_000.0)}
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
-    shared = {name: official[name] for name in _SHARED if name in official}
+    shared = {name: official[name] for name in (*_SHARED, *_OF_HEADS) if name in official}
     if official.get("model_type") == "llama":
         return FlashMHFConfig(**shared, rope_parameters=rope, ffn_type="swiglu", ffn_init="normal")
     settings = convert.official_settings(official)
@@ -149,6 +151,7 @@ def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
         "architectures": ["MHFFNMoEForCausalLM" if model_type == "mhffnmoe" else "MHFFNForCausalLM"],
         "model_type": model_type,
         **{name: getattr(config, name) for name in _SHARED},
+        **{name: value for name in _OF_HEADS if (value := getattr(config, name, None)) is not None},
         "rope_theta": theta,
         "rope_scaling": None if rope == {"rope_type": "default"} else rope,
         **{convert.PREFIXES[model_type] + name: value for name, value in settings.items()},
@@ -215,8 +218,13 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
     raise FileNotFoundError(f"{directory} has neither *.safetensors nor pytorch_model*.bin")
 
 
-def load_official(directory: str | Path, dtype: torch.dtype | None = None) -> FlashMHFForCausalLM:
+def load_official(
+    directory: str | Path, dtype: torch.dtype | None = None, model_class: type[FlashMHFPreTrainedModel] = FlashMHFForCausalLM
+) -> FlashMHFPreTrainedModel:
     """An official checkpoint directory (config.json and weights) as our model, in its stored dtype unless ``dtype`` is given.
+
+    model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering for the official
+    models with those heads.
 
     Raises FileNotFoundError, ValueError for weights that the model lacks or has not, and what :func:`config_from_official` and
     :func:`flashmhf.convert.from_official` raise.
@@ -225,9 +233,12 @@ def load_official(directory: str | Path, dtype: torch.dtype | None = None) -> Fl
     official = json.loads((directory / "config.json").read_text())
     config = config_from_official(official)
     scales = (1.0, 1.0) if config.ffn_type == "swiglu" else convert.official_scales(official)
-    state = state_from_official(_read_state(directory), config, scales)
+    stored = {
+        name.replace(_ANSWERING, "model.", 1) if name.startswith(_ANSWERING) else name: w for name, w in _read_state(directory).items()
+    }
+    state = state_from_official(stored, config, scales)
     with torch.device("meta"):
-        model = FlashMHFForCausalLM(config)
+        model = model_class(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name in missing if name not in model.all_tied_weights_keys]
@@ -237,14 +248,18 @@ def load_official(directory: str | Path, dtype: torch.dtype | None = None) -> Fl
     return model.to(dtype or model.model.embed_tokens.weight.dtype).eval()
 
 
-def save_official(model: FlashMHFForCausalLM, directory: str | Path) -> None:
-    """Writes config.json and model.safetensors as the official code reads them."""
+def save_official(model: FlashMHFPreTrainedModel, directory: str | Path) -> None:
+    """Writes config.json and model.safetensors as the official code reads them, of a language model or a model with another head."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     official = config_to_official(model.config)
+    language_model = official["architectures"][0]
+    official["architectures"] = [language_model.removesuffix("ForCausalLM") + type(model).__name__.removeprefix("FlashMHF")]
     official["torch_dtype"] = str(model.dtype).removeprefix("torch.")
     state = {name: tensor.contiguous() for name, tensor in state_to_official(model.state_dict(), model.config).items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]  # safetensors stores no tensor twice; the official model ties it on loading
+    if isinstance(model, FlashMHFForQuestionAnswering):
+        state = {name.replace("model.", _ANSWERING, 1) if name.startswith("model.") else name: w for name, w in state.items()}
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(official, indent=2) + "\n")
