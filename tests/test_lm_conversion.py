@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from flashmhf.lm import FlashMHFConfig, conversion
+from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM, conversion
+from flashmhf.lm.presets import preset
 
 OFFICIAL = {
     "architectures": ["MHFFNMoEForCausalLM"],
@@ -272,8 +273,6 @@ def test_scales_and_gains_of_the_initialisation():
 def test_shipped_configurations_are_presets(name, ffn, d_model, heads, subnets, subnet_dim, layers, q_norm):
     from transformers import AutoModelForCausalLM
 
-    from flashmhf.lm.presets import preset
-
     config = preset(name).config()
     found = (config.ffn_type, config.hidden_size, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim)
     assert (*found, config.num_hidden_layers, config.ffn_q_norm) == (ffn, d_model, heads, subnets, subnet_dim, layers, q_norm)
@@ -390,7 +389,14 @@ def test_incomplete_or_contradictory_checkpoints(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="neither"):
         conversion.load_official(tmp_path)
-    from flashmhf.lm.presets import preset
-
     with pytest.raises(NotImplementedError, match="got 'swiglu'"):
         conversion.config_to_official(preset("swiglu-tiny").config())
+
+
+def test_an_fp8_model_is_no_official_checkpoint(tmp_path):
+    from flashmhf import quantize
+
+    model = FlashMHFForCausalLM(preset("flashmhf-tiny").config())
+    quantize.quantize_(model)
+    with pytest.raises(ValueError, match="unknown names in the state dict: .*'k8'"):
+        conversion.save_official(model, tmp_path)

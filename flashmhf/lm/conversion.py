@@ -201,8 +201,8 @@ def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> di
     """Our state dict of the whole model -> the official one, complete for a strict load there."""
     outside, inside = _split_layers(state)
     for prefix, ours in inside.items():
-        k = ours["k"]
-        official = {"q_norm.weight": k.new_ones(config.ffn_num_heads, k.shape[-1]), **convert.to_official(ours)}
+        official = convert.to_official(ours)
+        official.setdefault("q_norm.weight", ours["k"].new_ones(config.ffn_num_heads, ours["k"].shape[-1]))
         outside.update({prefix + name: tensor for name, tensor in official.items()})
     if config.tie_word_embeddings:
         outside.setdefault("lm_head.weight", outside["model.embed_tokens.weight"])
