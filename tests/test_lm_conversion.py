@@ -393,6 +393,13 @@ def test_incomplete_or_contradictory_checkpoints(tmp_path):
         conversion.config_to_official(preset("swiglu-tiny").config())
 
 
+def test_another_router_eps_is_refused():
+    """The official code has a constant there: the checkpoint would be another function."""
+    config = preset("flashmhf-tiny").config(ffn_router_eps=1e-3)
+    with pytest.raises(NotImplementedError, match="ffn_router_eps is 0.001; the official code supports at most 1e-20"):
+        conversion.config_to_official(config)
+
+
 def test_an_fp8_model_is_no_official_checkpoint(tmp_path):
     from flashmhf import quantize
 

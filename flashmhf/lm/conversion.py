@@ -45,6 +45,7 @@ _SHARED = (
     "head_dim",
 )
 _OF_HEADS = ("id2label", "label2id", "problem_type", "classifier_dropout", "hidden_dropout")  # of classification
+_ROUTER_EPS = 1e-20  # the official code's, a constant
 _ANSWERING = "transformer."  # in place of "model." in the names of a model for question answering
 # Official settings that choose an implementation, not the function; the rest is handled or refused by name.
 _WITHOUT_EFFECT = {"use_flash", "use_legacy_flash"}
@@ -123,11 +124,14 @@ def _official_init(official: Mapping[str, object], settings: Mapping[str, object
 def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
     """Our configuration -> the official config.json's content, without scalings: the weights have them.
 
-    NotImplementedError for other feed-forward networks than flashmhf and mh_ffn.
+    NotImplementedError for other feed-forward networks than flashmhf and mh_ffn, and for a larger ``ffn_router_eps`` than the official
+    constant, with which the official code would compute another function.
     """
     model_type = {"flashmhf": "mhffnmoe", "mh_ffn": "mhffn"}.get(config.ffn_type)
     if model_type is None:
         raise NotImplementedError(f"the official models have ffn_type='flashmhf' and 'mh_ffn', got {config.ffn_type!r}")
+    if config.ffn_type == "flashmhf" and config.ffn_router_eps > _ROUTER_EPS:
+        raise NotImplementedError(f"ffn_router_eps is {config.ffn_router_eps}; the official code supports at most {_ROUTER_EPS}")
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
     settings = {
