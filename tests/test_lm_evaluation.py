@@ -152,8 +152,10 @@ def test_generation(trained):
     sampled = [generation.generate(model, tokenizer, "the cat", seed=seed, **hot) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert isinstance(generation.generate(model, tokenizer, "", **settings), str)
-    with pytest.raises(ValueError, match="temperature is -1"):
-        generation.generate(model, tokenizer, "x", temperature=-1)
+    for temperature in (-1, 1e-40, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"temperature is {temperature}; supported: 0, and finite numbers from 1e-06 on"):
+            generation.generate(model, tokenizer, "x", temperature=temperature)
+    assert generation.generate(model, tokenizer, "the cat number", temperature=1e-6, **settings) == greedy
     with pytest.raises(ValueError, match="the model has 128 positions"):
         generation.generate(model, tokenizer, "cat dog " * 200)
 

@@ -73,7 +73,8 @@ def save_fp8(
 ) -> None:
     """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
 
-    ``dtype`` is that of what is not quantised; auto: of the stored weights. Raises what :func:`load` raises.
+    ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises what
+    :func:`load` raises.
     """
     # float32, so that packed weights are rounded once.
     model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True, projections=projections)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
 
@@ -10,6 +12,8 @@ from .documents import is_unicode
 from .errors import OptionError
 from .evaluation import positions
 from .modeling import FlashMHFForCausalLM
+
+LOWEST_TEMPERATURE = 1e-6  # scores over much lower ones are infinite
 
 
 def printer(tokenizer) -> TextStreamer:
@@ -35,8 +39,9 @@ def generate(
     An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for
     settings out of range, a prompt without room or that is not Unicode, and a model whose probabilities are not finite.
     """
-    if not temperature >= 0:
-        raise OptionError("{temperature} is {value}; it must be at least 0", value=temperature)
+    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
+        supported = f"0, and finite numbers from {LOWEST_TEMPERATURE} on"
+        raise OptionError("{temperature} is {value}; supported: {supported}", value=temperature, supported=supported)
     if not 0 < top_p <= 1:
         raise OptionError("{top_p} is {value}; it must be above 0 and at most 1", value=top_p)
     if max_new_tokens < 1:
