@@ -130,6 +130,7 @@ def test_bad_files_are_counted_and_named(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin1.txt").write_bytes("first\ncaf\xe9\nlast\n".encode("latin1"))
     (tmp_path / "records.jsonl").write_bytes(b'{"text": "good"}\n{"text": \n["list"]\n{"text": 3}\n{"text": "\xff"}\n{"text": ""}\n')
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nothing.txt")
     texts, report = read(tmp_path)
     assert texts == ["first\nlast\n", "good"]
     assert dict(report.skipped) == {
@@ -137,6 +138,7 @@ def test_bad_files_are_counted_and_named(tmp_path):
         "file without text": 1,
         "empty file": 1,
         "line not UTF-8": 1,
+        "link to nothing": 1,
         "record not JSON": 1,
         "record without a string in 'text'": 2,
         "record not UTF-8": 1,

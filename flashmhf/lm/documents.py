@@ -61,17 +61,19 @@ class Report:
 def find_files(paths: Iterable[str | Path], report: Report | None = None) -> list[Path]:
     """The files themselves, and those with a known suffix below directories, sorted.
 
-    Other files below directories are counted in ``report`` by suffix. Raises DataError for what is not there.
+    Other files below directories are counted in ``report`` by suffix, and links to nothing. Raises DataError for what is not there.
     """
     files = []
     for path in map(Path, paths):
         if path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file())
-            files += (known := [p for p in below if _suffix(p) in SUFFIXES])
+            below = sorted(path.rglob("*"))
+            files += (known := [p for p in below if p.is_file() and _suffix(p) in SUFFIXES])
             if not known:
                 raise DataError(f"{path} has no files ending in {', '.join(SUFFIXES)} ({', '.join(COMPRESSED)} too)")
             for other in below if report else ():
-                if _suffix(other) not in SUFFIXES:
+                if not other.exists():
+                    report.skip("link to nothing", str(other))
+                elif other.is_file() and _suffix(other) not in SUFFIXES:
                     report.skip(f"file ending in {other.suffix!r}" if other.suffix else "file without a suffix", str(other))
         elif not path.exists():
             raise DataError(f"{path} does not exist")
