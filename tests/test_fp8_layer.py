@@ -368,6 +368,7 @@ def test_refusals():
         (TypeError, "x has dtype int32", lambda: whole(zeros.int(), inner=(plain, None, None))),
         (TypeError, "x has dtype int64", lambda: quantize.to_fp8(network(), projections=False)(zeros.long())),
         (TypeError, "x must be a torch.Tensor, got NoneType", lambda: whole(x=None)),
+        (TypeError, "in_w must be a torch.Tensor, got NoneType", lambda: whole(zeros.to("meta"), inner=(None, None, None))),
         (ValueError, r"in_w has shape .* and k8 \[\]", lambda: whole(k8=k8.flatten()[0])),
         (TypeError, "out_scale has dtype bfloat16; supported: float32", lambda: whole(out=(ends[1][0], scale.bfloat16(), None))),
         (TypeError, "in_w has dtype bfloat16; supported: float8_e4m3fn", lambda: whole(inner=(plain, ends[0][1], None))),

@@ -68,6 +68,12 @@ def _fake_linear(x, weight8, scale, bias=None, *, backend="auto"):
     return x.new_empty((*x.shape[:-1], weight8.shape[0]))
 
 
+def _check_given(x: Tensor, in_w: Tensor, k8: Tensor, w: Tensor, out_w: Tensor, q_norm_eps: float) -> None:
+    """What every back end's layer needs checked; the parts' operators check the rest."""
+    checks.tensors(x=x, in_w=in_w, k8=k8, w=w, out_w=out_w)
+    checks.epsilon("q_norm_eps", q_norm_eps)
+
+
 def _project(name: str, x: Tensor, projection: Fp8Projection, backend: str) -> Tensor:
     w, scale, bias = projection
     if scale is None:
@@ -79,6 +85,7 @@ def _project(name: str, x: Tensor, projection: Fp8Projection, backend: str) -> T
 
 def _parts(x, in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, *, q_norm, q_norm_eps, backend):
     """The network by its parts' operators, after the checks that name this operator's arguments."""
+    _check_given(x, in_w, k8, w, out_w, q_norm_eps)
     checks.floating("x", x)
     if x.dim() < 1 or in_w.dim() != 2 or x.shape[-1] != in_w.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and in_w {list(in_w.shape)}; expected [..., d_model] and [H d_h, d_model]")
@@ -119,8 +126,7 @@ def inference_layer(
 def _layer(
     x, in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto"
 ):
-    checks.tensors(x=x, in_w=in_w, k8=k8, w=w, out_w=out_w)
-    checks.epsilon("q_norm_eps", q_norm_eps)
+    _check_given(x, in_w, k8, w, out_w, q_norm_eps)
     norm, packed, in_proj, out_proj = None, (k8, u8, v8, scales), (in_w, in_scale, in_bias), (out_w, out_scale, out_bias)
     if q_norm is not None:
         norm = q_norm, q_norm_eps
@@ -146,7 +152,6 @@ def _layer(
 
 
 def _fake_layer(x, *operands, q_norm=None, q_norm_eps=0.0, backend="auto"):
-    checks.epsilon("q_norm_eps", q_norm_eps)
     return _parts(x, *operands, q_norm=q_norm, q_norm_eps=q_norm_eps, backend=backend).contiguous()
 
 
