@@ -160,7 +160,7 @@ def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contigu
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
-    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, on x's device in x's dtype, which autocast provides for."""
+    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, on x's device; x's dtype but under autocast."""
     given = {f"{name}_w": weight} | ({} if bias is None else {f"{name}_bias": bias})
     for argument, tensor in given.items():
         if not torch_private.autocasts(x.device.type):

@@ -230,7 +230,7 @@ def load_official(
     model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering for the official
     models with those heads.
 
-    Raises FileNotFoundError, ValueError for weights that the model lacks or has not, and what :func:`config_from_official` and
+    Raises FileNotFoundError, ValueError for missing and for unknown weights, and what :func:`config_from_official` and
     :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)
