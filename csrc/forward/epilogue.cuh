@@ -62,14 +62,17 @@ template <int d_h> struct Pieces {
     __device__ __forceinline__ int count_of(int rank) const { return (of_tile - first_of(rank) + slices - 1) / slices; }
 };
 
-// The sums of a warpgroup, to the CTAs that add them.
+// The sums of a warpgroup, to the CTAs that add them. Those that this CTA adds are read by the thread that stores them; an asynchronous store
+// to the CTA itself would take as long as one to another.
 template <int d_h, typename Quad>
 __device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::semaphore &full, const Pieces<d_h> &pieces, Quad &&quad) {
+    const int rank = kittens::cluster_ctarank();
     int cta = pieces.cta;
-    float4 *at = slice_sums + pieces.number * pieces.stride + kittens::cluster_ctarank() * pieces.threads + kittens::warpgroup::laneid();
+    float4 *at = slice_sums + pieces.number * pieces.stride + rank * pieces.threads + kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) {
-        tma::store_remote_async(at, quad(j), full, cta);
+        if (cta == rank) *at = quad(j);
+        else tma::store_remote_async(at, quad(j), full, cta);
         if (++cta == pieces.slices) cta = 0, at += pieces.stride;
     }
 }
@@ -94,8 +97,8 @@ __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const Forwar
     const int row = fragment_row(kittens::warpgroup::laneid());
     const Pieces<d_h> pieces(p, warpgroup);
     const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(row));
-    // As many threads of each slice send sums of the warp's rows.
-    const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores)) * pieces.slices;
+    // As many threads of each other slice send sums of the warp's rows.
+    const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores)) * (pieces.slices - 1);
     if (kittens::laneid() == 0)
         kittens::tma::expect_bytes(shared.semaphores.slice_sums_full,
                                    pieces.count_of(kittens::cluster_ctarank()) * senders * int{sizeof(float4)});

@@ -89,9 +89,9 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
             kittens::init_semaphore(shared.full[i], loader_arrival);
             kittens::init_semaphore(shared.empty[i], P::warpgroups * warpgroup_arrivals);  // of the consumers
         }
-        kittens::init_semaphore(shared.parts_full, loader_arrival);
+        kittens::init_semaphore(shared.parts_full, loader_arrival + P::finished);  // of the warps whose sums this CTA finishes
         tma::fence_semaphore_init();
-        kittens::tma::expect_bytes(shared.parts_full, sizeof(shared.parts));
+        kittens::tma::expect_bytes(shared.parts_full, sizeof(shared.parts) - sizeof(shared.parts[0]));
     }
     __syncthreads();
     cluster_sync();
@@ -143,10 +143,18 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     }
     warpgroup::mma_async_wait<0>();
     pin(sum);
+    auto &part = shared.parts[rank][warp % P::finished];
+    const int finisher = warp / P::finished;
+    if (finisher == rank) {  // an asynchronous store to the CTA itself would take as long as one to another
 #pragma unroll
-    for (int j = 0; j < max_tokens / 8; ++j)
-        tma::store_remote_async(&shared.parts[rank][warp % P::finished][j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full,
-                                warp / P::finished);
+        for (int j = 0; j < max_tokens / 8; ++j) part[j][lane] = fragment_quad<max_tokens>(sum, j);
+        __syncwarp();
+        if (lane == 0) kittens::arrive(shared.parts_full);
+    } else {
+#pragma unroll
+        for (int j = 0; j < max_tokens / 8; ++j)
+            tma::store_remote_async(&part[j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full, finisher);
+    }
 
     // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens. Warps that finish one group of features are neighbours.
     constexpr int warps = 4 * P::warpgroups / P::finished;
