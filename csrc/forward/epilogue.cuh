@@ -62,8 +62,8 @@ template <int d_h> struct Pieces {
     __device__ __forceinline__ int count_of(int rank) const { return (of_tile - first_of(rank) + slices - 1) / slices; }
 };
 
-// The sums of a warpgroup, to the CTAs that add them. Those that this CTA adds are read by the thread that stores them; an asynchronous store
-// to the CTA itself would take as long as one to another.
+// The sums of a warpgroup, to the CTAs that add them. Those that this CTA adds are read by the thread that stores them; an asynchronous
+// store to the CTA itself would take as long as one to another.
 template <int d_h, typename Quad>
 __device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::semaphore &full, const Pieces<d_h> &pieces, Quad &&quad) {
     const int rank = kittens::cluster_ctarank();
