@@ -158,6 +158,5 @@ def test_short_run_on_the_gpu(gpu_backend, direction):
         case = operator.Case(direction, gpu_backend, size, torch.bfloat16, compared=size.T > 512)
         rows = {row["subject"]: row for row in operator.run_case(case, context("cuda", torch.bfloat16))}
         assert all(row["status"] == "ok" for row in rows.values()), rows
-        beside = size.T > operator.DECODE_TOKENS
-        assert (operator.MATMUL in rows) == ("x_matmul" in rows[direction]) == beside
+        assert operator.MATMUL in rows and rows[direction]["x_matmul"] > 0
         assert rows[direction]["timing"] == ("events" if size.T > 512 else "CUDA graph")
