@@ -52,7 +52,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if (tile.part < 0) stage_output(shared.q[wg], o);
         release_q();
         if (P::may_slice && p.schedule.slices > 1) {
-            exchange_slice_sums<d_h, T>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
+            exchange_slice_sums<d_h, T, true>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
         } else if (tile.part >= 0) {
             if (stores && !keeps_part)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, tile.part,

@@ -62,16 +62,16 @@ template <int d_h> struct Pieces {
     __device__ __forceinline__ int count_of(int rank) const { return (of_tile - first_of(rank) + slices - 1) / slices; }
 };
 
-// The sums of a warpgroup, to the CTAs that add them. Those that this CTA adds are read by the thread that stores them; an asynchronous
-// store to the CTA itself would take as long as one to another.
-template <int d_h, typename Quad>
+// The sums of a warpgroup, to the CTAs that add them. stores_own: those that this CTA adds, which the thread that stores them reads, take
+// ordinary stores; an asynchronous store to the CTA itself takes as long as one to another.
+template <int d_h, bool stores_own, typename Quad>
 __device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::semaphore &full, const Pieces<d_h> &pieces, Quad &&quad) {
     const int rank = kittens::cluster_ctarank();
     int cta = pieces.cta;
     float4 *at = slice_sums + pieces.number * pieces.stride + rank * pieces.threads + kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) {
-        if (cta == rank) *at = quad(j);
+        if (stores_own && cta == rank) *at = quad(j);
         else tma::store_remote_async(at, quad(j), full, cta);
         if (++cta == pieces.slices) cta = 0, at += pieces.stride;
     }
@@ -92,13 +92,13 @@ __device__ __forceinline__ void add_slice_sums(const float4 *slice_sums, const F
     }
 }
 // A cluster's CTAs add the sums of its item, which `tile` describes: a copy, since the producer may overwrite the item's record.
-template <int d_h, typename T, typename Shared, typename Quad>
+template <int d_h, typename T, bool stores_own, typename Shared, typename Quad>
 __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const ForwardParams &p, const Item &tile, int warpgroup, Quad &&quad) {
     const int row = fragment_row(kittens::warpgroup::laneid());
     const Pieces<d_h> pieces(p, warpgroup);
     const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(row));
-    // As many threads of each other slice send sums of the warp's rows.
-    const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores)) * (pieces.slices - 1);
+    // As many threads of each slice send sums of the warp's rows.
+    const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores)) * (pieces.slices - stores_own);
     if (kittens::laneid() == 0)
         kittens::tma::expect_bytes(shared.semaphores.slice_sums_full,
                                    pieces.count_of(kittens::cluster_ctarank()) * senders * int{sizeof(float4)});
@@ -106,7 +106,7 @@ __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const Forwar
     if (p.sums_in_q) kittens::wait(shared.semaphores.q_free, 0);
     else cluster_sync();  // every ring has been read for the last time
     float4 *slice_sums = shared.slice_sums(p.sums_in_q);
-    if (stores) send_slice_sums<d_h>(slice_sums, shared.semaphores.slice_sums_full, pieces, quad);
+    if (stores) send_slice_sums<d_h, stores_own>(slice_sums, shared.semaphores.slice_sums_full, pieces, quad);
     T *out = output_at<d_h, T>(p, tile, row, kittens::warpgroup::laneid() % 4 * 2);
     const bool both = holds_token(p, tile.sequence, tile.token + p.token_of(row + 8));
     kittens::wait(shared.semaphores.slice_sums_full, 0);

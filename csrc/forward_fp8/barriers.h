@@ -12,7 +12,7 @@
 //   q_free            `slices` lanes of each consumer warp that has read Q,      consumers, before they send sums to the buffers of Q
 //                     one at each CTA of the cluster
 //   slice_sums_full   a lane of each consumer warp, which expects its rows'      consumers, before they add the slices' sums
-//                     sums; the bytes that the other CTAs of the cluster send
+//                     sums; the bytes that the CTAs of the cluster send
 #pragma once
 
 #include "common/barriers.h"

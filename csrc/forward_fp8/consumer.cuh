@@ -175,7 +175,8 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
         }
         release_q();
         if (p.schedule.slices > 1) {
-            exchange_slice_sums<d_h, T>(shared, p, item, wg, [&](int j) { return sums.quad(j, scale); });
+            // stores_own changes the loop over the tiles, too: ptxas arranges it anew.
+            exchange_slice_sums<d_h, T, false>(shared, p, item, wg, [&](int j) { return sums.quad(j, scale); });
         } else if (part >= 0 && stores) {
             sums.get(o, scale);
             store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
