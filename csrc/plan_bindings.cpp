@@ -60,6 +60,7 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
     d["row_ctas"] = plan.row_ctas;
     d["slices"] = s.slices;
     d["sums_in_q"] = plan.sums_in_q;
+    d["late_successor"] = plan.late_successor;
     d["consumers"] = plan.consumers;
     d["bundle"] = plan.bundle;
     d["row_tiles"] = plan.row_tiles;

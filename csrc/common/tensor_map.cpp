@@ -63,13 +63,13 @@ CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const Tok
                       swizzle_bytes_of(d_h));
 }
 
-CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows) {
+CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows, int fetch_bytes) {
     const int d_h = shape.head_dim;
     return tensor_map(what, weights, map_type(bf16),
                       {{d_h, 1, panel_cols_of(d_h)},
                        {shape.subnet_dim, d_h, box_rows},
                        {int64_t{shape.weight_heads()} * shape.subnets, shape.subnet_dim * d_h, 1}},
-                      swizzle_bytes_of(d_h));
+                      swizzle_bytes_of(d_h), fetch_bytes);
 }
 
 }  // namespace flashmhf

@@ -26,6 +26,6 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
 // Q, the output or their gradients: boxes of tile_rows tokens of a head.
 CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x);
 // K, U or V: boxes of box_rows inter rows of a sub-network; rows from d_e on read as zeros.
-CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows);
+CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows, int fetch_bytes = 256);
 
 }  // namespace flashmhf

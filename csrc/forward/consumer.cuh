@@ -12,7 +12,7 @@
 
 namespace flashmhf {
 
-template <int d_h, typename T, bool gathers>
+template <int d_h, typename T, Division division>
 struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
@@ -20,6 +20,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
 
+    static constexpr bool gathers = division == Division::gathers, slices = division == Division::slices;
     // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
     static constexpr bool halved = P::q_in_registers && std::is_same_v<T, kittens::bf16>;
 
@@ -51,7 +52,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(fragment_row(warpgroup::laneid())));
         if (tile.part < 0) stage_output(shared.q[wg], o);
         release_q();
-        if (P::may_slice && p.schedule.slices > 1) {
+        if constexpr (slices) {
             exchange_slice_sums<d_h, T, true>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
         } else if (tile.part >= 0) {
             if (stores && !keeps_part)
@@ -123,16 +124,20 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if constexpr (gathers)
             if (is_idle()) return pass_items();
         load_q();
+        if constexpr (slices) {  // one item: its gate is computed while the first tile comes
+            begin_gate(gate, query);
+            release_q();
+            offer_q();
+        }
         wait_slot();
         mn = 0.f;
         warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
         warpgroup::mma_async_wait<0>();
         pin(mn);
-        release_q();
-        offer_q();
+        if constexpr (!slices) release_q();
         bool keeps_part = false;
         while (true) {
-            begin_gate(gate, query);
+            if constexpr (!slices) begin_gate(gate, query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
             // here: [M|N] of the item's first tile
@@ -169,6 +174,8 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             warpgroup::mma_AB(o, a, shared.v(ring.slot));
             warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));  // the next item's first tile; after the last item a product nobody uses
             let_next_issue(this_item());
+            if constexpr (slices)
+                if (p.late_successor && threadIdx.x == 0) kittens::pdl::arrive();
             warpgroup::mma_async_wait<1>();
             pin(o);
             // The last work of a cluster is what ends in it, if anything does.

@@ -19,9 +19,8 @@
 
 namespace flashmhf {
 
-// gathers: a launch without whole waves that is split, whose clusters add up the parts at their end; it also leaves out row tiles without a
-// token. An instance of its own: the loops of the other are faster without its branches.
-template <int d_h, typename T, bool gathers>
+// An instance for each way to divide items: the loops of one are faster without the branches of another.
+template <int d_h, typename T, Division division>
 __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
     flashmhf_forward(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                      const __grid_constant__ CUtensorMap map_u, const __grid_constant__ CUtensorMap map_v,
@@ -60,20 +59,21 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
             const WeightMaps weights{&map_k, &map_u, &map_v};
-            if (p.schedule.slices == 1 && kittens::laneid() == 0) prefetch_weights<d_h, gathers>(weights, p);
+            if (division != Division::slices && kittens::laneid() == 0) prefetch_weights<d_h, division>(weights, p);
             __syncwarp();
             begin(p);
             if (kittens::laneid() == 0) {  // where multicast is always, both are one instance
-                if (p.row_ctas > 1 || P::always_multicast) load_weights<d_h, T, true, gathers>(shared, weights, p);
-                else load_weights<d_h, T, P::always_multicast, gathers>(shared, weights, p);
+                if (division != Division::slices && (p.row_ctas > 1 || P::always_multicast))
+                    load_weights<d_h, T, true, division>(shared, weights, p);
+                else load_weights<d_h, T, P::always_multicast, division>(shared, weights, p);
             }
         } else if (warp <= p.consumers) {
-            load_rows_of_items<d_h, T, gathers>(shared, &map_q, &map_r, &map_out, p, warp - 1);
+            load_rows_of_items<d_h, T, division>(shared, &map_q, &map_r, &map_out, p, warp - 1);
         } else {
             begin(p);
-            if constexpr (gathers) {
+            if constexpr (division == Division::gathers) {
                 if (warp == p.consumers + 1) signal_parts<d_h, T>(shared, p);
-            } else if constexpr (P::may_add_parts)
+            } else if constexpr (division == Division::waves && P::may_add_parts)
                 if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
         }
         __syncwarp();
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
     } else {
         begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();
-        ForwardConsumer<d_h, T, gathers>{{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}}.run();
+        ForwardConsumer<d_h, T, division>{{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}}.run();
         __syncwarp();
         if (p.row_ctas > 1) cluster_sync();
     }

@@ -47,6 +47,8 @@ bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan) {
 
 bool may_bundle(const ForwardProblem &problem) { return !gate_is_given(problem.gate); }
 
+int fetch_bytes(const ForwardPlan &plan) { return plan.schedule.slices > 1 && plan.blocks == 1 ? 128 : 256; }
+
 ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const Shape &s = problem.shape;
     const int64_t row = int64_t{s.heads} * s.head_dim;  // elements of a token
@@ -66,6 +68,7 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     static_assert(tile_rows == 64);
     p.sum_threads = plan.sum_threads;
     p.sums_in_q = plan.sums_in_q;
+    p.late_successor = plan.late_successor;
     p.subnets = s.subnets;
     p.subnet_tiles = plan.subnet_tiles;
     p.out = problem.out;
@@ -96,7 +99,10 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     const int d_h = s.head_dim;
     const int64_t row = int64_t{s.heads} * d_h;  // elements of a token
     const TokenTensor out{problem.out, problem.dense.batch * row, problem.dense.token * row, d_h};
-    auto weights = [&](const char *what, const void *data) { return weight_map(what, problem.bf16, s, data, tile_inter / plan.row_ctas); };
+    auto weights = [&](const char *what, const void *data) {
+        const int box_rows = plan.schedule.slices > 1 ? slice_box_rows : tile_inter / plan.row_ctas;
+        return weight_map(what, problem.bf16, s, data, box_rows, fetch_bytes(plan));
+    };
     ForwardLaunch launch{};
     launch.bf16 = problem.bf16;
     launch.plan = plan;

@@ -18,17 +18,21 @@ template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan
 }
 
 // All kernels may be started before their predecessor has finished; they wait for that before they touch any data.
-template <int d_h, typename T, bool gathers> cudaError_t launch_instance(const ForwardLaunch &l, cudaStream_t stream) {
+template <int d_h, typename T, Division division> cudaError_t launch_instance(const ForwardLaunch &l, cudaStream_t stream) {
     const ForwardSchedule &s = l.plan.schedule;
-    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T, gathers>, ForwardPolicy<d_h>::shared_memory)) return error;
-    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, T, gathers>, l.plan.cluster_size)) return error;
-    return launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T, gathers>, dim3(s.clusters * l.plan.cluster_size, s.lanes),
+    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T, division>, ForwardPolicy<d_h>::shared_memory)) return error;
+    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, T, division>, l.plan.cluster_size)) return error;
+    return launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T, division>, dim3(s.clusters * l.plan.cluster_size, s.lanes),
                            128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params);
 }
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
-    if constexpr (ForwardPolicy<d_h>::may_add_parts)
-        if (l.plan.schedule.gathers()) return launch_instance<d_h, T, true>(l, stream);
-    if (cudaError_t error = launch_instance<d_h, T, false>(l, stream)) return error;
+    using P = ForwardPolicy<d_h>;
+    const Division division = l.plan.schedule.division();
+    if constexpr (P::may_add_parts)
+        if (division == Division::gathers) return launch_instance<d_h, T, Division::gathers>(l, stream);
+    if constexpr (P::may_slice)
+        if (division == Division::slices) return launch_instance<d_h, T, Division::slices>(l, stream);
+    if (cudaError_t error = launch_instance<d_h, T, Division::waves>(l, stream)) return error;
     return combine_typed<d_h, T>(l.plan, l.params, stream);
 }
 
@@ -44,8 +48,9 @@ template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan,
 
 template <int d_h> cudaError_t count_clusters(int size, int *count) {
     using P = ForwardPolicy<d_h>;
-    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, kittens::bf16, false>, P::shared_memory)) return error;
-    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, kittens::bf16, false>, size)) return error;
+    constexpr Division division = P::may_slice ? Division::slices : Division::waves;  // all take as much of an SM
+    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, kittens::bf16, division>, P::shared_memory)) return error;
+    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, kittens::bf16, division>, size)) return error;
     cudaLaunchAttribute attribute = clusters_of(size);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(size);
@@ -53,7 +58,7 @@ template <int d_h> cudaError_t count_clusters(int size, int *count) {
     config.dynamicSmemBytes = P::shared_memory;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaOccupancyMaxActiveClusters(count, flashmhf_forward<d_h, kittens::bf16, false>, &config);
+    return cudaOccupancyMaxActiveClusters(count, flashmhf_forward<d_h, kittens::bf16, division>, &config);
 }
 
 }  // namespace flashmhf

@@ -26,6 +26,9 @@ bool gate_by_tma(const ForwardProblem &problem);
 CUtensorMap gate_map(const ForwardProblem &problem, int columns);
 // Whether all row tiles of a CTA are of one head or bundle.
 bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan);
+// What the L2 brings from memory at least when it misses the weights. With few tokens each CTA streams weights of its own, a panel of their
+// rows at a time: 256 bytes would bring the next panel, or the next tiles of V in FP8, before they are wanted.
+int fetch_bytes(const ForwardPlan &plan);
 // What the forward kernels in 16 bits and in FP8 get alike.
 ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
 // workspace: of plan.workspace() floats, or null when it has none. Throws std::runtime_error when the driver refuses a tensor map.

@@ -170,6 +170,8 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
         plan.schedule.quotient = inter_tiles / slices;
         plan.schedule.remainder = inter_tiles % slices;
         place_sums(plan, shape, footprint);
+        const int beside = (slices > max_slices ? device.large_clusters : device.clusters[slices - 1]) - items;
+        plan.late_successor = beside < items && 2 * beside >= items;
         return plan;
     }
     const int clusters = device.clusters[plan.row_ctas - 1];

@@ -8,6 +8,10 @@ namespace flashmhf {
 
 constexpr int barrier_bytes = 384;  // all semaphores and item records of a CTA, rounded up
 
+// Rows that one copy brings of K, U or V where the CTAs of a cluster divide an item. The panels of few rows lie together in memory, and the
+// memory is the bound there.
+constexpr int slice_box_rows = 32;
+
 template <int d_h> struct ForwardPolicy {
     static_assert(supported_head_dim(d_h), "head dimensions with a policy");
     static constexpr int swizzle_bytes = swizzle_bytes_of(d_h);

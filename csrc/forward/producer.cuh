@@ -14,23 +14,27 @@
 
 namespace flashmhf {
 
-template <bool gathers> using Cursor = std::conditional_t<gathers, GatherCursor, WorkCursor>;
+template <Division division> using Cursor = std::conditional_t<division == Division::gathers, GatherCursor, WorkCursor>;
 
 struct WeightMaps {
     const CUtensorMap *k, *u, *v;  // [H * E][d_e][d_h]; rows from d_e on read as zeros
 };
 
-// Rows `row..` of one matrix to rows `at..` of the panels of a tile, of this CTA alone or, multicast, of those in the mask `ctas`.
-template <bool multicast, typename Tile>
+// Rows `row..` of one matrix to rows `at..` of the panels of a tile, of this CTA alone or, multicast, of those in the mask `ctas`: as many
+// boxes of the tensor map, of box_rows rows each.
+template <bool multicast, int boxes, int box_rows, typename Tile>
 __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *map, int col, int row, int subnet, kittens::semaphore &full,
                                           uint16_t ctas) {
     constexpr int panel_cols = Tile::swizzle_bytes / element_bytes;
 #pragma unroll
-    for (int c = 0; c < Tile::cols; c += panel_cols) {
-        auto *panel = &dst.data[c * Tile::rows + at * panel_cols];
-        if constexpr (multicast) tma::multicast_async(panel, map, int3{col + c, row, subnet}, full, ctas);
-        else tma::load_async(panel, map, int3{col + c, row, subnet}, full);
-    }
+    for (int i = 0; i < boxes; ++i)
+#pragma unroll
+        for (int c = 0; c < Tile::cols; c += panel_cols) {
+            auto *panel = &dst.data[c * Tile::rows + (at + i * box_rows) * panel_cols];
+            const int3 from{col + c, row + i * box_rows, subnet};
+            if constexpr (multicast) tma::multicast_async(panel, map, from, full, ctas);
+            else tma::load_async(panel, map, from, full);
+        }
 }
 
 // Returns when the cluster's barriers are initialised and the kernel before this one has finished. Code before it runs under that kernel.
@@ -40,11 +44,11 @@ __device__ __forceinline__ void begin(const ForwardParams &p) {
 }
 
 // Prefetches to the L2 the tiles that fill the ring first. A hint: right even while the kernel before this one writes them. By one thread.
-template <int d_h, bool gathers> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
+template <int d_h, Division division> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     const int own_row = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
     Work work;
-    if (!Cursor<gathers>(p.schedule, kittens::clusterIdx().x)
+    if (!Cursor<division>(p.schedule, kittens::clusterIdx().x)
              .next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank()))
         return;
 #pragma unroll 1
@@ -58,7 +62,7 @@ template <int d_h, bool gathers> __device__ __forceinline__ void prefetch_weight
 
 // By one thread. CTAs of a pair each fetch a part of the rows of a tile and multicast it. Every instruction of the loop over the tiles
 // delays the refill of a slot: ptxas keeps coordinates in uniform registers only if this thread runs alone from the beginning of its code.
-template <int d_h, typename T, bool multicast, bool gathers>
+template <int d_h, typename T, bool multicast, Division division>
 __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     auto &sem = shared.semaphores;
@@ -71,8 +75,12 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         wait_sleeping(sem.slot_empty[ring.slot], ring.phase);
         kittens::tma::expect_bytes(sem.slot_full[ring.slot], bytes);
     };
-    int row_v = 0, subnet_v = -1;  // the tile whose V is still to be sent
-    auto load_v = [&]() { load_rows<multicast>(shared.v(ring.slot), own_row, maps.v, 0, row_v, subnet_v, sem.slot_full[ring.slot], ctas); };
+    int row_v = 0, subnet_v = -1;                                                         // the tile whose V is still to be sent
+    constexpr int box_rows = division == Division::slices ? slice_box_rows : tile_inter;  // a pair takes one box, of fewer rows
+    auto load_v = [&]() {
+        load_rows<multicast, tile_inter / box_rows, box_rows>(shared.v(ring.slot), own_row, maps.v, 0, row_v, subnet_v,
+                                                              sem.slot_full[ring.slot], ctas);
+    };
     auto send_v = [&]() {  // in a slot of its own
         fill(P::v_bytes);
         load_v();
@@ -80,11 +88,12 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     };
     auto load_ku = [&](int col, int row, int subnet) {
         auto &ku = shared.ku(ring.slot);
-        load_rows<multicast>(ku, own_row, maps.k, col, row, subnet, sem.slot_full[ring.slot], ctas);
-        load_rows<multicast>(ku, tile_inter + own_row, maps.u, col, row, subnet, sem.slot_full[ring.slot], ctas);
+        load_rows<multicast, tile_inter / box_rows, box_rows>(ku, own_row, maps.k, col, row, subnet, sem.slot_full[ring.slot], ctas);
+        load_rows<multicast, tile_inter / box_rows, box_rows>(ku, tile_inter + own_row, maps.u, col, row, subnet, sem.slot_full[ring.slot],
+                                                              ctas);
     };
 
-    Cursor<gathers> cursor(p.schedule, kittens::clusterIdx().x);
+    Cursor<division> cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
     while (cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) {
         int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
@@ -119,7 +128,8 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         }
     }
     if (P::q_in_registers && subnet_v >= 0) send_v();
-    kittens::pdl::arrive();  // not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches
+    // Not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches.
+    if (division != Division::slices || !p.late_successor) kittens::pdl::arrive();
 }
 
 // The row tile of a warpgroup.
@@ -196,13 +206,13 @@ template <typename Tile> __device__ __forceinline__ void store_output(const Tile
 }
 
 // For one consumer warpgroup, by one warp: loads Q and gate of its items, stores their outputs.
-template <int d_h, typename T, bool gathers>
+template <int d_h, typename T, Division division>
 __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
                                                    const CUtensorMap *map_out, const ForwardParams &p, int warpgroup) {
     using P = ForwardPolicy<d_h>;
     const bool leader = kittens::laneid() == 0;
     auto &full = shared.semaphores.q_full[warpgroup];
-    Cursor<gathers> cursor(p.schedule, kittens::clusterIdx().x);
+    Cursor<division> cursor(p.schedule, kittens::clusterIdx().x);
     constexpr int unhurried_tiles = 48 * 128 / d_h;  // 25 us: an item of so many tiles covers the slow load of the next item's gate
     const bool stages = P::gate_early && p.router_bytes > 0 && leader && warpgroup == 0;
     int count = 0, ahead = 0;

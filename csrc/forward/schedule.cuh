@@ -31,6 +31,10 @@ constexpr int large_slices = 16;  // where a chip has room for them
 constexpr int most_parts = 32;    // of an item that the clusters add up: a lane for each
 constexpr int most_gathered = 4;  // of an item that one cluster adds up at its end; of more, the combine kernel is faster
 
+// How a launch divides its items: whole ones wave by wave, and the rest into parts; all into parts, which the clusters add up at their
+// end; or all into slices. Each has an instance of the kernel.
+enum class Division { waves, gathers, slices };
+
 struct ForwardSchedule {
     int inter_tiles;          // of a head: E * ceil(d_e / 64)
     int lanes;                // 1; or the blocks of a head, without whole waves: what follows then counts those of one block
@@ -45,6 +49,9 @@ struct ForwardSchedule {
 
     // The clusters add the parts at their end.
     FLASHMHF_HOST_DEVICE bool gathers() const { return adds_parts && waves == 0; }
+    FLASHMHF_HOST_DEVICE Division division() const {
+        return gathers() ? Division::gathers : slices > 1 ? Division::slices : Division::waves;
+    }
     // First tile of a cluster's span, in the gaps and tiles of the rest laid end to end; or of a slice's, in the tiles of an item.
     FLASHMHF_HOST_DEVICE int span_begin(int cluster) const { return cluster * quotient + (cluster < remainder ? cluster : remainder); }
     // The cluster whose span holds a tile of them.

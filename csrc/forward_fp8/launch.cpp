@@ -43,15 +43,14 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
     launch.bf16 = problem.bf16;
     launch.plan = plan;
     launch.q = token_map("q", problem.bf16, s, problem.q);
-    // With few tokens each CTA streams weights of its own, V in rows of 64 bytes: a fetch of 256 bytes would bring four tiles at once.
-    const int fetch_bytes = plan.schedule.slices > 1 && plan.blocks == 1 ? 128 : 256;
-    launch.k = ku_map("k8", s, problem.k, panel, fetch_bytes);
-    launch.u = ku_map("u8", s, problem.u, panel, fetch_bytes);
+    const int fetch = fetch_bytes(plan);
+    launch.k = ku_map("k8", s, problem.k, panel, fetch);
+    launch.u = ku_map("u8", s, problem.u, panel, fetch);
     launch.v = tensor_map("v8", problem.v, MapType::fp8,
                           {{s.subnet_dim, 1, tile_inter},
                            {d_h, s.subnet_dim, d_h / plan.row_ctas},
                            {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}},
-                          tile_inter, fetch_bytes);
+                          tile_inter, fetch);
     launch.out = token_map("the output", problem.bf16, s, out);
 
     ForwardFp8Params &p = launch.params;

@@ -47,6 +47,12 @@ template <typename T> __global__ void absolute(T *x, int64_t n) {
         x[i] = T(fabsf(float(x[i])));
 }
 
+// x, rounded, in both.
+template <typename T> __global__ void round_values(T *rounded, float *x, int64_t n) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        x[i] = float(rounded[i] = T(x[i]));
+}
+
 // Random inputs of a forward, and its output. one_sign: U = K and V >= 0, so that the terms of an output's sum have one sign.
 template <typename T> struct ForwardInputs {
     flashmhf::Shape s;
@@ -54,10 +60,11 @@ template <typename T> struct ForwardInputs {
     int64_t rows, weights, subnets;  // rows of Q; elements of K; sub-networks of all heads of K
     Buffer<T> q, k, u, v, out;
     Buffer<float> w, r;
+    Buffer<T> w16;
 
     explicit ForwardInputs(const Arguments &options, bool one_sign = false)
         : s(shape_of(options)),
-          gate(gate_of(options)),
+          gate(gate_of(options, {"r", "ones", "w", "w16"})),
           rows(s.length * s.heads),
           weights(s.weight_heads() * s.subnets * s.subnet_dim * s.head_dim),
           subnets(s.weight_heads() * s.subnets),
@@ -67,7 +74,9 @@ template <typename T> struct ForwardInputs {
           v(Buffer<T>::random(weights, 1.f / std::sqrt(float(s.subnets * s.subnet_dim)), 4)),
           out(rows * s.head_dim),
           w(Buffer<float>::random(int64_t{s.heads} * s.head_dim * s.subnets, scale(), 6)),
-          r(rows * s.subnets) {
+          r(rows * s.subnets),
+          w16(w.size()) {
+        if (gate == flashmhf::Gate::w_half) round_values<T><<<64, 256>>>(w16, w, w.size());
         if (one_sign) absolute<T><<<1024, 256>>>(v, weights);
         fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
     }
@@ -78,7 +87,8 @@ template <typename T> struct ForwardInputs {
         problem.q = dense(s, q, s.head_dim);
         problem.gate = gate;
         problem.r = dense(s, r, s.subnets);
-        problem.w = w;
+        if (gate == flashmhf::Gate::w_half) problem.w = w16;
+        else problem.w = w;
         problem.eps = 1e-20f;
         problem.out = out;
         problem.dense = {s.length, 1};

@@ -1,6 +1,6 @@
 // Launches the FP8 forward kernel on one shape without Python or PyTorch: checks it against plain fp64 kernels and times it.
 //
-//   forward_fp8_harness [name=value ...]   T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 signs=random|one
+//   forward_fp8_harness [name=value ...]   T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w|w16 dtype=bf16|fp16 signs=random|one
 //   launches=20
 //                                          check=1 repeat=0 chain=0
 //   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)

@@ -95,9 +95,12 @@ inline flashmhf::Shape shape_of(const Arguments &options) {
             .subnet_dim = options.number("d_e"),
             .group = static_cast<int>(options.number("group"))};
 }
-inline flashmhf::Gate gate_of(const Arguments &options) {
-    const std::string gate = options.choice("gate", {"r", "ones", "w"});
-    return gate == "ones" ? flashmhf::Gate::ones : gate == "w" ? flashmhf::Gate::w_float : flashmhf::Gate::r_float;
+inline flashmhf::Gate gate_of(const Arguments &options, std::initializer_list<const char *> choices = {"r", "ones", "w"}) {
+    const std::string gate = options.choice("gate", choices);
+    return gate == "ones"  ? flashmhf::Gate::ones
+           : gate == "w"   ? flashmhf::Gate::w_float
+           : gate == "w16" ? flashmhf::Gate::w_half
+                           : flashmhf::Gate::r_float;
 }
 // Dense [T, H, width].
 inline flashmhf::TokenTensor dense(const flashmhf::Shape &s, const void *data, int64_t width) {
