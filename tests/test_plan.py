@@ -284,7 +284,8 @@ def test_sums_of_slices_in_fp8_and_of_bundles_go_to_where_q_was():
 
 def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_would_fit_beside_this_one():
     late = {g: plan.plan_forward(1, 1, 16, 128, 22, 384, group=g, large_clusters=7)["late_successor"] for g in (1, 2, 4, 8)}
-    assert late == {1: False, 2: True, 4: True, 8: False}, "16 clusters beside 1, 8 beside 7, 4 beside 3, 2 beside 5"
+    assert late == {1: False, 2: True, 4: True, 8: True}, "16 clusters beside 1, 8 beside 7, 4 beside 3"
+    assert not plan.plan_forward(1, 1, 8, 128, 22, 384, group=4, large_clusters=7)["late_successor"], "2 beside 5"
     assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["late_successor"], "no slices"
 
 
