@@ -14,6 +14,11 @@ template <int columns> __device__ __forceinline__ float4 fragment_quad(const kit
     const float2 low = pair[j % 2 * 2], high = pair[j % 2 * 2 + 1];
     return {low.x, low.y, high.x, high.y};
 }
+template <int columns> __device__ __forceinline__ void add_quad(kittens::rt_fl<16, columns> &o, int j, float4 x) {
+    auto &pair = o.tiles[0][j / 2].data;
+    float2 &low = pair[j % 2 * 2], &high = pair[j % 2 * 2 + 1];
+    low.x += x.x, low.y += x.y, high.x += x.z, high.y += x.w;
+}
 __device__ __forceinline__ void add(float4 &sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
 }  // namespace flashmhf

@@ -120,9 +120,13 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
     __syncwarp();
     const int index = s.ends_item(cluster);
     if (index < 0) return;
-    const int first = s.first_owner(index);
-    if (lane < cluster - first) {
-        uint64_t *flag = gather_flag(p, first + lane, block, lane == 0 ? s.part_of(first, index) : 0, rank);
+    const int first = s.first_owner(index), others = cluster - first;
+    if (lane < others) {
+        const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
+        shared.gathered.of_cluster[lane] =
+            reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first + lane, block, part, rank, 0));
+        shared.gathered.count = others;
+        uint64_t *flag = gather_flag(p, first + lane, block, part, rank);
         while (load_acquire(flag) != p.token) __nanosleep(32);
         *flag = 0;  // no other warp waits for it, and a graph launch has the same token again
     }
@@ -130,50 +134,30 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
     if (lane == 0) kittens::arrive(sem.piece_full[0]);
 }
 
-// By a consumer warpgroup: adds the parts of the item that ends in this cluster in the order of the clusters. o: the part of this cluster,
-// where keeps_part says so; otherwise it has been stored.
-template <int d_h, typename T>
-__device__ __forceinline__ void gather_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p, const OutputTile<d_h> &o,
-                                             bool keeps_part, int wg) {
-    const ForwardSchedule &s = p.schedule;
-    const int cluster = kittens::clusterIdx().x, block = kittens::clusterIdx().y, rank = p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
-              index = s.ends_item(cluster), thread = kittens::warpgroup::laneid(), row = fragment_row(thread);
-    if (index < 0) return;
-    const RowTile tile(p, index * s.lanes + block, rank, wg);
-    if (!holds_token(p, tile.sequence, tile.token + p.token_of(row))) return;
-    const int first = s.first_owner(index), others = cluster - first;
-    const int64_t part_quads = p.row_ctas * p.consumers * (tile_rows * d_h / 4), cluster_quads = 2 * s.lanes * part_quads;
-    const auto *parts = reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first, block, 0, rank, wg)) + thread;
-    const int64_t first_part = s.part_of(first, index) * part_quads;  // a span behind the first begins within the item
-    // Registers for as many loads in flight as there are parts, for the most part.
-    constexpr int at_once = 3, quads = d_h / 16;
+// By a consumer warpgroup: adds the parts of the other clusters, in their order, to the part of this cluster in o. Few instructions: they
+// run once, and come from memory.
+template <int d_h, typename T> __device__ __forceinline__ void gather_parts(ForwardShared<d_h, T> &shared, OutputTile<d_h> &o, int wg) {
+    constexpr int quads = d_h / 8;
+    const int offset = wg * (tile_rows * d_h / 4) + kittens::warpgroup::laneid();
     kittens::wait(shared.semaphores.piece_full[0], 0);
+    const GatheredParts &parts = shared.gathered;
+    float4 x[2][quads];  // two parts in flight, as many as registers hold
+    auto load = [&](int i) {
+        const float4 *from = parts.of_cluster[i] + offset;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float4 sum[quads] = {};
-#pragma unroll 1
-        for (int done = 0; done < others; done += at_once) {
-            float4 x[at_once][quads];
+        for (int j = 0; j < quads; ++j) x[i % 2][j] = __ldcg(from + 128 * j);
+    };
+    auto add_part = [&](int i) {
 #pragma unroll
-            for (int i = 0; i < at_once; ++i) {
-                const float4 *from = parts + (done + i) * cluster_quads + (done + i == 0 ? first_part : 0) + half * quads * 128;
-                if (done + i < others)
-#pragma unroll
-                    for (int j = 0; j < quads; ++j) x[i][j] = __ldcg(from + 128 * j);
-            }
-#pragma unroll
-            for (int i = 0; i < at_once; ++i)
-                if (done + i < others)
-#pragma unroll
-                    for (int j = 0; j < quads; ++j) add(sum[j], x[i][j]);
-        }
-#pragma unroll
-        for (int j = 0; j < quads; ++j) {
-            const int quad = half * quads + j;
-            add(sum[j], keeps_part ? fragment_quad<d_h>(o, quad) : __ldcg(parts + others * cluster_quads + 128 * quad));
-            store_quad<d_h, T>(sum[j], p, tile, row, 8 * quad + thread % 4 * 2);
-        }
-    }
+        for (int j = 0; j < quads; ++j) add_quad<d_h>(o, j, x[i % 2][j]);
+    };
+    static_assert(most_gathered <= 4);
+    load(0);
+    if (parts.count > 1) load(1);
+    add_part(0);
+    if (parts.count > 2) load(2);
+    if (parts.count > 1) add_part(1);
+    if (parts.count > 2) add_part(2);
 }
 
 }  // namespace flashmhf

@@ -15,7 +15,8 @@
 //                     sums; the bytes that the other CTAs of the cluster send
 //   part_stored       a lane of each consumer warp, behind its stores. Each      the adding warp, before it signals the part to the device
 //                     completes once a launch: consumers cannot get ahead
-//   piece_full        the adding warp's expect_bytes; its copy                   the adding warp
+//   piece_full        the adding warp's expect_bytes; its copy. Where clusters   the adding warp; consumers, before they add the parts
+//                     gather: the first, when the parts are complete
 #pragma once
 
 #include "common/barriers.h"

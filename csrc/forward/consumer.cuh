@@ -45,8 +45,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if (wg + 1 < p.consumers && issues_in_order(item)) kittens::arrive(issue_order_barrier(wg + 1));
     }
     // Stores the sums of an item (output buffer, workspace, or the other slices' CTAs) and hands the buffer of Q to the producer.
-    // keeps_part: a part of the item stays in o.
-    __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o, bool keeps_part = false) {
+    __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
         const Item tile = item;
         const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(fragment_row(warpgroup::laneid())));
@@ -55,7 +54,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if constexpr (slices) {
             exchange_slice_sums<d_h, T, true>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
         } else if (tile.part >= 0) {
-            if (stores && !keeps_part)
+            if (stores)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, tile.part,
                                 p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
             if (P::may_add_parts) {
@@ -135,7 +134,6 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         warpgroup::mma_async_wait<0>();
         pin(mn);
         if constexpr (!slices) release_q();
-        bool keeps_part = false;
         while (true) {
             if constexpr (!slices) begin_gate(gate, query);
             warpgroup::mma_async_wait<0>();
@@ -178,14 +176,18 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                 if (p.late_successor && threadIdx.x == 0) kittens::pdl::arrive();
             warpgroup::mma_async_wait<1>();
             pin(o);
-            // The last work of a cluster is what ends in it, if anything does.
-            if constexpr (gathers) keeps_part = !more && last_item().end == p.schedule.inter_tiles;
-            finish(last_item(), o, keeps_part);
+            if (gathers && last_item().part == gathered_item) break;  // the last one
+            finish(last_item(), o);
             if (!more) break;
         }
         warpgroup::mma_async_wait<0>();
         pin(mn);
-        if constexpr (gathers) gather_parts<d_h, T>(shared, p, o, keeps_part, wg);
+        if constexpr (gathers)
+            if (last_item().part == gathered_item) {
+                gather_parts<d_h, T>(shared, o, wg);
+                stage_output(shared.q[wg], o);
+                release_q();
+            }
     }
 
     // Q in shared memory: [K;U] comes as two halves of d_h, and an item ends before the next begins.

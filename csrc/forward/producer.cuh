@@ -227,7 +227,8 @@ __device__ __forceinline__ void load_rows_of_items(ForwardShared<d_h, T> &shared
         Work work;
         if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
         const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
-        const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
+        int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? whole_item : work.part;
+        if (division == Division::gathers && work.begin > 0 && work.end == p.schedule.inter_tiles) part = gathered_item;
         const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
         if (leader)
             shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};

@@ -3,8 +3,8 @@
 // Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from the L2 at a time. Items go
 // in waves: item = wave * clusters + cluster. The last items, which do not fill a wave, are laid end to end along the inter dimension and
 // cut into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the time of `gap`
-// tiles: so many tiles, which no cluster computes, lie before each item. The parts of an item are summed in the order of the clusters, so a
-// result depends on the shape and the device only.
+// tiles: so many tiles, which no cluster computes, lie before each item. The parts of an item are summed in a fixed order of the clusters,
+// so a result depends on the shape and the device only.
 //
 // Whole items go first, wave by wave; the combine kernel adds the parts. With one wave a cluster takes its span first and then its whole
 // item, under which the parts are added by the cluster that holds an item's last part. That cluster waits for parts of earlier clusters

@@ -3,17 +3,26 @@
 
 #include "forward/barriers.h"
 #include "forward/policy.h"
+#include "forward/schedule.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf {
 
+constexpr int whole_item = -1, gathered_item = -2;  // gathered: the last part of an item, to which the cluster adds the others
+
 // The work of a consumer warpgroup on the Q that arrives with this record.
 struct Item {
     int begin, end;             // inter tiles; end = 0: the work is done
-    int part;                   // of a split item, as in Work; -1: a whole item, whose output the producer stores
+    int part;                   // of a split item, as in Work; whole or gathered: the producer stores the output
     int subnet;                 // of the first tile
     int gate_column;            // column of the gate tile of the first sub-network
     int head, sequence, token;  // of the warpgroup's first row
+};
+
+// The parts of other clusters that this one adds to its own, in the order of the clusters: those of the same rank and its first warpgroup.
+struct GatheredParts {
+    const float4 *of_cluster[most_gathered - 1];
+    int count;
 };
 
 // The gate of a chunk of sub-networks, for the rows of a warpgroup. Chunks of 32 are swizzled as TMA swizzles rows of 128 bytes: neither
@@ -47,6 +56,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     GateTile<d_h> gate[P::gate_buffers][P::consumers];
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
     Semaphores semaphores;
+    GatheredParts gathered;
     // Of parts that are being added, or W. The shared memory of a launch with neither ends here.
     alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
 
