@@ -194,7 +194,7 @@ def test_every_back_end_provides_the_contract(name):
         named = list(inspect.signature(declared).parameters)[1:]
         assert list(given)[: len(named)] == named, function
         assert all(given[x].default is not inspect.Parameter.empty for x in list(given)[len(named) :]), function
-    assert module.PROJECT_TOKENS == (128 if name == "hopper" else 0)
+    assert module.PROJECT_TOKENS == (384 if name == "hopper" else 0)
 
 
 def test_a_back_end_without_a_projection_kernel_says_so():

@@ -410,7 +410,7 @@ def test_the_library_checks_by_itself(usable):
         (lambda: project(x, weight8.cpu(), scale, None), "w must be on the same CUDA device"),
         (lambda: project(x, weight8, scale[:32], None), "scale must hold N = 64"),
         (lambda: project(x, weight8[:48], scale[:48], None), "multiples of 64"),
-        (lambda: project(x.repeat(hopper.PROJECT_TOKENS // 8 + 1, 1), weight8, scale, None), f"T at most {hopper.PROJECT_TOKENS}"),
+        (lambda: project(x.repeat(FEW_TOKENS // 8 + 1, 1), weight8, scale, None), f"T at most {FEW_TOKENS}"),
         (lambda: quantise(x.float()), "x must be bfloat16 or float16"),
         (lambda: quantise(x[:, :12]), "K a multiple of 8"),
         (lambda: quantise(x[:, ::2]), "last dimension must be contiguous"),

@@ -57,12 +57,12 @@ def test_every_number_of_tokens(usable, dtype, bias):
     ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (131072, 64)]
 )
 def test_sizes(usable, dtype, inner, features):
-    for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128):
+    for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384):
         check(*operands(tokens, inner, features, dtype, bias=True), f"T = {tokens}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 16, 29, 60, 90, 120])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 29, 60, 90, 120, 150, 250, 330])
 def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
     x, w, bias = operands(tokens, 512, 128, torch.bfloat16, bias=True)
     memory = torch.full((tokens + 8, 3 * 512 + 8), float("nan"), device="cuda", dtype=x.dtype)
@@ -71,7 +71,7 @@ def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 13, 32, 64, 96, 128])
+@pytest.mark.parametrize("tokens", [1, 13, 32, 64, 96, 128, 192, 256, 384])
 def test_equal_inputs_give_equal_bits(usable, tokens):
     inputs = operands(tokens, 2048, 2048, torch.bfloat16, bias=True)
     first = hopper.project(*inputs)
@@ -80,7 +80,7 @@ def test_equal_inputs_give_equal_bits(usable, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 96, 128])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 96, 128, 192, 256, 384])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, tokens, graphed):
     """Every result lies in memory that an earlier one has left; at the end the kernel before a projection writes its weight."""
@@ -304,7 +304,7 @@ def on_gpu(dtype, d_model=512, heads=4, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 129, 300, 1025])
+@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 129, 300, 400, 1025])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}, {"q_norm": True, "bias": True}], ids=str)
 def test_module_values(usable, by_parts, monkeypatch, dtype, tokens, options):
     """One operator for the module and one for each part take the same kernels, but for q_norm's."""

@@ -6,6 +6,7 @@
 #include "device.h"
 #include "layer/launch.h"
 #include "operators.h"
+#include "project/plan.h"
 #include "tensors.h"
 
 namespace flashmhf {
@@ -118,8 +119,8 @@ bool reads(const Frame &f, int64_t weight_heads, int64_t subnets) {
 // activations in 16 bits.
 bool takes_few(int64_t tokens, const Projection &p) {
     const int64_t features = p.w.size(0);
-    if (tokens > project_tokens || features % project_multiple != 0 || p.w.size(1) % project_multiple != 0) return false;
-    return p.scale || tokens <= 64 || features <= project_most_features;
+    if (features % project_multiple != 0 || p.w.size(1) % project_multiple != 0) return false;
+    return p.scale ? tokens <= project_fp8_tokens : projects_faster(tokens, features);
 }
 // Whether aten::_scaled_mm takes it: sizes in multiples of 16, and for scales of rows results in bf16. It adds no bias here.
 bool takes_many(const Tensor &x, const Projection &p) {
@@ -135,7 +136,7 @@ template <typename Mix> std::optional<Tensor> run(const Frame &f, Mix mix) {
     // The projection kernel reads x by TMA; what it cannot read goes to cuBLAS, and so do many tokens.
     const bool readable = readable_rows(rows), few = readable && takes_few(tokens, f.in) && takes_few(tokens, f.out);
     const bool quantises = f.in.scale || f.out.scale;
-    if (!few && quantises && (tokens <= project_tokens || !readable || !takes_many(rows, f.in) || !takes_many(rows, f.out)))
+    if (!few && quantises && (tokens <= project_fp8_tokens || !readable || !takes_many(rows, f.in) || !takes_many(rows, f.out)))
         return std::nullopt;
     const Tensor mixed = [&] {  // Q is released before out_proj takes memory
         const Tensor q = multiply(rows, f.in, few, false);

@@ -1,5 +1,5 @@
-// Projection of few tokens: out = x W^T + bias, one rounding. Latency is the bound, not bandwidth: a CTA has little to fetch and requests
-// all of it at once.
+// Projection of few tokens: out = x W^T + bias, one rounding. Up to 64 tokens latency is the bound, not bandwidth: a CTA has little to
+// fetch and requests all of it at once.
 //
 //   producer warp        before the wait for the kernel before: prefetches its tiles of W to the L2, which stays coherent if that kernel
 //                        writes them; with `weights_ready`, loads them into the ring. Then x, and W where it is not in the ring, by TMA
@@ -67,7 +67,7 @@ template <typename P, typename T> struct alignas(1024) ProjectShared {
     float4 parts[P::cluster][P::finished][P::max_tokens / 8][32];  // by rank; 8 tokens of 16 of the CTA's features, as a warp holds them
     kittens::semaphore full[P::slots], empty[P::slots], parts_full;
     static_assert(sizeof(w[0]) + sizeof(x[0]) == P::slot_bytes && sizeof(parts) == P::parts_bytes);
-    static_assert(P::warpgroups > 1 || 2 * (sizeof(w) + sizeof(x) + sizeof(parts) + 2048) <= 228 * 1024);
+    static_assert(!P::two_fit || 2 * (sizeof(w) + sizeof(x) + sizeof(parts) + 2048) <= 228 * 1024);
 };
 
 template <typename P, typename T>

@@ -11,11 +11,16 @@
 namespace flashmhf {
 namespace {
 
+// The next 128 bytes of a row are of the next slot: with 256 for each miss of the L2 a projection takes 0.3 to 0.8 us more.
+constexpr int project_fetch_bytes = 128;
+
 template <typename P, typename T> cudaError_t launch_tiles(const ProjectParams &p, int blocks, cudaStream_t stream) {
     const MapType type = map_type(std::is_same_v<T, kittens::bf16>);
-    const CUtensorMap map_w = tensor_map("w", p.w, P::weight_bytes == 1 ? MapType::fp8 : type,
-                                         {{p.depth, 1, P::step}, {p.features, p.depth, P::features}}, P::step * P::weight_bytes);
-    const CUtensorMap map_x = tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, P::max_tokens}}, 128);
+    const CUtensorMap map_w =
+        tensor_map("w", p.w, P::weight_bytes == 1 ? MapType::fp8 : type, {{p.depth, 1, P::step}, {p.features, p.depth, P::features}},
+                   P::step * P::weight_bytes, project_fetch_bytes);
+    const CUtensorMap map_x =
+        tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, P::max_tokens}}, 128, project_fetch_bytes);
     constexpr size_t bytes = sizeof(ProjectShared<P, T>);
     static_assert(bytes <= shared_memory_limit);
     if (cudaError_t error = allow_shared_memory(flashmhf_project<P, T>, bytes)) return error;
@@ -24,32 +29,34 @@ template <typename P, typename T> cudaError_t launch_tiles(const ProjectParams &
 }
 
 // The policies that plan_project chooses from.
-template <typename T, typename... Policies>
-cudaError_t launch_one_of(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
+template <typename...> struct Policies {};
+template <typename T, typename... P>
+cudaError_t launch_one_of(Policies<P...>, const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
     cudaError_t error = cudaErrorInvalidValue;
     auto matches = [&](auto policy) {
-        using P = decltype(policy);
-        if (plan.warpgroups != P::warpgroups || plan.max_tokens != P::max_tokens) return false;
-        error = launch_tiles<P, T>(p, plan.blocks, stream);
+        using Q = decltype(policy);
+        if (plan.warpgroups != Q::warpgroups || plan.max_tokens != Q::max_tokens || plan.cluster != Q::cluster) return false;
+        error = launch_tiles<Q, T>(p, plan.blocks, stream);
         return true;
     };
-    (matches(Policies{}) || ...);
+    (matches(P{}) || ...);
     return error;
 }
 
 }  // namespace
 
-template <template <int, int> typename P, bool bf16>
-cudaError_t launch_with(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
-    using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
-    return launch_one_of<T, P<1, 16>, P<1, 32>, P<1, 64>, P<2, 96>, P<2, 128>>(plan, p, stream);
-}
+template <bool bf16> using Element = std::conditional_t<bf16, kittens::bf16, kittens::half>;
 
 template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
-    return launch_with<ProjectPolicy, bf16>(plan, p, stream);
+    using P = Policies<ProjectPolicy<1, 16, 4>, ProjectPolicy<1, 32, 4>, ProjectPolicy<1, 64, 4>, ProjectPolicy<2, 96, 4>,
+                       ProjectPolicy<2, 128, 4>, ProjectPolicy<1, 48, 2>, ProjectPolicy<1, 64, 2>, ProjectPolicy<1, 96, 2>,
+                       ProjectPolicy<1, 128, 2>, ProjectPolicy<1, 192, 2>>;
+    return launch_one_of<Element<bf16>>(P{}, plan, p, stream);
 }
 template <bool bf16> cudaError_t launch_project_fp8(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
-    return launch_with<ProjectFp8Policy, bf16>(plan, p, stream);
+    using P = Policies<ProjectFp8Policy<1, 16, 4>, ProjectFp8Policy<1, 32, 4>, ProjectFp8Policy<1, 64, 4>, ProjectFp8Policy<2, 96, 4>,
+                       ProjectFp8Policy<2, 128, 4>>;
+    return launch_one_of<Element<bf16>>(P{}, plan, p, stream);
 }
 
 }  // namespace flashmhf

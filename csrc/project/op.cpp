@@ -22,7 +22,7 @@ Tensor project_with(const Tensor &x, const Tensor &w, const Tensor *scale, const
     params.depth = static_cast<int>(w.size(1)), params.features = static_cast<int>(w.size(0));
     params.x_stride = x.stride(0);
     params.weights_ready = weights_ready;
-    const ProjectPlan plan = plan_project(params.tokens, params.features);
+    const ProjectPlan plan = plan_project(params.tokens, params.features, scale != nullptr);
     const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
     auto launch = scale  ? (bf16 ? launch_project_fp8<true> : launch_project_fp8<false>)
                   : bf16 ? launch_project<true>

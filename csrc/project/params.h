@@ -6,10 +6,8 @@
 
 namespace flashmhf {
 
-constexpr int project_tokens = 128;  // at most
-// At 128 features a cluster, of more than 64 tokens: with more clusters than run at once cuBLAS is faster.
-constexpr int project_most_features = 3072;
-constexpr int project_multiple = 64;  // of the sizes of W: the features of a warpgroup, and the k of a tile
+constexpr int project_tokens = 384, project_fp8_tokens = 128;  // at most; fp8: of a w in e4m3
+constexpr int project_multiple = 64;                           // of the sizes of W: the features of a warpgroup, and the k of a tile
 
 struct ProjectParams {
     const void *x;     // [tokens, depth], rows x_stride elements apart, a multiple of 8

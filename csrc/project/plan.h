@@ -8,10 +8,14 @@ namespace flashmhf {
 struct ProjectPlan {
     int warpgroups;  // of a CTA that compute, 64 features each
     int max_tokens;  // of a CTA
-    int blocks;      // CTAs along the tokens
+    int cluster;     // CTAs that divide k
+    int blocks;      // clusters along the tokens
 };
 
-// For at most project_tokens tokens; features is a multiple of project_multiple.
-ProjectPlan plan_project(int64_t tokens, int64_t features);
+// For at most project_tokens tokens (fp8, a W in e4m3: project_fp8_tokens); features is a multiple of project_multiple.
+ProjectPlan plan_project(int64_t tokens, int64_t features, bool fp8);
+
+// Whether the kernel is faster than cuBLAS for a W in 16 bits of these sizes, and takes them.
+bool projects_faster(int64_t tokens, int64_t features);
 
 }  // namespace flashmhf

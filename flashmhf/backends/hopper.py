@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
-PROJECT_TOKENS = 128  # that project takes at most
+PROJECT_TOKENS = 384  # that project takes at most
 PROJECT_MULTIPLE = 64  # of the sizes of its weight
 _NO_NORM = (None, 0.0)
 
