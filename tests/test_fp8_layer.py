@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import flashmhf
 from flashmhf import quantize, reference
-from flashmhf.backends import hopper
 from flashmhf.graphs import capturing
 from flashmhf.quantize import eager
 from flashmhf.quantize import layer as layer_module

@@ -205,7 +205,10 @@ def test_the_blocks_of_a_head_take_its_inter_tiles_side_by_side(tokens, lanes):
 
 @pytest.mark.parametrize("features", [64, 128, 320, 768, 2048])
 def test_projections_cover_every_token_and_feature(features):
-    quads, pairs = {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)}, {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)}
+    quads, pairs = (
+        {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)},
+        {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)},
+    )
     for tokens, fp8 in [*((tokens, False) for tokens in range(1, 385)), *((tokens, True) for tokens in range(1, 129))]:
         p = plan.plan_project(tokens, features, fp8)
         assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in (quads if fp8 else quads | pairs)
@@ -213,7 +216,9 @@ def test_projections_cover_every_token_and_feature(features):
         assert features % (64 * p["warpgroups"]) == 0
 
 
-@pytest.mark.parametrize(("features", "most"), [(64, 384), (2048, 384), (2112, 384), (2176, 128), (3072, 128), (3200, 64), (8192, 64)])
+@pytest.mark.parametrize(
+    ("features", "most"), [(64, 384), (1536, 384), (1600, 256), (2112, 256), (2176, 128), (3072, 128), (3200, 64), (8192, 64)]
+)
 def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(features, most):
     assert [tokens for tokens in range(1, 500) if plan.plan_project(tokens, features)["faster"]] == list(range(1, most + 1))
 

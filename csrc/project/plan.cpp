@@ -12,10 +12,10 @@ ProjectPlan in_blocks(int warpgroups, int max_tokens, int cluster, int64_t token
     return {warpgroups, max_tokens, cluster, static_cast<int>((tokens + max_tokens - 1) / max_tokens)};
 }
 
-// Two blocks of tokens for 64 features, in pairs: twice as many CTAs as for 128 features in fours, and fewer sums to send. Up to 96 tokens
-// the fours are faster at 2,048 features.
+// Two blocks of tokens for 64 features, in pairs: twice as many CTAs as for 128 features in fours, and fewer sums to send. At 2,048
+// features the fours are faster up to 96 tokens, and cuBLAS is as fast for more than 256.
 bool takes_pairs(int64_t tokens, int64_t features) {
-    return tokens > 64 && 2 * (features / 64) <= pairs && (tokens > 96 || features <= 1536);
+    return tokens > 64 && 2 * (features / 64) <= pairs && ((tokens > 96 && tokens <= 256) || features <= 1536);
 }
 
 }  // namespace

@@ -236,7 +236,7 @@ def layer(
 ) -> Tensor | None:
     """out_proj(S(q_norm(in_proj(x)))) for x [..., d_model]; None where x has no token or a tensor's dtype, shape or layout is another one.
 
-    At most ``PROJECT_TOKENS`` tokens take the kernel of :func:`project`, more tokens cuBLAS. The host queues the module in one call, and
+    Few tokens take the kernel of :func:`project` where it is faster than cuBLAS. The host queues the module in one call, and
     the operator checks the tensors itself: for few tokens the host's time is longer than the GPU's.
     """
     return torch.ops.flashmhf_hopper.layer(x, *in_proj, *(q_norm or _NO_NORM), k, u, v, w, eps, *out_proj)
