@@ -32,6 +32,11 @@ def summary(root: pathlib.Path) -> str:
     return paper.summary_table(read(root, "h200/results.json"))
 
 
+def decode(root: pathlib.Path) -> str:
+    record = read(root, "decode/results.json")
+    return f"{paper.decode_table(record)}\n\n{_conditions('Decode', record)}"
+
+
 def _figures(row: dict | None) -> tuple[str, ...]:
     return (f"{row['ms']['p50']:.2f}", f"{row['tflops']:.0f}", f"{row['x_matmul']:.2f}") if row else ("", "", "")
 
@@ -133,7 +138,7 @@ def serving_table(root: pathlib.Path) -> str:
 
 BLOCKS: dict[str, dict[str, Callable[[pathlib.Path], str]]] = {
     "README.md": {"headline": headline},
-    "benchmarks/README.md": {"summary": summary, "operator": operator_table},
+    "benchmarks/README.md": {"summary": summary, "decode": decode, "operator": operator_table},
     "docs/language-models.md": {"training": training_table},
     "docs/fp8.md": {"generate": generate_fp8_table},
     "docs/serving.md": {"generate": generate_table, "serving": serving_table},
