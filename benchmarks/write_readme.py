@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, benchmarks/README.md and docs/ from the records in benchmarks/results.
+"""Writes the tables of README.md, benchmarks/README.md, csrc/forward/README.md and docs/ from the records in benchmarks/results.
 
     $ python benchmarks/write_readme.py            # after a record has changed
     $ python benchmarks/write_readme.py --check    # changes nothing; exit status 1 when a file disagrees with the records
@@ -106,6 +106,49 @@ def generate_fp8_table(root: pathlib.Path) -> str:
     return f"{paper.table(header, lines)}\n\n{_conditions('`generate`', record)}"
 
 
+def fp8_operator_table(root: pathlib.Path) -> str:
+    record = read(root, "fp8_h200.json")
+    lines = []
+    for row in sorted(record["operator"], key=lambda row: (row["d_h"], -row["tokens"])):
+        ratios = [f"{row[name]:.2f}" if name in row else "" for name in ("fp8 over bf16", "fp8 over product", "fp8 over swiglu fp8")]
+        lines.append([str(row["d_h"]), f"{row['tokens']:,}", f"{row['tflops']['fp8']:.0f}", *ratios])
+    header = ["d_h", "T", "TFLOP/s", "÷ our bf16 kernel", "÷ bf16 8192³ product", "÷ SwiGLU in FP8"]
+    few = [
+        [str(row["tokens"]), f"{row['us']['fp8']:.1f}", f"{row['us']['bf16']:.1f}", f"{row['share of copy']['fp8']:.2f}"]
+        for row in record["decode"]
+    ]
+    few_header = ["T, d_h = 128", "µs", "bf16 kernel µs", "share of a copy's bandwidth"]
+    return f"{paper.table(header, lines)}\n\n{paper.table(few_header, few)}\n\n{_conditions('Operator', {'environment': record})}"
+
+
+def fp8_networks_table(root: pathlib.Path) -> str:
+    record = read(root, "fp8_h200.json")
+    lines = []
+    for row in record["networks"]:
+        ratios = [row[way]["24 swiglu over 20"] for way in ("graph", "called")]
+        figures = [f"{ratio[name]:.2f}" for ratio in ratios for name in ("flashmhf", "flashmhf, bf16 projections")]
+        lines.append([f"{row['tokens']:,}", *figures])
+    header = ["T", *(f"{way}, {kind} projections" for way in ("graphs", "called") for kind in ("e4m3", "bf16"))]
+    return f"{paper.table(header, lines)}\n\n{_conditions('Networks', {'environment': record})}"
+
+
+def groups_table(root: pathlib.Path) -> str:
+    """The forward with g = H / H_kv heads that share weights: TFLOP/s of many tokens, µs of few from a CUDA graph."""
+    record = read(root, "groups_h200.json")
+    cells: dict[tuple[int, str], dict[int, dict]] = {}
+    for row in record["rows"]:
+        if row["subject"] in ("gated forward", "forward"):
+            cells.setdefault((row["T"], row["subject"]), {})[row["H"] // row["H_kv"]] = row
+    groups = sorted({group for rows in cells.values() for group in rows})
+    lines = []
+    for (tokens, subject), rows in sorted(cells.items(), key=lambda cell: (cell[0][1], cell[0][0]), reverse=True):
+        few = tokens <= operator.GRAPH_TOKENS
+        figures = [f"{1e3 * rows[g]['ms']['p50']:.1f}" if few else f"{rows[g]['tflops']:.0f}" for g in groups]
+        lines.append([f"{tokens:,}", "router" if subject == "gated forward" else "R given", "µs" if few else "TFLOP/s", *figures])
+    header = ["T", "gate", "unit", *(f"g = {group}" for group in groups)]
+    return f"{paper.table(header, lines)}\n\n{_conditions('Forward', record)}"
+
+
 SERVING_COLUMNS = {
     "module": "module",
     "layer": "layer",
@@ -140,7 +183,8 @@ BLOCKS: dict[str, dict[str, Callable[[pathlib.Path], str]]] = {
     "README.md": {"headline": headline},
     "benchmarks/README.md": {"summary": summary, "decode": decode, "operator": operator_table},
     "docs/language-models.md": {"training": training_table},
-    "docs/fp8.md": {"generate": generate_fp8_table},
+    "csrc/forward/README.md": {"groups": groups_table},
+    "docs/fp8.md": {"operator": fp8_operator_table, "networks": fp8_networks_table, "generate": generate_fp8_table},
     "docs/serving.md": {"generate": generate_table, "serving": serving_table},
 }
 
