@@ -48,18 +48,25 @@ __device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, c
 template <int d_h> struct Pieces {
     static constexpr int of_tile = d_h / 8;
     int slices, threads, stride;  // float4s of a slice in a piece, and of a piece
-    int number, cta;              // of the warpgroup's first piece
+    int number = 0, cta = 0;      // of the warpgroup's first piece
+    int each, spare;              // pieces of a row tile for each CTA, and for one CTA each
 
+    // of_tile = slices * each + spare: a division would take longer than the sums of a piece.
     __device__ __forceinline__ Pieces(const ForwardParams &p, int warpgroup)
         : slices(p.schedule.slices),
           threads(p.sum_threads),
           stride(slices * threads),
-          number(warpgroup * of_tile / slices),
-          cta(warpgroup * of_tile - number * slices) {}
+          each(p.slice_pieces),
+          spare(p.spare_pieces) {
+        for (int i = 0; i < warpgroup; ++i) {
+            number += each, cta += spare;
+            if (cta >= slices) cta -= slices, ++number;
+        }
+    }
     // The first of the warpgroup's pieces that goes to CTA `rank`, in the warpgroup and in the CTA; the others follow at every `slices`.
     __device__ __forceinline__ int first_of(int rank) const { return rank - cta + (rank < cta ? slices : 0); }
     __device__ __forceinline__ int number_of(int rank) const { return number + (rank < cta ? 1 : 0); }
-    __device__ __forceinline__ int count_of(int rank) const { return (of_tile - first_of(rank) + slices - 1) / slices; }
+    __device__ __forceinline__ int count_of(int rank) const { return each + (first_of(rank) < spare); }
 };
 
 // The sums of a warpgroup, to the CTAs that add them. stores_own: those that this CTA adds, which the thread that stores them reads, take

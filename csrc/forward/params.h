@@ -41,7 +41,8 @@ struct ForwardParams {
     // long before they come, or to the rings.
     int sum_threads;
     bool sums_in_q;
-    bool late_successor;  // of slices: the next kernel starts with the last product, not with the last copy
+    int slice_pieces, spare_pieces;  // pieces of a row tile that each CTA adds, and those left, which go to one CTA each
+    bool late_successor;             // of slices: the next kernel starts with the last product, not with the last copy
 #ifdef __CUDACC__
     __device__ __forceinline__ int head_of(int row) const { return row >> tile_shift; }
     __device__ __forceinline__ int token_of(int row) const { return row & ((1 << tile_shift) - 1); }
