@@ -37,19 +37,19 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
         for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
         if (p.gate_tiles) tma::prefetch(&map_r);
     }
-    if (kittens::warpid() == 0) {
+    if (threadIdx.x == 32) {  // one thread for all, in a warp of its own: a branch for each delays the start
         auto &sem = shared.semaphores;
         for (int i = 0; i < P::slots; ++i) {
-            kittens::warp::init_semaphore(sem.slot_full[i], ForwardArrivals::slot_full);
-            kittens::warp::init_semaphore(sem.slot_empty[i], ForwardArrivals::slot_empty(p.consumers, p.row_ctas));
+            kittens::init_semaphore(sem.slot_full[i], ForwardArrivals::slot_full);
+            kittens::init_semaphore(sem.slot_empty[i], ForwardArrivals::slot_empty(p.consumers, p.row_ctas));
         }
-        for (int i = 0; i < P::consumers; ++i) kittens::warp::init_semaphore(sem.q_full[i], ForwardArrivals::q_full);
-        kittens::warp::init_semaphore(sem.w_full, ForwardArrivals::w_full);
-        kittens::warp::init_semaphore(sem.w_empty, ForwardArrivals::w_empty(p.consumers));
-        kittens::warp::init_semaphore(sem.slice_sums_full, ForwardArrivals::slice_sums_full(p.consumers));
-        kittens::warp::init_semaphore(sem.q_free, ForwardArrivals::q_free(p.consumers, p.schedule.slices));
-        for (auto &stored : sem.part_stored) kittens::warp::init_semaphore(stored, ForwardArrivals::part_stored(p.consumers));
-        for (int i = 0; i < P::piece_slots; ++i) kittens::warp::init_semaphore(sem.piece_full[i], ForwardArrivals::piece_full);
+        for (int i = 0; i < P::consumers; ++i) kittens::init_semaphore(sem.q_full[i], ForwardArrivals::q_full);
+        kittens::init_semaphore(sem.w_full, ForwardArrivals::w_full);
+        kittens::init_semaphore(sem.w_empty, ForwardArrivals::w_empty(p.consumers));
+        kittens::init_semaphore(sem.slice_sums_full, ForwardArrivals::slice_sums_full(p.consumers));
+        kittens::init_semaphore(sem.q_free, ForwardArrivals::q_free(p.consumers, p.schedule.slices));
+        for (auto &stored : sem.part_stored) kittens::init_semaphore(stored, ForwardArrivals::part_stored(p.consumers));
+        for (int i = 0; i < P::piece_slots; ++i) kittens::init_semaphore(sem.piece_full[i], ForwardArrivals::piece_full);
         tma::fence_semaphore_init();
     }
     __syncthreads();

@@ -35,21 +35,21 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h>::threads, 1)
         for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
         if (p.gate_tiles) tma::prefetch(&map_r);
     }
-    if (kittens::warpid() == 0) {
+    if (threadIdx.x == 32) {  // one thread for all, in a warp of its own: a branch for each delays the start
         using Arrivals = ForwardFp8Arrivals;
         auto &sem = shared.semaphores;
         for (int i = 0; i < P::slots; ++i) {
-            kittens::warp::init_semaphore(sem.slot_full[i], Arrivals::slot_full);
-            kittens::warp::init_semaphore(sem.slot_empty[i], Arrivals::slot_empty(p.consumers, p.row_ctas));
+            kittens::init_semaphore(sem.slot_full[i], Arrivals::slot_full);
+            kittens::init_semaphore(sem.slot_empty[i], Arrivals::slot_empty(p.consumers, p.row_ctas));
         }
         for (int i = 0; i < P::consumers; ++i) {
-            kittens::warp::init_semaphore(sem.q_full[i], Arrivals::q_full);
-            kittens::warp::init_semaphore(sem.r_full[i], Arrivals::r_full);
+            kittens::init_semaphore(sem.q_full[i], Arrivals::q_full);
+            kittens::init_semaphore(sem.r_full[i], Arrivals::r_full);
         }
-        kittens::warp::init_semaphore(sem.w_full, Arrivals::w_full);
-        kittens::warp::init_semaphore(sem.w_empty, Arrivals::w_empty(p.consumers));
-        kittens::warp::init_semaphore(sem.slice_sums_full, Arrivals::slice_sums_full(p.consumers));
-        kittens::warp::init_semaphore(sem.q_free, Arrivals::q_free(p.consumers, p.schedule.slices));
+        kittens::init_semaphore(sem.w_full, Arrivals::w_full);
+        kittens::init_semaphore(sem.w_empty, Arrivals::w_empty(p.consumers));
+        kittens::init_semaphore(sem.slice_sums_full, Arrivals::slice_sums_full(p.consumers));
+        kittens::init_semaphore(sem.q_free, Arrivals::q_free(p.consumers, p.schedule.slices));
         tma::fence_semaphore_init();
     }
     __syncthreads();
