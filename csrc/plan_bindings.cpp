@@ -33,10 +33,11 @@ template <int d_h> py::dict policy() {
     return d;
 }
 
-template <int d_h> py::dict fp8_policy() {
-    using P = flashmhf::ForwardFp8Policy<d_h>;
+template <int d_h, bool few_rows> py::dict fp8_policy() {
+    using P = flashmhf::ForwardFp8Policy<d_h, few_rows>;
     py::dict d;
     d["head_dim"] = d_h;
+    d["few_rows"] = few_rows;
     d["consumers"] = P::consumers;
     d["launch_registers"] = P::launch_registers;
     d["slots"] = P::slots;
@@ -46,7 +47,7 @@ template <int d_h> py::dict fp8_policy() {
     d["consumer_registers"] = P::consumer_registers;
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
-    d["q_bytes"] = P::consumers * P::row_tile_bytes;
+    d["q_bytes"] = P::q_buffers * P::row_tile_bytes;
     return d;
 }
 
@@ -234,7 +235,11 @@ PYBIND11_MODULE(_plan, m) {
           py::arg("subnets"), py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1,
           "plan_forward for the forward in FP8.");
     m.def(
-        "forward_fp8_policies", [] { return py::make_tuple(fp8_policy<64>(), fp8_policy<96>(), fp8_policy<128>(), fp8_policy<256>()); },
+        "forward_fp8_policies",
+        [] {
+            return py::make_tuple(fp8_policy<64, false>(), fp8_policy<96, false>(), fp8_policy<128, false>(), fp8_policy<256, false>(),
+                                  fp8_policy<64, true>(), fp8_policy<96, true>(), fp8_policy<128, true>(), fp8_policy<256, true>());
+        },
         "Shared memory and registers of the FP8 forward kernel for each head dimension.");
     m.def(
         "plan_project",

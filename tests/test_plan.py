@@ -293,6 +293,18 @@ def test_sums_of_slices_in_fp8_and_of_bundles_go_to_where_q_was():
     assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["sums_in_q"], "no slices"
 
 
+@pytest.mark.parametrize(
+    ("length", "heads", "d_h", "few_rows"),
+    [(1, 16, 128, True), (128, 16, 128, True), (192, 16, 128, False), (256, 16, 128, False), (512, 16, 128, True), (1536, 16, 128, False)]
+    + [(64, 32, 64, True), (192, 32, 64, False), (256, 32, 64, True), (100, 21, 96, True), (1, 16, 256, True), (1536, 8, 256, False)],
+)
+def test_fp8_slices_of_up_to_two_row_tiles_have_the_shared_memory_of_their_own_instance(length, heads, d_h, few_rows):
+    p = plan.plan_forward_fp8(1, length, heads, d_h, 22, {64: 192, 96: 256, 128: 384, 256: 704}[d_h])
+    sizes = {policy["few_rows"]: policy["shared_memory"] for policy in plan.forward_fp8_policies() if policy["head_dim"] == d_h}
+    assert (p["slices"] > 1 and p["consumers"] <= 2) is few_rows
+    assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), "room for W of a router, of a launch that has one"
+
+
 def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_would_fit_beside_this_one():
     late = {g: plan.plan_forward(1, 1, 16, 128, 22, 384, group=g, large_clusters=7)["late_successor"] for g in (1, 2, 4, 8)}
     assert late == {1: False, 2: True, 4: True, 8: True}, "16 clusters beside 1, 8 beside 7, 4 beside 3"

@@ -13,10 +13,10 @@
 namespace flashmhf {
 
 template <int d_h, typename T, Division division>
-struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
+struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots, ForwardPolicy<d_h>::slots> {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
-    using Stream = ItemStream<Shared, ForwardParams, P::slots>;
+    using Stream = ItemStream<Shared, ForwardParams, P::slots, P::slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
 
@@ -52,7 +52,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if (tile.part < 0) stage_output(shared.q[wg], o);
         release_q();
         if constexpr (slices) {
-            exchange_slice_sums<d_h, T, true>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
+            exchange_slice_sums<d_h, T, true, false>(shared, p, tile, wg, [&](int j) { return fragment_quad<d_h>(o, j); });
         } else if (tile.part >= 0) {
             if (stores)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, tile.part,

@@ -84,22 +84,32 @@ __device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::sem
     }
 }
 // Adds what the slices have sent of the warpgroup's rows, and writes the output from the thread's first row and column on. both: the row 8
-// below holds a token, too.
-template <int d_h, typename T>
+// below holds a token, too. at_once: up to max_slices slices, all of whose sums of a piece are loaded before they are added.
+template <int d_h, typename T, bool at_once>
 __device__ __forceinline__ void add_slice_sums(const float4 *slice_sums, const ForwardParams &p, const Pieces<d_h> &pieces, T *out,
                                                bool both) {
     const int rank = kittens::cluster_ctarank();
     slice_sums += pieces.number_of(rank) * pieces.stride + kittens::warpgroup::laneid();
     for (int j = pieces.first_of(rank); j < Pieces<d_h>::of_tile; j += pieces.slices, slice_sums += pieces.stride) {
         float4 sum = {0.f, 0.f, 0.f, 0.f};
+        if constexpr (at_once) {
+            float4 x[max_slices];
+#pragma unroll
+            for (int c = 0; c < max_slices; ++c)
+                if (c < pieces.slices) x[c] = slice_sums[c * pieces.threads];
+#pragma unroll
+            for (int c = 0; c < max_slices; ++c)
+                if (c < pieces.slices) add(sum, x[c]);
+        } else {
 #pragma unroll 8
-        for (int c = 0; c < pieces.slices; ++c) add(sum, slice_sums[c * pieces.threads]);
+            for (int c = 0; c < pieces.slices; ++c) add(sum, slice_sums[c * pieces.threads]);
+        }
         store_pair(out + 8 * j, sum.x, sum.y);
         if (both) store_pair(out + 8 * j + 8 * p.out_token, sum.z, sum.w);
     }
 }
 // A cluster's CTAs add the sums of its item, which `tile` describes: a copy, since the producer may overwrite the item's record.
-template <int d_h, typename T, bool stores_own, typename Shared, typename Quad>
+template <int d_h, typename T, bool stores_own, bool at_once, typename Shared, typename Quad>
 __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const ForwardParams &p, const Item &tile, int warpgroup, Quad &&quad) {
     const int row = fragment_row(kittens::warpgroup::laneid());
     const Pieces<d_h> pieces(p, warpgroup);
@@ -117,7 +127,7 @@ __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const Forwar
     T *out = output_at<d_h, T>(p, tile, row, kittens::warpgroup::laneid() % 4 * 2);
     const bool both = holds_token(p, tile.sequence, tile.token + p.token_of(row + 8));
     kittens::wait(shared.semaphores.slice_sums_full, 0);
-    if (stores) add_slice_sums<d_h, T>(slice_sums, p, pieces, out, both);
+    if (stores) add_slice_sums<d_h, T, at_once>(slice_sums, p, pieces, out, both);
 }
 
 // The output of a whole item, to where its Q was. A warp writes the rows that it has read.

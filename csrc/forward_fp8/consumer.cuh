@@ -51,14 +51,17 @@ struct FewFromGlobal : FromGlobal {
     static constexpr int batch = 1;
 };
 
-template <int d_h, typename T>
-struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Params, ForwardFp8Policy<d_h>::slots> {
-    using P = ForwardFp8Policy<d_h>;
-    using Shared = ForwardFp8Shared<d_h, T>;
-    using Stream = ItemStream<Shared, ForwardFp8Params, P::slots>;
+template <int d_h, typename T, bool few_rows>
+struct ForwardFp8Consumer
+    : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, ForwardFp8Params, ForwardFp8Policy<d_h, few_rows>::slots, fp8_early_slots> {
+    using P = ForwardFp8Policy<d_h, few_rows>;
+    using Shared = ForwardFp8Shared<d_h, T, few_rows>;
+    using Stream = ItemStream<Shared, ForwardFp8Params, P::slots, fp8_early_slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using Products = uint32_t[d_h / 4];
+    using Scores = Fp8Scores<P::chunk_inter>;
+    using Activation = Fp8Activation<P::chunk_inter>;
 
     using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase;
     using Stream::wait_slot, Stream::release, Stream::first_item, Stream::next_item, Stream::this_item, Stream::last_item,
@@ -78,29 +81,31 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
         const uint32_t at = Shared::Q::idx(base, int2{16 * warp + lane % 16, 16 * k + lane / 16 * 8});
         kittens::move<T2>::ldsm4(fragment[0], fragment[1], fragment[2], fragment[3], at);
     }
-    // Reads Q of the current item, quantised per row.
-    __device__ __forceinline__ void load_q() {
-        float largest[2] = {0.f, 0.f}, inverse[2], squares[2] = {0.f, 0.f};
+    // The larger magnitudes of two pairs; of a number and NaN the number.
+    __device__ __forceinline__ static T2 larger(T2 a, T2 b) { return __hmax2(a, __habs2(b)); }
+    // Reads Q of the current item, quantised per row. once: it stays in registers between the two passes.
+    template <bool once> __device__ __forceinline__ void load_q() {
+        float largest[2], inverse[2], squares[2] = {0.f, 0.f};
+        T2 kept[once ? d_h / 16 : 1][4], pair[2] = {};
 #pragma unroll
         for (int k = 0; k < d_h / 16; ++k) {
-            T2 x[4];
+            T2(&x)[4] = kept[once ? k : 0];
             query(k, x);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 v = widen(x[i]);
-                largest[i % 2] = fmaxf(largest[i % 2], fmaxf(fabsf(v.x), fabsf(v.y)));
-            }
+            for (int i = 0; i < 4; ++i) pair[i % 2] = larger(pair[i % 2], x[i]);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            const float2 both = widen(pair[i]);
+            largest[i] = fmaxf(both.x, both.y);
             largest[i] = fmaxf(largest[i], __shfl_xor_sync(kittens::MASK_ALL, largest[i], 1));
             largest[i] = fmaxf(fmaxf(largest[i], __shfl_xor_sync(kittens::MASK_ALL, largest[i], 2)), 1e-18f);
             inverse[i] = query_limit / largest[i];
         }
 #pragma unroll
         for (int k = 0; k < d_h / 16; ++k) {
-            T2 x[4];
-            query(k, x);
+            T2(&x)[4] = kept[once ? k : 0];
+            if constexpr (!once) query(k, x);
             float2 v[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -120,7 +125,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
             squares[i] = squares[i] < 1.f ? 1.f : squares[i];  // of a row of zeros; NaN stays
             const float unit = largest[i] * (1.f / query_limit);
             scale[i] = unit * unit * squares[i] * k_scale * (0.5f / activation_gain);
-            const float half = fminf(0.5f * unit * k_scale, 60000.f), gains = activation_gain / squares[i];
+            const float half = fminf(0.5f * unit * k_scale, 60000.f), gains = activation_gain * reciprocal_fast(squares[i]);
             half_scale[i] = fp8::pack_half(half, half);
             gain[i] = fp8::pack_half(gains, gains);
         }
@@ -144,7 +149,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
     }
 
     // [M | N] of a chunk of a slot.
-    __device__ __forceinline__ void issue_scores(Fp8Scores &mn, int slot, int chunk) {
+    __device__ __forceinline__ void issue_scores(Scores &mn, int slot, int chunk) {
         const uint64_t ku = fp8::descriptor<P::ku_panel>(ring_address + slot * P::slot_bytes + chunk * P::ku_chunk_bytes);
 #pragma unroll
         for (int k = 0; k < d_h; k += 32)
@@ -152,9 +157,11 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
         warpgroup::mma_commit_group();
     }
     // products (+)= A V of a chunk of a slot.
-    __device__ __forceinline__ void issue_products(Products &products, const Fp8Activation &a, int slot, int chunk, int accumulate) {
+    __device__ __forceinline__ void issue_products(Products &products, const Activation &a, int slot, int chunk, int accumulate) {
         const uint64_t v = fp8::descriptor<P::v_panel>(ring_address + slot * P::slot_bytes + P::ku_bytes);
-        fp8::multiply(products, a, v + chunk * (P::chunk_inter / 16), accumulate);
+#pragma unroll
+        for (int k = 0; k < P::chunk_inter; k += 32)
+            fp8::multiply(products, a + k / 8, v + (chunk * P::chunk_inter + k) / 16, k > 0 ? 1 : accumulate);
         warpgroup::mma_commit_group();
     }
 
@@ -167,6 +174,15 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
     __device__ __forceinline__ void finish(const Item &item, const Fp8Sums<d_h> &sums, float2 scale) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q, but not that of slices' only item.
         const int part = item.part;
+        // few_rows: here are registers, and ptxas does not arrange the loop over the tiles anew for either.
+        constexpr bool stores_own = few_rows, at_once = few_rows;
+        auto exchange = [&]() {
+            exchange_slice_sums<d_h, T, stores_own, at_once>(shared, p, item, wg, [&](int j) { return sums.quad(j, scale); });
+        };
+        if constexpr (few_rows) {
+            release_q();
+            return exchange();
+        }
         const bool stores = holds_token(p, item.sequence, item.token + fragment_row(warpgroup::laneid()));
         OutputTile<d_h> o;  // in each branch anew: registers for all of it are there only where it is used piece by piece
         if (part < 0) {
@@ -174,9 +190,8 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
             stage_output(shared.q[wg], o);
         }
         release_q();
-        if (p.schedule.slices > 1) {
-            // stores_own changes the loop over the tiles, too: ptxas arranges it anew.
-            exchange_slice_sums<d_h, T, false>(shared, p, item, wg, [&](int j) { return sums.quad(j, scale); });
+        if (P::consumers > 2 && p.schedule.slices > 1) {
+            exchange();
         } else if (part >= 0 && stores) {
             sums.get(o, scale);
             store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
@@ -187,14 +202,32 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
     // Two buffers of [M|N]: the product of the next chunk runs under the elementwise part of this one, and A V of the one before.
     __device__ __forceinline__ void run() {
         Fp8Gate<d_h, T> gate{p};
-        Fp8Scores s0, s1;
-        Fp8Activation a0, a1;
+        Scores s0, s1;
+        Activation a0, a1;
         Products o;
         Fp8Sums<d_h> sums;
         int accumulate = 0;  // 0: the next product of A V overwrites the sums
         int before = -1;     // the slot that the last product of A V still reads
         bool prepared;
 
+        // The tile in the ring's slot, of one chunk, whose [M|N] is in `now`; then that of the next tile into `next`.
+        auto one_chunk = [&](Scores &now, Scores &next, Activation &a, Activation &a_before) {
+            const int slot = ring.slot;
+            ring.advance();
+            wait_slot();
+            fp8::pin(next);
+            warpgroup::mma_fence();
+            issue_scores(next, ring.slot, 0);
+            swiglu(a, now, half_scale, gain);
+            fp8::pin(a);
+            warpgroup::mma_fence();
+            issue_products(o, a, slot, 0, accumulate);
+            accumulate = 1;
+            warpgroup::mma_async_wait<1>();
+            fp8::pin(next), fp8::pin(a_before);
+            if (before >= 0) release(before);
+            before = slot;
+        };
         // Both chunks of the tile in the ring's slot, then [M|N] of the next tile's first chunk.
         auto tile = [&]() {
             const int slot = ring.slot;
@@ -230,10 +263,10 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
         };
 
         if (first_item().end == 0) return;
-        load_q();
+        load_q<few_rows>();
         wait_slot();
 #pragma unroll
-        for (int i = 0; i < 16; ++i) s0[i] = s1[i] = 0;
+        for (int i = 0; i < P::chunk_inter / 2; ++i) s0[i] = s1[i] = 0;
         clear(o);
         fp8::pin(s0), fp8::pin(s1), fp8::pin(o);
         warpgroup::mma_fence();
@@ -252,8 +285,19 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
             int left = this_item().end - this_item().begin;
             while (left > 1) {
                 const int count = min(min(gate.left, P::promote_tiles), left - 1);
+                if constexpr (P::chunks == 1) {
 #pragma unroll 1
-                for (int i = 0; i < count; ++i) tile();
+                    for (int i = count / 2; i > 0; --i) one_chunk(s0, s1, a0, a1), one_chunk(s1, s0, a1, a0);
+#pragma unroll 1
+                    for (int i = count % 2; i > 0; --i) {  // a loop, not a condition: ptxas would serialise the products
+                        one_chunk(s0, s1, a0, a1);
+#pragma unroll
+                        for (int j = 0; j < P::chunk_inter / 2; ++j) s0[j] = s1[j];
+                    }
+                } else {
+#pragma unroll 1
+                    for (int i = 0; i < count; ++i) tile();
+                }
                 left -= count;
                 gate.left -= count;
                 if (left == 1 && gate.left > 0) break;
@@ -270,26 +314,39 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T>, ForwardFp8Param
             if (p.gate_tiles) kittens::arrive(r_read_barrier(wg));
 
             const int slot = ring.slot;
-            fp8::pin(s1);
-            warpgroup::mma_fence();
-            issue_scores(s1, slot, 1);
-            ring.advance();
-            swiglu(a0, s0, half_scale, gain);
-            fp8::pin(a0);
-            warpgroup::mma_fence();
-            issue_products(o, a0, slot, 0, accumulate);
-            warpgroup::mma_async_wait<1>();
-            fp8::pin(s1), fp8::pin(a1);
-            if (before >= 0) release(before);
-            swiglu(a1, s1, half_scale, gain);
-            fp8::pin(a1);
-            warpgroup::mma_fence();
-            issue_products(o, a1, slot, 1, 1);
+            if constexpr (P::chunks == 1) {
+                swiglu(a0, s0, half_scale, gain);
+                fp8::pin(a0), fp8::pin(a1);
+                warpgroup::mma_fence();
+                issue_products(o, a0, slot, 0, accumulate);
+            } else {
+                fp8::pin(s1);
+                warpgroup::mma_fence();
+                issue_scores(s1, slot, 1);
+                ring.advance();
+                swiglu(a0, s0, half_scale, gain);
+                fp8::pin(a0);
+                warpgroup::mma_fence();
+                issue_products(o, a0, slot, 0, accumulate);
+                warpgroup::mma_async_wait<1>();
+                fp8::pin(s1), fp8::pin(a1);
+                if (before >= 0) release(before);
+                swiglu(a1, s1, half_scale, gain);
+                fp8::pin(a1);
+                warpgroup::mma_fence();
+                issue_products(o, a1, slot, 1, 1);
+            }
+            if constexpr (few_rows) {  // of slices: the only item
+                warpgroup::mma_async_wait<0>();
+                fp8::pin(o), fp8::pin(a0), fp8::pin(a1);
+                sums.add(o, factors);
+                return finish(this_item(), sums, out_scale);
+            }
             const float2 scale = out_scale;
             const bool more = next_item().end > 0;
-            if (more) load_q(), wait_slot();
+            if (more) load_q<false>(), wait_slot();
 #pragma unroll
-            for (int i = 0; i < 16; ++i) s0[i] = s1[i] = 0;  // no register lives across load_q()
+            for (int i = 0; i < P::chunk_inter / 2; ++i) s0[i] = s1[i] = 0;  // no register lives across load_q()
             fp8::pin(s0), fp8::pin(s1);
             warpgroup::mma_fence();
             issue_scores(s0, ring.slot, 0);  // of the next item; after the last one a product nobody uses

@@ -1,7 +1,7 @@
 // The forward kernel in FP8 (e4m3): out[t, h] = sum_e r[t, h, e] sum_j silu(q.k_ej) (q.u_ej) v_ej.
 //
 //   producer warpgroup     warp 0: K, U, V tiles into the ring     1, 2, 3: Q, scales, R or W of the next item; the output of the last one
-//   consumer warpgroup     64 token rows; for each chunk of 32 inter rows of the item's range:
+//   consumer warpgroup     64 token rows; for each chunk of inter rows of the item's range:
 //                            issue  [M|N] = Q [K;U]^T  of the next chunk
 //                            A = silu(M) N of this one             (while the product runs)
 //                            issue  O += A V
@@ -18,14 +18,15 @@
 
 namespace flashmhf {
 
-template <int d_h, typename T>
-__global__ void __launch_bounds__(ForwardFp8Policy<d_h>::threads, 1)
+// An instance for CTAs that divide an item of one or two row tiles, and one for the rest.
+template <int d_h, typename T, bool few_rows>
+__global__ void __launch_bounds__(ForwardFp8Policy<d_h, few_rows>::threads, 1)
     flashmhf_forward_fp8(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                          const __grid_constant__ CUtensorMap map_u, const __grid_constant__ CUtensorMap map_v,
                          const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_r,
                          const __grid_constant__ ForwardFp8Params p) {
-    using P = ForwardFp8Policy<d_h>;
-    using Shared = ForwardFp8Shared<d_h, T>;
+    using P = ForwardFp8Policy<d_h, few_rows>;
+    using Shared = ForwardFp8Shared<d_h, T, few_rows>;
     static_assert(offsetof(Shared, router) + P::router_bytes <= P::shared_memory);
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
@@ -61,11 +62,11 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h>::threads, 1)
             begin(p);
             if (kittens::laneid() == 0) {
                 const WeightMaps weights{&map_k, &map_u, &map_v};
-                if (p.row_ctas > 1) load_weights_fp8<d_h, T, true>(shared, weights, p);
-                else load_weights_fp8<d_h, T, false>(shared, weights, p);
+                if (!few_rows && p.row_ctas > 1) load_weights_fp8<d_h, T, few_rows, true>(shared, weights, p);
+                else load_weights_fp8<d_h, T, few_rows, false>(shared, weights, p);
             }
         } else if (warp <= p.consumers) {
-            load_rows_fp8<d_h, T>(shared, &map_q, &map_r, &map_out, p, warp - 1);
+            load_rows_fp8<d_h, T, few_rows>(shared, &map_q, &map_r, &map_out, p, warp - 1);
         } else {
             begin(p);
         }
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h>::threads, 1)
     } else {
         begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();
-        ForwardFp8Consumer<d_h, T>{{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}}.run();
+        ForwardFp8Consumer<d_h, T, few_rows>{{shared, p, __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0)}}.run();
         __syncwarp();
         if (p.row_ctas > 1) cluster_sync();
     }

@@ -8,25 +8,24 @@
 namespace flashmhf {
 namespace {
 
-template <int d_h>
-constexpr ForwardFootprint footprint = {
-    .shared_memory = ForwardFp8Policy<d_h>::shared_memory,
-    .pieces = ForwardFp8Policy<d_h>::router_bytes,
-    .queries = ForwardFp8Policy<d_h>::consumers * ForwardFp8Policy<d_h>::row_tile_bytes,
-    .gate_tile = 0,
-    .gate_tiles = 0,
-    .consumers = ForwardFp8Policy<d_h>::consumers,
-    .may_slice = true,
-    .may_add_parts = false,
-    .may_take_lanes = true,
-};
-
-ForwardFootprint footprint_of(int head_dim) {
+template <int d_h, bool few_rows> constexpr ForwardFootprint footprint() {
+    using P = ForwardFp8Policy<d_h, few_rows>;
+    return {.shared_memory = P::shared_memory,
+            .pieces = P::router_bytes,
+            .queries = P::q_buffers * P::row_tile_bytes,
+            .gate_tile = 0,
+            .gate_tiles = 0,
+            .consumers = P::consumers,
+            .may_slice = true,
+            .may_add_parts = false,
+            .may_take_lanes = true};
+}
+template <bool few_rows> ForwardFootprint footprint_of(int head_dim) {
     switch (head_dim) {
-        case 64: return footprint<64>;
-        case 96: return footprint<96>;
-        case 128: return footprint<128>;
-        case 256: return footprint<256>;
+        case 64: return footprint<64, few_rows>();
+        case 96: return footprint<96, few_rows>();
+        case 128: return footprint<128, few_rows>();
+        case 256: return footprint<256, few_rows>();
         default: throw std::invalid_argument("d_h = " + std::to_string(head_dim) + " has no kernel: supported are 64, 96, 128, 256");
     }
 }
@@ -46,12 +45,15 @@ double time_of(const ForwardPlan &plan, int head_dim, const ForwardCostModel &co
 }  // namespace
 
 ForwardPlan plan_forward_fp8(const Shape &shape, const Device &device, const ForwardCostModel &cost) {
-    ForwardFootprint footprint = footprint_of(shape.head_dim);
-    const ForwardPlan plan = plan_forward(shape, device, footprint, false, cost);
-    if (plan.consumers < 3) return plan;
-    footprint.consumers = 2;
-    const ForwardPlan fewer_rows = plan_forward(shape, device, footprint, false, cost);
-    return time_of(fewer_rows, shape.head_dim, cost) < 0.95 * time_of(plan, shape.head_dim, cost) ? fewer_rows : plan;
+    ForwardFootprint footprint = footprint_of<false>(shape.head_dim);
+    ForwardPlan plan = plan_forward(shape, device, footprint, false, cost);
+    if (plan.consumers == 3) {
+        footprint.consumers = 2;
+        const ForwardPlan fewer_rows = plan_forward(shape, device, footprint, false, cost);
+        if (time_of(fewer_rows, shape.head_dim, cost) < 0.95 * time_of(plan, shape.head_dim, cost)) plan = fewer_rows;
+    }
+    // The same plan in the shared memory of the other instance.
+    return divides_few_rows(plan) ? plan_forward(shape, device, footprint_of<true>(shape.head_dim), false, cost) : plan;
 }
 
 }  // namespace flashmhf

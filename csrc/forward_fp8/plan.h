@@ -13,6 +13,9 @@ constexpr ForwardCostModel forward_fp8_costs{.tile_us = 0.7 / 128, .combine = 80
 // An inter tile of a CTA of two row tiles takes this part of the time of one of three: 0.73 at d_h = 128, 0.77 at 64 and 96.
 constexpr double forward_fp8_two_row_tiles = 0.77;
 
+// Which of the kernel's two instances: for CTAs that divide an item of one or two row tiles.
+inline bool divides_few_rows(const ForwardPlan &plan) { return plan.schedule.slices > 1 && plan.consumers <= 2; }
+
 // Throws std::invalid_argument as plan_forward() does.
 ForwardPlan plan_forward_fp8(const Shape &shape, const Device &device, const ForwardCostModel &cost = forward_fp8_costs);
 

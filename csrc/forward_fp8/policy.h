@@ -6,15 +6,22 @@
 
 namespace flashmhf {
 
-template <int d_h> struct ForwardFp8Policy {
+// Slots of the ring that slices fill before the first Q is there: with all of them Q waits up to 3 us behind the weights in the L2's
+// queues.
+constexpr int fp8_early_slots = 3;
+
+// few_rows: of an instance for CTAs that divide an item of one or two row tiles.
+template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static_assert(supported_head_dim(d_h), "head dimensions with a policy");
 
     // Three row tiles keep the tensor cores busy through the elementwise part of one of them; at d_h = 256 the registers hold two.
-    static constexpr int consumers = d_h <= 128 ? 3 : 2;
+    static constexpr int consumers = d_h <= 128 && !few_rows ? 3 : 2;
     static constexpr int threads = 128 * (consumers + 1);
 
-    // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of 32 inter rows, so that a chunk's product takes 16 registers.
-    static constexpr int chunk_inter = 32, chunks = tile_inter / chunk_inter;
+    // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of inter rows. With 32 a chunk's product takes 16 registers. One
+    // warpgroup alone waits for the tensor cores at each chunk, for as long whether it has 32 rows or 64.
+    static constexpr int chunk_inter = few_rows && (d_h == 96 || d_h == 128) ? tile_inter : 32, chunks = tile_inter / chunk_inter;
+    static constexpr int box_rows = 32;                                              // of K or U that one copy brings
     static constexpr int ku_panel = d_h % 128 == 0 ? 128 : d_h % 64 == 0 ? 64 : 32;  // bytes of a row of a panel, swizzled as wide
     static constexpr int ku_panels = d_h / ku_panel, ku_panel_bytes = 2 * chunk_inter * ku_panel;
     static constexpr int ku_chunk_bytes = ku_panels * ku_panel_bytes, ku_bytes = chunks * ku_chunk_bytes;
@@ -23,6 +30,8 @@ template <int d_h> struct ForwardFp8Policy {
     static constexpr int slot_bytes = ku_bytes + v_bytes;
     static constexpr int slots = d_h == 64 ? 14 : d_h == 96 ? 8 : d_h == 128 ? 6 : 3;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
+    // One more where slices' sums of 64 tokens would not fit otherwise.
+    static constexpr int q_buffers = consumers + (few_rows && d_h <= 128);
 
     // The gate of a chunk of sub-networks for the rows of a warpgroup, in rows of 28: eight neighbouring rows do not meet a bank twice.
     static constexpr int gate_chunk = 28, gate_bytes = tile_rows * (gate_chunk + 1) * 4;
@@ -30,7 +39,8 @@ template <int d_h> struct ForwardFp8Policy {
     static constexpr int router_bytes = d_h <= 128 ? 12 * 1024 : 0;
     static constexpr int small_bytes = 1280;  // semaphores, item records, scales
 
-    static constexpr int shared_memory = slots * slot_bytes + consumers * (row_tile_bytes + gate_bytes) + small_bytes + router_bytes;
+    static constexpr int shared_memory =
+        slots * slot_bytes + q_buffers * row_tile_bytes + consumers * gate_bytes + small_bytes + router_bytes;
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 
     // Products of up to this many tiles are summed in fp16 before the sums are promoted; a sub-network's end promotes, too.
@@ -41,7 +51,7 @@ template <int d_h> struct ForwardFp8Policy {
     static constexpr int producer_registers = consumers == 3 ? 32 : 24, consumer_registers = consumers == 3 ? 160 : 240;
     static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
     // Two buffers of [M|N], two of A, Q, the sums of products and the promoted ones.
-    static constexpr int tile_registers = 2 * 16 + 2 * 4 + d_h / 8 + 2 * (d_h / 4);
+    static constexpr int tile_registers = chunk_inter + chunk_inter / 4 + d_h / 8 + 2 * (d_h / 4);
     static_assert(tile_registers + 24 <= consumer_registers, "does not fit the registers of a consumer");
 };
 

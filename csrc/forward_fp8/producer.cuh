@@ -8,10 +8,11 @@
 
 namespace flashmhf {
 
-// By one thread. Of a pair of CTAs each fetches a chunk of K and U and half the rows of V, and multicasts them.
-template <int d_h, typename T, bool multicast>
-__device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T> &shared, const WeightMaps &maps, const ForwardFp8Params &p) {
-    using P = ForwardFp8Policy<d_h>;
+// By one thread. Of a pair of CTAs each fetches half the rows of K, U and V, and multicasts them.
+template <int d_h, typename T, bool few_rows, bool multicast>
+__device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const WeightMaps &maps,
+                                                 const ForwardFp8Params &p) {
+    using P = ForwardFp8Policy<d_h, few_rows>;
     constexpr uint16_t ctas = 3;
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
@@ -32,12 +33,13 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T> &share
             wait_sleeping(sem.slot_empty[ring.slot], ring.phase);
             kittens::tma::expect_bytes(sem.slot_full[ring.slot], P::slot_bytes);
 #pragma unroll
-            for (int c = 0; c < (multicast ? 1 : P::chunks); ++c) {
-                const int chunk = multicast ? rank : c;
+            for (int i = 0; i < tile_inter / P::box_rows / (multicast ? 2 : 1); ++i) {
+                const int row = (multicast ? rank : i) * P::box_rows;
 #pragma unroll
                 for (int panel = 0; panel < P::ku_panels; ++panel) {
-                    const int at = chunk * P::ku_chunk_bytes + panel * P::ku_panel_bytes;
-                    const int3 from{panel * P::ku_panel, tile * tile_inter + chunk * P::chunk_inter, subnet};
+                    const int at =
+                        row / P::chunk_inter * P::ku_chunk_bytes + panel * P::ku_panel_bytes + row % P::chunk_inter * P::ku_panel;
+                    const int3 from{panel * P::ku_panel, tile * tile_inter + row, subnet};
                     copy(at, maps.k, from);
                     copy(at + P::chunk_inter * P::ku_panel, maps.u, from);
                 }
@@ -54,10 +56,10 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T> &share
 }
 
 // For one consumer warpgroup, by one warp: loads Q, scales and gate of its items, stores their outputs.
-template <int d_h, typename T>
-__device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
+template <int d_h, typename T, bool few_rows>
+__device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
                                               const CUtensorMap *map_out, const ForwardFp8Params &p, int warpgroup) {
-    using P = ForwardFp8Policy<d_h>;
+    using P = ForwardFp8Policy<d_h, few_rows>;
     const int lane = kittens::laneid();
     const bool leader = lane == 0;
     auto &full = shared.semaphores.q_full[warpgroup];

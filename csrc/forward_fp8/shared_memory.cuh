@@ -21,8 +21,8 @@ template <int d_h> struct Fp8Scales {
     float k;
 };
 
-template <int d_h, typename T> struct alignas(1024) ForwardFp8Shared {
-    using P = ForwardFp8Policy<d_h>;
+template <int d_h, typename T, bool few_rows> struct alignas(1024) ForwardFp8Shared {
+    using P = ForwardFp8Policy<d_h, few_rows>;
     using Q = kittens::st<T, tile_rows, d_h, true, swizzle_bytes_of(d_h)>;
     using GateTile = Fp8GateTile<d_h>;
 
@@ -31,9 +31,9 @@ template <int d_h, typename T> struct alignas(1024) ForwardFp8Shared {
             slice_sums_full;
     };
 
-    // A slot: for each chunk of 32 inter rows and each panel of d_h 32 rows of K, then 32 of U; behind them V, d_h rows of 64 inter units.
+    // A slot: for each chunk of inter rows and each panel of d_h its rows of K, then of U; behind them V, d_h rows of 64 inter units.
     uint8_t ring[P::slots][P::slot_bytes];
-    Q q[P::consumers];  // and the output on its way out
+    Q q[P::q_buffers];  // and the output on its way out, or the sums of slices
     GateTile gate[P::consumers];
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
     Fp8Scales<d_h> scales[2][P::consumers];
