@@ -135,17 +135,18 @@ def fp8_networks_table(root: pathlib.Path) -> str:
 def groups_table(root: pathlib.Path) -> str:
     """The forward with g = H / H_kv heads that share weights: TFLOP/s of many tokens, µs of few from a CUDA graph."""
     record = read(root, "groups_h200.json")
-    cells: dict[tuple[int, str], dict[int, dict]] = {}
+    cells: dict[tuple[str, int, int], dict[int, dict]] = {}
     for row in record["rows"]:
         if row["subject"] in ("gated forward", "forward"):
-            cells.setdefault((row["T"], row["subject"]), {})[row["H"] // row["H_kv"]] = row
+            cells.setdefault((row["subject"], -row["H"], row["T"]), {})[row["H"] // row["H_kv"]] = row
     groups = sorted({group for rows in cells.values() for group in rows})
     lines = []
-    for (tokens, subject), rows in sorted(cells.items(), key=lambda cell: (cell[0][1], cell[0][0]), reverse=True):
+    for (subject, heads, tokens), rows in sorted(cells.items(), reverse=True):
         few = tokens <= operator.GRAPH_TOKENS
         figures = [f"{1e3 * rows[g]['ms']['p50']:.1f}" if few else f"{rows[g]['tflops']:.0f}" for g in groups]
-        lines.append([f"{tokens:,}", "router" if subject == "gated forward" else "R given", "µs" if few else "TFLOP/s", *figures])
-    header = ["T", "gate", "unit", *(f"g = {group}" for group in groups)]
+        gate = "router" if subject == "gated forward" else "R given"
+        lines.append([str(-heads), f"{tokens:,}", gate, "µs" if few else "TFLOP/s", *figures])
+    header = ["H", "T", "gate", "unit", *(f"g = {group}" for group in groups)]
     return f"{paper.table(header, lines)}\n\n{_conditions('Forward', record)}"
 
 

@@ -82,7 +82,8 @@ SIZES = {
 }
 QUICK = {direction: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_flagship(1)) for direction, sizes in SIZES.items()}
 
-GROUPED = _flagship(1, 16, 64, 1536, 32256)
+# The flagship's heads, then as many as layers of 4,096 and 8,192 features have.
+GROUPED = (*_flagship(1, 16, 64, 1536, 32256), Size(1, 32, 128, 22, 384), Size(1, 64, 128, 22, 384))
 
 
 @dataclass(frozen=True)
