@@ -61,6 +61,8 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
     d["row_ctas"] = plan.row_ctas;
     d["slices"] = s.slices;
     d["sums_in_q"] = plan.sums_in_q;
+    d["slice_pieces"] = plan.slice_pieces;
+    d["spare_pieces"] = plan.spare_pieces;
     d["late_successor"] = plan.late_successor;
     d["consumers"] = plan.consumers;
     d["bundle"] = plan.bundle;

@@ -281,6 +281,7 @@ def test_sums_of_slices_go_to_where_q_was_if_they_fit(length, heads, d_h, in_q):
     p = plan.plan_forward(1, length, heads, d_h, 22, 384)
     assert p["slices"] > 1 and p["sums_in_q"] is in_q
     policy = next(policy for policy in plan.forward_policies() if policy["head_dim"] == d_h)
+    assert p["slices"] * p["slice_pieces"] + p["spare_pieces"] == d_h // 8 and p["spare_pieces"] < p["slices"]
     warps = -(-min(length, 64 * p["consumers"]) // 16)
     pieces = -(-(d_h // 8) // p["slices"]) * p["slices"]  # of 8 columns of a warp's 16 rows, from all slices
     assert (warps * pieces * 512 <= policy["q_bytes"]) is in_q

@@ -67,8 +67,8 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     p.tile_shift = plan.bundle == 1 ? 6 : plan.bundle == 2 ? 5 : 4;
     static_assert(tile_rows == 64);
     p.sum_threads = plan.sum_threads;
-    p.slice_pieces = s.head_dim / 8 / plan.schedule.slices;
-    p.spare_pieces = s.head_dim / 8 % plan.schedule.slices;
+    p.slice_pieces = plan.slice_pieces;
+    p.spare_pieces = plan.spare_pieces;
     p.sums_in_q = plan.sums_in_q;
     p.late_successor = plan.late_successor;
     p.subnets = s.subnets;

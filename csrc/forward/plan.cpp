@@ -119,6 +119,8 @@ void place_sums(ForwardPlan &plan, const Shape &shape, const ForwardFootprint &f
     plan.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
     const int slices = plan.schedule.slices, pieces = ceil_div(plan.consumers * shape.head_dim / 8, slices);
     plan.sums_in_q = pieces * slices * plan.sum_threads * 16 <= footprint.queries;
+    plan.slice_pieces = shape.head_dim / 8 / slices;
+    plan.spare_pieces = shape.head_dim / 8 % slices;
 }
 
 }  // namespace

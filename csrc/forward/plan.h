@@ -32,6 +32,7 @@ struct ForwardPlan {
     int pieces;       // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
     int sum_threads;  // of slices, as in params.h
     bool sums_in_q;
+    int slice_pieces, spare_pieces;
     // Most clusters of another such launch fit beside this one, but not all. Started early, those would have most of their tiles when the
     // others, which wait for clusters of this launch to end, begin: 2.5 us of 10.5 (H = 16, groups of 4).
     bool late_successor;

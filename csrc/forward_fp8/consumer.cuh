@@ -83,7 +83,7 @@ struct ForwardFp8Consumer
     }
     // The larger magnitudes of two pairs; of a number and NaN the number.
     __device__ __forceinline__ static T2 larger(T2 a, T2 b) { return __hmax2(a, __habs2(b)); }
-    // Reads Q of the current item, quantised per row. once: it stays in registers between the two passes.
+    // Quantises Q of the current item per row, in two passes. once: Q is read once and stays in registers between them.
     template <bool once> __device__ __forceinline__ void load_q() {
         float largest[2], inverse[2], squares[2] = {0.f, 0.f};
         T2 kept[once ? d_h / 16 : 1][4], pair[2] = {};
@@ -174,7 +174,7 @@ struct ForwardFp8Consumer
     __device__ __forceinline__ void finish(const Item &item, const Fp8Sums<d_h> &sums, float2 scale) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q, but not that of slices' only item.
         const int part = item.part;
-        // few_rows: here are registers, and ptxas does not arrange the loop over the tiles anew for either.
+        // With few rows there are registers for both; elsewhere ptxas arranges the loop over the tiles anew for them.
         constexpr bool stores_own = few_rows, at_once = few_rows;
         auto exchange = [&]() {
             exchange_slice_sums<d_h, T, stores_own, at_once>(shared, p, item, wg, [&](int j) { return sums.quad(j, scale); });
@@ -210,50 +210,42 @@ struct ForwardFp8Consumer
         int before = -1;     // the slot that the last product of A V still reads
         bool prepared;
 
-        // The tile in the ring's slot, of one chunk, whose [M|N] is in `now`; then that of the next tile into `next`.
+        // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its
+        // way behind it. A V of the chunk before, with A in `a_before`, has ended.
+        auto chunk = [&](Scores &now, Scores &next, Activation &a, Activation &a_before, int slot, int index, int next_slot, int next_index,
+                         int adds) {
+            fp8::pin(next);
+            warpgroup::mma_fence();
+            issue_scores(next, next_slot, next_index);
+            swiglu(a, now, half_scale, gain);
+            fp8::pin(a);
+            warpgroup::mma_fence();
+            issue_products(o, a, slot, index, adds);
+            warpgroup::mma_async_wait<1>();
+            fp8::pin(next), fp8::pin(a_before);
+        };
+        auto release_before = [&](int slot) {
+            if (before >= 0) release(before);
+            before = slot;
+        };
+        // The tile in the ring's slot, of one chunk in s0 or s1, and [M|N] of the next tile.
         auto one_chunk = [&](Scores &now, Scores &next, Activation &a, Activation &a_before) {
             const int slot = ring.slot;
             ring.advance();
             wait_slot();
-            fp8::pin(next);
-            warpgroup::mma_fence();
-            issue_scores(next, ring.slot, 0);
-            swiglu(a, now, half_scale, gain);
-            fp8::pin(a);
-            warpgroup::mma_fence();
-            issue_products(o, a, slot, 0, accumulate);
+            chunk(now, next, a, a_before, slot, 0, ring.slot, 0, accumulate);
             accumulate = 1;
-            warpgroup::mma_async_wait<1>();
-            fp8::pin(next), fp8::pin(a_before);
-            if (before >= 0) release(before);
-            before = slot;
+            release_before(slot);
         };
         // Both chunks of the tile in the ring's slot, then [M|N] of the next tile's first chunk.
-        auto tile = [&]() {
+        auto two_chunks = [&]() {
             const int slot = ring.slot;
-            fp8::pin(s1);
-            warpgroup::mma_fence();
-            issue_scores(s1, slot, 1);
             ring.advance();
-            swiglu(a0, s0, half_scale, gain);
-            fp8::pin(a0);
-            warpgroup::mma_fence();
-            issue_products(o, a0, slot, 0, accumulate);
+            chunk(s0, s1, a0, a1, slot, 0, slot, 1, accumulate);
             accumulate = 1;
-            warpgroup::mma_async_wait<1>();
-            fp8::pin(s1), fp8::pin(a1);
-            if (before >= 0) release(before);
-            before = slot;
+            release_before(slot);
             wait_slot();
-            fp8::pin(s0);
-            warpgroup::mma_fence();
-            issue_scores(s0, ring.slot, 0);
-            swiglu(a1, s1, half_scale, gain);
-            fp8::pin(a1);
-            warpgroup::mma_fence();
-            issue_products(o, a1, slot, 1, 1);
-            warpgroup::mma_async_wait<1>();
-            fp8::pin(s0), fp8::pin(a0);
+            chunk(s1, s0, a1, a0, slot, 1, ring.slot, 0, 1);
         };
         auto prepare_gate = [&](const Item &item, const Fp8Scales<d_h> &item_scales, int r_phase, float2 &scale) {
             if (prepared) return;
@@ -296,7 +288,7 @@ struct ForwardFp8Consumer
                     }
                 } else {
 #pragma unroll 1
-                    for (int i = 0; i < count; ++i) tile();
+                    for (int i = 0; i < count; ++i) two_chunks();
                 }
                 left -= count;
                 gate.left -= count;
@@ -320,16 +312,8 @@ struct ForwardFp8Consumer
                 warpgroup::mma_fence();
                 issue_products(o, a0, slot, 0, accumulate);
             } else {
-                fp8::pin(s1);
-                warpgroup::mma_fence();
-                issue_scores(s1, slot, 1);
                 ring.advance();
-                swiglu(a0, s0, half_scale, gain);
-                fp8::pin(a0);
-                warpgroup::mma_fence();
-                issue_products(o, a0, slot, 0, accumulate);
-                warpgroup::mma_async_wait<1>();
-                fp8::pin(s1), fp8::pin(a1);
+                chunk(s0, s1, a0, a1, slot, 0, slot, 1, accumulate);
                 if (before >= 0) release(before);
                 swiglu(a1, s1, half_scale, gain);
                 fp8::pin(a1);
