@@ -303,7 +303,7 @@ def test_fp8_slices_of_up_to_two_row_tiles_have_the_shared_memory_of_their_own_i
     p = plan.plan_forward_fp8(1, length, heads, d_h, 22, {64: 192, 96: 256, 128: 384, 256: 704}[d_h])
     sizes = {policy["few_rows"]: policy["shared_memory"] for policy in plan.forward_fp8_policies() if policy["head_dim"] == d_h}
     assert (p["slices"] > 1 and p["consumers"] <= 2) is few_rows
-    assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), "room for W of a router, of a launch that has one"
+    assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), "without a router its W needs no room"
 
 
 def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_would_fit_beside_this_one():

@@ -51,7 +51,7 @@ template <int d_h> struct Pieces {
     int number = 0, cta = 0;      // of the warpgroup's first piece
     int each, spare;              // pieces of a row tile for each CTA, and for one CTA each
 
-    // of_tile = slices * each + spare: a division would take longer than the sums of a piece.
+    // of_tile = slices * each + spare. Divisions here would lie between the last product and the sums.
     __device__ __forceinline__ Pieces(const ForwardParams &p, int warpgroup)
         : slices(p.schedule.slices),
           threads(p.sum_threads),

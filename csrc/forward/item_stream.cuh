@@ -8,7 +8,7 @@
 
 namespace flashmhf {
 
-// Shared: has the kernel's semaphores, items and Q. early_slices: slots of slices that are filled before the first Q is there.
+// Shared: has the kernel's semaphores, items and Q. early_slices: slots that are filled before the first Q is there, of slices.
 template <typename Shared, typename Params, int slots, int early_slices> struct ItemStream {
     using warpgroup = kittens::warpgroup;
 
@@ -26,7 +26,7 @@ template <typename Shared, typename Params, int slots, int early_slices> struct 
         if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
     }
     // At the start the consumers own the ring. Release only slot 0 until the first Q arrives; otherwise weight copies queue ahead of Q.
-    // With slices (few tokens) the memory is the bound: release more.
+    // With slices (few tokens) the memory is the bound: release `early_slices`.
     __device__ __forceinline__ void release_ring(int from, int to) {
 #pragma unroll 1
         for (int slot = from; slot < to; ++slot) release(slot);

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
         for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
         if (p.gate_tiles) tma::prefetch(&map_r);
     }
-    if (threadIdx.x == 32) {  // one thread for all, in a warp of its own: a branch for each delays the start
+    if (threadIdx.x == 32) {  // one branch for all semaphores, beside the warp that prefetches the maps
         auto &sem = shared.semaphores;
         for (int i = 0; i < P::slots; ++i) {
             kittens::init_semaphore(sem.slot_full[i], ForwardArrivals::slot_full);

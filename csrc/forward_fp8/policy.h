@@ -6,8 +6,7 @@
 
 namespace flashmhf {
 
-// Slots of the ring that slices fill before the first Q is there: with all of them Q waits up to 3 us behind the weights in the L2's
-// queues.
+// Slots of the ring that slices fill before the first Q is there. With all of them Q comes later, probably behind the weights (README.md).
 constexpr int fp8_early_slots = 3;
 
 // few_rows: of an instance for CTAs that divide an item of one or two row tiles.
@@ -18,8 +17,8 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int consumers = d_h <= 128 && !few_rows ? 3 : 2;
     static constexpr int threads = 128 * (consumers + 1);
 
-    // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of inter rows. With 32 a chunk's product takes 16 registers. One
-    // warpgroup alone waits for the tensor cores at each chunk, for as long whether it has 32 rows or 64.
+    // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of inter rows. With 32 a chunk's product takes 16 registers;
+    // with 64 there are half as many waits for the tensor cores, which one warpgroup alone does not cover.
     static constexpr int chunk_inter = few_rows && (d_h == 96 || d_h == 128) ? tile_inter : 32, chunks = tile_inter / chunk_inter;
     static constexpr int box_rows = 32;                                              // of K or U that one copy brings
     static constexpr int ku_panel = d_h % 128 == 0 ? 128 : d_h % 64 == 0 ? 64 : 32;  // bytes of a row of a panel, swizzled as wide
@@ -30,7 +29,7 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int slot_bytes = ku_bytes + v_bytes;
     static constexpr int slots = d_h == 64 ? 14 : d_h == 96 ? 8 : d_h == 128 ? 6 : 3;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
-    // One more where slices' sums of 64 tokens would not fit otherwise.
+    // One more with few rows, so that the sums of slices of 64 tokens fit the buffers of Q.
     static constexpr int q_buffers = consumers + (few_rows && d_h <= 128);
 
     // The gate of a chunk of sub-networks for the rows of a warpgroup, in rows of 28: eight neighbouring rows do not meet a bank twice.
