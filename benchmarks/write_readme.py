@@ -147,7 +147,8 @@ def groups_table(root: pathlib.Path) -> str:
         gate = "router" if subject == "gated forward" else "R given"
         lines.append([str(-heads), f"{tokens:,}", gate, "µs" if few else "TFLOP/s", *figures])
     header = ["H", "T", "gate", "unit", *(f"g = {group}" for group in groups)]
-    return "\n\n".join([paper.table(header, lines), *(_conditions("Forward", record) for record in records)])
+    conditions = [_conditions(what, record) for what, record in zip(("H = 16", "H = 32 and 64"), records, strict=True)]
+    return "\n\n".join([paper.table(header, lines), *conditions])
 
 
 SERVING_COLUMNS = {
