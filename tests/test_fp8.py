@@ -182,7 +182,7 @@ def test_error_is_that_of_an_fp8_swiglu(device):
         linear(inner, down_proj),
         (nn.functional.silu(x.double() @ gate_proj.double().T) * (x.double() @ up_proj.double().T)) @ down_proj.double().T,
     )
-    q, k, u, v, r = problem(tokens, 4, 2, 384, 128, device=device)
+    q, k, u, v, r = problem(tokens, 8, 7, 384, 128, device=device)
     ours = relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r))
     assert ours <= 1.005 * swiglu  # equal: the roundings of either kernel move the fourth digit
 

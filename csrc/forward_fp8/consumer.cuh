@@ -68,8 +68,8 @@ struct ForwardFp8Consumer
         Stream::release_q, Stream::offer_q;
 
     const uint32_t ring_address = tma::shared_address(shared.ring);
-    uint32_t q[d_h / 8];              // e4m3
-    uint32_t half_scale[2], gain[2];  // as in swiglu(), of rows g and g + 8
+    uint32_t q[d_h / 8];     // e4m3
+    uint32_t half_scale[2];  // as in swiglu(), of rows g and g + 8
     float2 out_scale;
 
     __device__ __forceinline__ const Fp8Scales<d_h> &scales() { return shared.scales[q_phase ^ 1][wg]; }
@@ -85,22 +85,35 @@ struct ForwardFp8Consumer
     __device__ __forceinline__ static T2 larger(T2 a, T2 b) { return __hmax2(a, __habs2(b)); }
     // Quantises Q of the current item per row, in two passes. once: Q is read once and stays in registers between them.
     template <bool once> __device__ __forceinline__ void load_q() {
-        float largest[2], inverse[2], squares[2] = {0.f, 0.f};
         T2 kept[once ? d_h / 16 : 1][4], pair[2] = {};
-#pragma unroll
+        float2 squares[2] = {};
+        constexpr int unrolled = once || d_h <= 128 ? d_h / 16 : 2;  // at d_h = 256 all reads at once would spill
+#pragma unroll(unrolled)
         for (int k = 0; k < d_h / 16; ++k) {
             T2(&x)[4] = kept[once ? k : 0];
             query(k, x);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) pair[i % 2] = larger(pair[i % 2], x[i]);
+            for (int i = 0; i < 4; ++i) {
+                const float2 v = widen(x[i]);
+                squares[i % 2].x = fmaf(v.x, v.x, squares[i % 2].x);
+                squares[i % 2].y = fmaf(v.y, v.y, squares[i % 2].y);
+                pair[i % 2] = larger(pair[i % 2], x[i]);
+            }
         }
+        float unit[2], inverse[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float2 both = widen(pair[i]);
-            largest[i] = fmaxf(both.x, both.y);
-            largest[i] = fmaxf(largest[i], __shfl_xor_sync(kittens::MASK_ALL, largest[i], 1));
-            largest[i] = fmaxf(fmaxf(largest[i], __shfl_xor_sync(kittens::MASK_ALL, largest[i], 2)), 1e-18f);
-            inverse[i] = query_limit / largest[i];
+            float largest = fmaxf(both.x, both.y), sum = squares[i].x + squares[i].y;
+            largest = fmaxf(largest, __shfl_xor_sync(kittens::MASK_ALL, largest, 1));
+            largest = fmaxf(fmaxf(largest, __shfl_xor_sync(kittens::MASK_ALL, largest, 2)), smallest_query);
+            sum += __shfl_xor_sync(kittens::MASK_ALL, sum, 1);
+            sum += __shfl_xor_sync(kittens::MASK_ALL, sum, 2);
+            const float reciprocal = reciprocal_fast(largest),
+                        ratio = rsqrtf(fmaxf(sum * reciprocal * reciprocal, 1.f));                  // of largest and norm
+            const float limit = query_norm * __uint_as_float(__float_as_uint(ratio) & 0x7f800000);  // of q8: a power of two
+            unit[i] = largest * reciprocal_fast(limit);
+            inverse[i] = reciprocal * limit;
         }
 #pragma unroll
         for (int k = 0; k < d_h / 16; ++k) {
@@ -111,7 +124,6 @@ struct ForwardFp8Consumer
             for (int i = 0; i < 4; ++i) {
                 v[i] = widen(x[i]);
                 v[i].x *= inverse[i % 2], v[i].y *= inverse[i % 2];
-                squares[i % 2] = fmaf(v[i].x, v[i].x, fmaf(v[i].y, v[i].y, squares[i % 2]));
             }
             q[2 * k] = fp8::to_fp8(v[0], v[2]);
             q[2 * k + 1] = fp8::to_fp8(v[1], v[3]);
@@ -120,14 +132,9 @@ struct ForwardFp8Consumer
         float scale[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            squares[i] += __shfl_xor_sync(kittens::MASK_ALL, squares[i], 1);
-            squares[i] += __shfl_xor_sync(kittens::MASK_ALL, squares[i], 2);
-            squares[i] = squares[i] < 1.f ? 1.f : squares[i];  // of a row of zeros; NaN stays
-            const float unit = largest[i] * (1.f / query_limit);
-            scale[i] = unit * unit * squares[i] * k_scale * (0.5f / activation_gain);
-            const float half = fminf(0.5f * unit * k_scale, 60000.f), gains = activation_gain * reciprocal_fast(squares[i]);
+            const float half = fminf(0.5f * unit[i] * k_scale, 60000.f);
+            scale[i] = 0.5f * unit[i] * unit[i] * k_scale;
             half_scale[i] = fp8::pack_half(half, half);
-            gain[i] = fp8::pack_half(gains, gains);
         }
         out_scale = {scale[0], scale[1]};
         fp8::pin(q);
@@ -217,7 +224,7 @@ struct ForwardFp8Consumer
             fp8::pin(next);
             warpgroup::mma_fence();
             issue_scores(next, next_slot, next_index);
-            swiglu(a, now, half_scale, gain);
+            swiglu(a, now, half_scale);
             fp8::pin(a);
             warpgroup::mma_fence();
             issue_products(o, a, slot, index, adds);
@@ -307,7 +314,7 @@ struct ForwardFp8Consumer
 
             const int slot = ring.slot;
             if constexpr (P::chunks == 1) {
-                swiglu(a0, s0, half_scale, gain);
+                swiglu(a0, s0, half_scale);
                 fp8::pin(a0), fp8::pin(a1);
                 warpgroup::mma_fence();
                 issue_products(o, a0, slot, 0, accumulate);
@@ -315,7 +322,7 @@ struct ForwardFp8Consumer
                 ring.advance();
                 chunk(s0, s1, a0, a1, slot, 0, slot, 1, accumulate);
                 if (before >= 0) release(before);
-                swiglu(a1, s1, half_scale, gain);
+                swiglu(a1, s1, half_scale);
                 fp8::pin(a1);
                 warpgroup::mma_fence();
                 issue_products(o, a1, slot, 1, 1);

@@ -67,16 +67,18 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
     const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = int64_t{s.heads / s.group} * s.subnets;
     const int d = s.head_dim;
     double *q8 = acc + d;
-    double largest = 1e-18, squares = 0;
-    for (int i = 0; i < d; ++i) largest = fmax(largest, fabs(double(float(q[row * d + i]))));
-    const double unit = largest / flashmhf::query_limit;
-    for (int i = 0; i < d; ++i) squares += double(float(q[row * d + i])) / unit * (double(float(q[row * d + i])) / unit);
+    double largest = flashmhf::smallest_query, squares = 0;
+    for (int i = 0; i < d; ++i) {
+        const double x = fabs(double(float(q[row * d + i])));
+        largest = fmax(largest, x);
+        squares += x * x;
+    }
+    const double unit = largest / (flashmhf::query_norm * exp2(floor(log2(largest / sqrt(fmax(squares, largest * largest))))));
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
         acc[i] = 0;
         q8[i] = of_fp8(to_fp8(double(float(q[row * d + i])) / unit));
     }
     __syncthreads();
-    const double gain = flashmhf::activation_gain / squares;
     for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
         const int64_t e = j / s.subnet_dim, of_e = head / s.group * s.subnets + e, at = of_e * s.subnet_dim * d;
         double m = 0, n = 0;
@@ -85,9 +87,9 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
             m += q8[i] * of_fp8(k[x]);
             n += q8[i] * of_fp8(u[x]);
         }
-        const double a = of_fp8(to_fp8(m * (1 + tanh(0.5 * unit * scales[of_e] * m)) * n * gain));
+        const double a = of_fp8(to_fp8(m * (1 + tanh(0.5 * unit * scales[of_e] * m)) * n));
         const double factor =
-            0.5 * unit * unit / gain * scales[of_e] * scales[plane + of_e] * scales[2 * plane + of_e] * gate[row * s.subnets + e];
+            0.5 * unit * unit * scales[of_e] * scales[plane + of_e] * scales[2 * plane + of_e] * gate[row * s.subnets + e];
         for (int i = 0; i < d; ++i) atomicAdd(&acc[i], factor * a * of_fp8(v[at + i * s.subnet_dim + place(j % s.subnet_dim)]));
     }
     __syncthreads();

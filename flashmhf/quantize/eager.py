@@ -1,11 +1,12 @@
 """FP8 forward in PyTorch operations on any device: the kernels' quantisation points, sums in float32. It is what tests compare with.
 
-With unit = max |q| / 16 of a token and head, q8 = e4m3(q / unit), m = q8 k8, n = q8 u8 and s = |q / unit|^2:
+With the unit of a token and head, q8 = e4m3(q / unit), m = q8 k8 and n = q8 u8:
 
-    a8  = e4m3(m (1 + tanh(unit k_scale m / 2)) n 16 / s)
-    out = sum_e r_e (unit^2 s / 32) k_scale u_scale_e v_scale_e (a8 v8)
+    a8  = e4m3(m (1 + tanh(unit k_scale m / 2)) n)
+    out = sum_e r_e (unit^2 / 2) k_scale u_scale_e v_scale_e (a8 v8)
 
-s makes the root mean square of a8 about 16 whatever the size of q, and the gate multiplies sums, so a8 does not depend on it.
+The unit makes the largest of q8 a power of two and the norm of q8 more than 2 and at most 4, so that the root mean square of a8 is 4 to 16
+whatever the size of q. The gate multiplies sums, so a8 does not depend on it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from .linear import linear
 from .packing import E4M3_MAX, permutation, to_e4m3
 
 __all__ = ["forward", "gated_forward", "layer", "linear", "why_not"]
-Q_MAX = 16.0  # of |q8|
-A_RMS = 16.0  # of a8, about
+Q_NORM = 4.0  # of q8, at most
 TINIEST = 1e-18  # instead of max |q| of a row of zeros
 BLOCK_ELEMENTS = 1 << 22  # of a block's intermediate [tokens, d_e]
 
@@ -30,18 +30,20 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> 
     return None
 
 
-def quantise_q(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q [..., d_h] -> (q8 in ``dtype``, unit [..., 1] float32, s [..., 1] in ``dtype``)."""
+def quantise_q(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """q [..., d_h] -> (q8 in ``dtype``, unit [..., 1] float32)."""
     q = q.float()
     largest = q.abs().amax(-1, keepdim=True).clamp_min(TINIEST)
-    scaled = q * (Q_MAX / largest)
-    return to_e4m3(scaled).to(dtype), largest / Q_MAX, scaled.to(dtype).square().sum(-1, keepdim=True).clamp_min(1e-36)
+    norm = (q / largest).square().sum(-1, keepdim=True).clamp_min(1.0).sqrt()
+    _, exponent = torch.frexp(1 / norm)  # 1 / norm is in [2^(exponent - 1), 2^exponent)
+    unit = torch.ldexp(largest, 1 - exponent) / Q_NORM
+    return to_e4m3(q / unit).to(dtype), unit
 
 
-def inter(q8: Tensor, unit: Tensor, s: Tensor, k: Tensor, u: Tensor, k_scale: Tensor) -> Tensor:
+def inter(q8: Tensor, unit: Tensor, k: Tensor, u: Tensor, k_scale: Tensor) -> Tensor:
     """A before its rounding to e4m3 [T, d_e], for q8 [T, d_h] and k, u [d_e, d_h], the values of k8 and u8 in columns' order."""
     m, n = q8 @ k.T, q8 @ u.T
-    return m * (1 + torch.tanh(0.5 * unit * k_scale * m)) * n * (A_RMS / s)
+    return m * (1 + torch.tanh(0.5 * unit * k_scale * m)) * n
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,10 +81,10 @@ def _forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: T
             k_scale, u_scale, v_scale = scales[(slice(None), *at)].unbind()
             for low in range(0, tokens, step):
                 block = slice(low, low + step)
-                q8, unit, s = quantise_q(rows[block, head], dtype)
-                a = inter(q8, unit, s, k, u, k_scale)
+                q8, unit = quantise_q(rows[block, head], dtype)
+                a = inter(q8, unit, k, u, k_scale)
                 count += (a.abs() > E4M3_MAX).sum()
-                factor = (unit.to(dtype) ** 2 * s / (2 * A_RMS)) * (k_scale * u_scale * v_scale).to(dtype)
+                factor = (unit.to(dtype) ** 2 / 2) * (k_scale * u_scale * v_scale).to(dtype)
                 if gates is not None:
                     factor = factor * gates[block, head, e, None].to(dtype)
                 out[block, head] += factor * (to_e4m3(a).to(dtype) @ v.T)

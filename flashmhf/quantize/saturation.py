@@ -23,7 +23,7 @@ def count_saturated(q: Tensor, packed: PackedWeights) -> Counts:
     """{"k", "u", "v", "a": (elements at the limit of e4m3, all elements)} for q [..., H, d_h]: a slow check, in float32.
 
     "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm. Q cannot saturate:
-    the largest value of a token and head becomes 16.
+    the largest value of a token and head becomes 4 at most.
 
     Raises TypeError and ValueError as :func:`flashmhf.quantize.forward` does, NotImplementedError for tensors without values (meta).
     """

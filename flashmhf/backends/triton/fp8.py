@@ -82,7 +82,7 @@ def forward_kernel(
 
     scales [3, matrices], matrices = H_kv E. Hopper's tensor cores add e4m3 products with fewer bits than fp32 has, so that a long sum of
     one sign loses some: the sum of a block is promoted (max_num_imprecise_acc), and that of a sub-network has an accumulator of its own.
-    16 is the largest |q8| and about the root mean square of a8 (Q_MAX and A_RMS of the eager implementation).
+    4 is the largest norm of a row of q8 (Q_NORM of the eager implementation).
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
@@ -90,11 +90,12 @@ def forward_kernel(
     d = tl.arange(0, BD)
     q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, column_at(d)).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q_t), 1), TINIEST)
-    scaled = q_t * (16.0 / largest)[:, None]
-    q8 = to_e4m3(scaled, INTERPRETED)
-    unit = largest / 16.0
-    # A row of q with NaN or inf has s = NaN, and so has its row of out.
-    s = tl.maximum(tl.sum(scaled * scaled, 1), 1e-36, propagate_nan=tl.PropagateNan.ALL)
+    scaled = q_t / largest[:, None]
+    squares = tl.sum(scaled * scaled, 1)
+    ratio = tl.rsqrt(tl.maximum(squares, 1.0))  # of the largest and the norm
+    limit = 4.0 * (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of q8: a power of two
+    q8 = to_e4m3(scaled * limit[:, None], INTERPRETED)
+    unit = tl.where(squares == squares, largest / limit, squares)  # a row of q with NaN or inf has the unit NaN, and so has its row of out
     if r is not None:
         r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
     total = tl.zeros([BT, BD], dtype=tl.float32)
@@ -110,11 +111,11 @@ def forward_kernel(
             mask = (unit_at < d_e)[:, None] & (d < D)[None, :]
             m = tl.dot(q8, tl.load(k8 + rows, mask=mask, other=0.0).T)
             n = tl.dot(q8, tl.load(u8 + rows, mask=mask, other=0.0).T)
-            a = 2.0 * m * sigmoid((unit * k_scale)[:, None] * m, RECIPROCAL) * n * (16.0 / s)[:, None]
+            a = 2.0 * m * sigmoid((unit * k_scale)[:, None] * m, RECIPROCAL) * n
             columns = matrix + d[:, None] * d_e + (j + i)[None, :]
             v_j = tl.load(v8 + columns, mask=(d < D)[:, None] & (j + i < d_e)[None, :], other=0.0)
             part = tl.dot(to_e4m3(a, INTERPRETED), v_j.T, part, max_num_imprecise_acc=BI)
-        factor = unit * unit * s / 32.0 * (k_scale * tl.load(scales + matrices + row) * tl.load(scales + 2 * matrices + row))
+        factor = unit * unit / 2.0 * (k_scale * tl.load(scales + matrices + row) * tl.load(scales + 2 * matrices + row))
         if r is not None:
             factor *= tl.load(r_rows + tl.cast(e, tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)
         total += factor[:, None] * part
