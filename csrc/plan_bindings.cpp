@@ -169,7 +169,7 @@ py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim
 py::dict forward_costs(int head_dim, bool fp8, int consumers) {
     const flashmhf::ForwardCostModel cost = fp8 ? flashmhf::forward_fp8_costs : flashmhf::ForwardCostModel{};
     py::dict d;
-    d["tile_us"] = cost.tile_us * head_dim * (fp8 && consumers < 3 ? flashmhf::forward_fp8_two_row_tiles : 1);
+    d["tile_us"] = cost.tile_us * head_dim * (fp8 ? flashmhf::forward_fp8_row_tiles(consumers) : 1);
     d["combine"] = cost.combine_tiles(head_dim);
     d["next_item"] = cost.gap_tiles(head_dim);
     d["stream"] = static_cast<double>(cost.stream_numerator) / cost.stream_denominator;

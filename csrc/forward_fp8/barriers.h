@@ -30,8 +30,8 @@ struct ForwardFp8Arrivals {
     __device__ __forceinline__ static int w_empty(int consumers) { return warpgroup_arrivals * consumers; }
 };
 
-// Named barriers; 0 is __syncthreads, 1 and 2 are q_read_barrier of two warpgroups in forward/barriers.h, 3 that of a third.
+// Named barriers; 0 is __syncthreads, 1 to 4 are q_read_barrier of a warpgroup in forward/barriers.h.
 // R of an item has been read for the last time: the warpgroup arrives, the warp that loads its R arrives and waits.
-__device__ __forceinline__ auto r_read_barrier(int warpgroup) { return kittens::barrier<warpgroup_warps + 1>(4 + warpgroup); }
+__device__ __forceinline__ auto r_read_barrier(int warpgroup) { return kittens::barrier<warpgroup_warps + 1>(5 + warpgroup); }
 
 }  // namespace flashmhf

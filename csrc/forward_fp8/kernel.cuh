@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h, few_rows>::threads, 1)
                 else load_weights_fp8<d_h, T, few_rows, false>(shared, weights, p);
             }
         } else if (warp <= p.consumers) {
-            load_rows_fp8<d_h, T, few_rows>(shared, &map_q, &map_r, &map_out, p, warp - 1);
+            const int last = warp == 3 ? p.consumers : warp;  // the last warp has the rows of two of four warpgroups
+            load_rows_fp8<d_h, T, few_rows>(shared, &map_q, &map_r, &map_out, p, warp - 1, last);
         } else {
             begin(p);
         }

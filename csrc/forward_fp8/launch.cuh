@@ -13,8 +13,8 @@ template <int d_h, typename T, bool few_rows> cudaError_t launch_instance(const 
     constexpr auto kernel = flashmhf_forward_fp8<d_h, T, few_rows>;
     if (cudaError_t error = allow_shared_memory(kernel, ForwardFp8Policy<d_h, few_rows>::shared_memory)) return error;
     const dim3 grid(l.plan.schedule.clusters * l.plan.cluster_size, l.plan.schedule.lanes);
-    return launch_clusters(l.plan.cluster_size, true, kernel, grid, 128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u,
-                           l.v, l.out, l.r, l.params);
+    return launch_clusters(l.plan.cluster_size, true, kernel, grid, forward_fp8_threads(l.plan.consumers), l.shared_memory, stream, l.q,
+                           l.k, l.u, l.v, l.out, l.r, l.params);
 }
 template <int d_h, typename T> cudaError_t launch_typed(const ForwardFp8Launch &l, cudaStream_t stream) {
     return divides_few_rows(l.plan) ? launch_instance<d_h, T, true>(l, stream) : launch_instance<d_h, T, false>(l, stream);

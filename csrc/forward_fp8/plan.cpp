@@ -34,7 +34,7 @@ template <bool few_rows> ForwardFootprint footprint_of(int head_dim) {
 double time_of(const ForwardPlan &plan, int head_dim, const ForwardCostModel &cost) {
     const ForwardSchedule &s = plan.schedule;
     if (s.clusters == 0) return 0;
-    const double tile = plan.consumers == 3 ? 1 : forward_fp8_two_row_tiles;
+    const double tile = forward_fp8_row_tiles(plan.consumers);
     if (s.slices > 1) return ceil_div(s.inter_tiles, s.slices) * tile;
     const bool adds = s.splits > s.rest;
     const int64_t span = adds ? ceil_div(int64_t{s.rest} * s.inter_tiles, s.splits) : s.rest > 0 ? s.inter_tiles : 0;
@@ -47,8 +47,7 @@ double time_of(const ForwardPlan &plan, int head_dim, const ForwardCostModel &co
 ForwardPlan plan_forward_fp8(const Shape &shape, const Device &device, const ForwardCostModel &cost) {
     ForwardFootprint footprint = footprint_of<false>(shape.head_dim);
     ForwardPlan plan = plan_forward(shape, device, footprint, false, cost);
-    if (plan.consumers == 3) {
-        footprint.consumers = 2;
+    for (footprint.consumers = plan.consumers - 1; footprint.consumers >= 2; --footprint.consumers) {
         const ForwardPlan fewer_rows = plan_forward(shape, device, footprint, false, cost);
         if (time_of(fewer_rows, shape.head_dim, cost) < 0.95 * time_of(plan, shape.head_dim, cost)) plan = fewer_rows;
     }

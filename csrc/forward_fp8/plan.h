@@ -1,5 +1,5 @@
-// The plan of the FP8 forward: that of the 16-bit forward with other tiles and costs. A CTA takes three row tiles, or two where that leaves
-// fewer rows or SMs idle: 193 to 256, 385 to 512 and about 1,000 tokens at H = 16.
+// The plan of the FP8 forward: that of the 16-bit forward with other tiles and costs. A CTA takes as many row tiles as the policy has, or
+// fewer where that leaves fewer rows or SMs idle: two of three at 193 to 256, 385 to 512 and about 1,000 tokens at H = 16, d_h = 128.
 #pragma once
 
 #include "forward/plan.h"
@@ -10,8 +10,9 @@ namespace flashmhf {
 // the former takes 0.90 us (benchmarks/results/fp8_h200.json).
 constexpr ForwardCostModel forward_fp8_costs{.tile_us = 0.7 / 128, .combine = 800, .behind_waves = 2800, .next_item = 800};
 
-// An inter tile of a CTA of two row tiles takes this part of the time of one of three: 0.73 at d_h = 128, 0.77 at 64 and 96.
-constexpr double forward_fp8_two_row_tiles = 0.77;
+// The time of an inter tile of a CTA of two, three or four row tiles, by that of three. Two take 0.73 at d_h = 128, 0.77 at 64 and 96;
+// four, at 64, 1.28.
+constexpr double forward_fp8_row_tiles(int count) { return count <= 2 ? 0.77 : count == 3 ? 1 : 1.28; }
 
 // Which of the kernel's two instances: for CTAs that divide an item of one or two row tiles.
 inline bool divides_few_rows(const ForwardPlan &plan) { return plan.schedule.slices > 1 && plan.consumers <= 2; }

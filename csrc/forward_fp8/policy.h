@@ -9,13 +9,17 @@ namespace flashmhf {
 // Slots of the ring that slices fill before the first Q is there. With all of them Q comes later, probably behind the weights (README.md).
 constexpr int fp8_early_slots = 3;
 
+// A warpgroup for each row tile, and the producer's.
+constexpr int forward_fp8_threads(int consumers) { return 128 * (consumers + 1); }
+
 // few_rows: of an instance for CTAs that divide an item of one or two row tiles.
 template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static_assert(supported_head_dim(d_h), "head dimensions with a policy");
 
-    // Three row tiles keep the tensor cores busy through the elementwise part of one of them; at d_h = 256 the registers hold two.
-    static constexpr int consumers = d_h <= 128 && !few_rows ? 3 : 2;
-    static constexpr int threads = 128 * (consumers + 1);
+    // Three row tiles keep the tensor cores busy through the elementwise part of one of them, and four the special functions at d_h = 64;
+    // at d_h = 256 the registers hold two.
+    static constexpr int consumers = few_rows || d_h == 256 ? 2 : d_h == 64 ? 4 : 3;
+    static constexpr int threads = forward_fp8_threads(consumers);
 
     // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of inter rows. With 32 a chunk's product takes 16 registers;
     // with 64 there are half as many waits for the tensor cores, which one warpgroup alone does not cover.
@@ -27,7 +31,7 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int v_panel = tile_inter;  // V is transposed: d_h rows of the tile's inter units
     static constexpr int v_bytes = d_h * v_panel;
     static constexpr int slot_bytes = ku_bytes + v_bytes;
-    static constexpr int slots = d_h == 64 ? 14 : d_h == 96 ? 8 : d_h == 128 ? 6 : 3;
+    static constexpr int slots = d_h == 64 ? consumers == 4 ? 12 : 14 : d_h == 96 ? 8 : d_h == 128 ? 6 : 3;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
     // One more with few rows, so that the sums of slices of 64 tokens fit the buffers of Q.
     static constexpr int q_buffers = consumers + (few_rows && d_h <= 128);
@@ -36,7 +40,7 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int gate_chunk = 28, gate_bytes = tile_rows * (gate_chunk + 1) * 4;
     // W of a head, where a router computes the gate.
     static constexpr int router_bytes = d_h <= 128 ? 12 * 1024 : 0;
-    static constexpr int small_bytes = 1280;  // semaphores, item records, scales
+    static constexpr int small_bytes = consumers > 3 ? 1536 : 1280;  // semaphores, item records, scales
 
     static constexpr int shared_memory =
         slots * slot_bytes + q_buffers * row_tile_bytes + consumers * gate_bytes + small_bytes + router_bytes;
@@ -47,7 +51,8 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
     static constexpr int launch_registers = launch_registers_of(threads);
-    static constexpr int producer_registers = consumers == 3 ? 32 : 24, consumer_registers = consumers == 3 ? 160 : 240;
+    static constexpr int producer_registers = consumers > 2 ? 32 : 24;
+    static constexpr int consumer_registers = consumers == 4 ? 112 : consumers == 3 ? 160 : 240;
     static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
     // Two buffers of [M|N], two of A, Q, the sums of products and the promoted ones.
     static constexpr int tile_registers = chunk_inter + chunk_inter / 4 + d_h / 8 + 2 * (d_h / 4);

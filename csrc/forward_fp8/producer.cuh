@@ -1,5 +1,5 @@
-// The producer of the FP8 forward kernel: one thread streams tiles of K, U and V through the ring. One warp for each consumer warpgroup
-// loads the Q, the scales and the gate of an item, and stores the outputs.
+// The producer of the FP8 forward kernel: one thread streams tiles of K, U and V through the ring. One warp for each consumer warpgroup,
+// or for two, loads the Q, the scales and the gate of an item, and stores the outputs.
 #pragma once
 
 #include "forward/producer.cuh"
@@ -55,18 +55,25 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
     kittens::pdl::arrive();  // not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches
 }
 
-// For one consumer warpgroup, by one warp: loads Q, scales and gate of its items, stores their outputs.
+// For consumer warpgroups first .. last - 1, by one warp: loads Q, scales and gate of their items, stores their outputs.
 template <int d_h, typename T, bool few_rows>
-__device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const CUtensorMap *map, const CUtensorMap *map_r,
-                                              const CUtensorMap *map_out, const ForwardFp8Params &p, int warpgroup) {
+__device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const CUtensorMap *map_q,
+                                              const CUtensorMap *map_r, const CUtensorMap *map_out, const ForwardFp8Params &p, int first,
+                                              int last) {
     using P = ForwardFp8Policy<d_h, few_rows>;
     const int lane = kittens::laneid();
     const bool leader = lane == 0;
-    auto &full = shared.semaphores.q_full[warpgroup];
-    auto &r_full = shared.semaphores.r_full[warpgroup];
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
-    const bool stages = p.router_bytes > 0 && leader && warpgroup == 0;
+    const bool stages = p.router_bytes > 0 && leader && first == 0;
     int count = 0;
+    auto each = [&](auto body) {  // no loop where there is one
+        if constexpr (P::consumers <= 3) {
+            body(first);
+        } else {
+#pragma unroll 1
+            for (int warpgroup = first; warpgroup < last; ++warpgroup) body(warpgroup);
+        }
+    };
     // W of the head of the current item: one for all consumers.
     auto load_router = [&]() {
         auto &w_full = shared.semaphores.w_full;
@@ -77,11 +84,13 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
     auto next_item = [&]() {
         Work work;
         if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
-        const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
-        const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
-        const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
-        if (leader)
-            shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
+        each([&](int warpgroup) {
+            const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
+            const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
+            const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
+            if (leader)
+                shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
+        });
         return true;
     };
     auto first_scale = [&](const Item &item) { return item.head / p.bundles * p.subnets; };
@@ -99,7 +108,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
         if (lane == P::gate_chunk) prefetch_line(p.k_scales + at);
     };
     // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
-    auto take_over = [&](int index) {
+    auto take_over = [&](int warpgroup, int index) {
         kittens::arrive_and_wait(q_read_barrier(warpgroup));
         if (index < 0 || !leader) return;
         const Item &done = shared.items[index % 2][warpgroup];
@@ -109,46 +118,55 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
     };
     bool more = next_item();
     __syncwarp();
-    if (more) prefetch_scales(shared.items[0][warpgroup]);
+    if (more) each([&](int warpgroup) { prefetch_scales(shared.items[0][warpgroup]); });
     begin(p);
     if (stages && more) load_router();
     while (more) {
         __syncwarp();
-        const Item &item = shared.items[count % 2][warpgroup];
-        if (leader) {
-            constexpr int panel_cols = panel_cols_of(d_h);
-            kittens::tma::expect_bytes(full, P::row_tile_bytes);
+        each([&](int warpgroup) {
+            const Item &item = shared.items[count % 2][warpgroup];
+            auto &full = shared.semaphores.q_full[warpgroup];
+            if (leader) {
+                constexpr int panel_cols = panel_cols_of(d_h);
+                kittens::tma::expect_bytes(full, P::row_tile_bytes);
 #pragma unroll
-            for (int c = 0; c < d_h; c += panel_cols)
-                tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
-        }
-        load_scales(item, shared.scales[count % 2][warpgroup]);
-        __syncwarp();
-        if (leader) kittens::arrive(full);
+                for (int c = 0; c < d_h; c += panel_cols)
+                    tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map_q, int4{c, item.head, item.token, item.sequence}, full);
+            }
+            load_scales(item, shared.scales[count % 2][warpgroup]);
+            __syncwarp();
+            if (leader) kittens::arrive(full);
+        });
         if (stages && count > 0) {
             wait_sleeping(shared.semaphores.w_empty, count - 1 & 1);
             load_router();
         }
         if (p.gate_tiles) {
-            if (count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
-            if (leader) {
-                kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
-                tma::load_async(shared.gate[warpgroup].values, map_r,
-                                int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
-            }
+            each([&](int warpgroup) {
+                const Item &item = shared.items[count % 2][warpgroup];
+                auto &r_full = shared.semaphores.r_full[warpgroup];
+                if (count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
+                if (leader) {
+                    kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
+                    tma::load_async(shared.gate[warpgroup].values, map_r,
+                                    int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
+                }
+            });
         }
         ++count;
-        take_over(count - 2);
+        each([&](int warpgroup) { take_over(warpgroup, count - 2); });
         more = next_item();
     }
-    if (leader) {
+    each([&](int warpgroup) {
+        if (!leader) return;
         shared.items[count % 2][warpgroup].begin = shared.items[count % 2][warpgroup].end = 0;
-        kittens::arrive(full, ForwardFp8Arrivals::q_full);
-    }
-    if (count > 0) {
-        if (p.gate_tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
-        take_over(count - 1);
-    }
+        kittens::arrive(shared.semaphores.q_full[warpgroup], ForwardFp8Arrivals::q_full);
+    });
+    if (count > 0)
+        each([&](int warpgroup) {
+            if (p.gate_tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
+            take_over(warpgroup, count - 1);
+        });
     if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it
 }
 
