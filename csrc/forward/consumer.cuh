@@ -13,10 +13,10 @@
 namespace flashmhf {
 
 template <int d_h, typename T, Division division>
-struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots, ForwardPolicy<d_h>::slots> {
+struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
     using P = ForwardPolicy<d_h>;
     using Shared = ForwardShared<d_h, T>;
-    using Stream = ItemStream<Shared, ForwardParams, P::slots, P::slots>;
+    using Stream = ItemStream<Shared, ForwardParams, P::slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
 
@@ -119,7 +119,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             warpgroup::load(q, shared.q[wg]);
             if constexpr (halved) kittens::warp::mul(q, q, __float2bfloat16(0.5f));
         };
-        if (first_item().end == 0) return;
+        if (first_item(P::slots).end == 0) return;
         if constexpr (gathers)
             if (is_idle()) return pass_items();
         load_q();

@@ -8,8 +8,8 @@
 
 namespace flashmhf {
 
-// Shared: has the kernel's semaphores, items and Q. early_slices: slots that are filled before the first Q is there, of slices.
-template <typename Shared, typename Params, int slots, int early_slices> struct ItemStream {
+// Shared: has the kernel's semaphores, items and Q.
+template <typename Shared, typename Params, int slots> struct ItemStream {
     using warpgroup = kittens::warpgroup;
 
     Shared &shared;
@@ -26,13 +26,13 @@ template <typename Shared, typename Params, int slots, int early_slices> struct 
         if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
     }
     // At the start the consumers own the ring. Release only slot 0 until the first Q arrives; otherwise weight copies queue ahead of Q.
-    // With slices (few tokens) the memory is the bound: release `early_slices`.
+    // With slices (few tokens) the memory is the bound: release `early_slots`.
     __device__ __forceinline__ void release_ring(int from, int to) {
 #pragma unroll 1
         for (int slot = from; slot < to; ++slot) release(slot);
     }
-    __device__ __forceinline__ const Item &first_item() {
-        const int early = p.schedule.slices > 1 ? early_slices : 1;
+    __device__ __forceinline__ const Item &first_item(int early_slots) {
+        const int early = p.schedule.slices > 1 ? early_slots : 1;
         release_ring(0, early);
         const Item &item = next_item();
         release_ring(early, slots);

@@ -52,11 +52,10 @@ struct FewFromGlobal : FromGlobal {
 };
 
 template <int d_h, typename T, bool few_rows>
-struct ForwardFp8Consumer
-    : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, ForwardFp8Params, ForwardFp8Policy<d_h, few_rows>::slots, fp8_early_slots> {
+struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, ForwardFp8Params, ForwardFp8Policy<d_h, few_rows>::slots> {
     using P = ForwardFp8Policy<d_h, few_rows>;
     using Shared = ForwardFp8Shared<d_h, T, few_rows>;
-    using Stream = ItemStream<Shared, ForwardFp8Params, P::slots, fp8_early_slots>;
+    using Stream = ItemStream<Shared, ForwardFp8Params, P::slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using Products = uint32_t[d_h / 4];
@@ -261,7 +260,7 @@ struct ForwardFp8Consumer
             gate.prepare(item, gate_tile(), item_scales, wg, scale);
         };
 
-        if (first_item().end == 0) return;
+        if (first_item(has_router(p.gate) ? fp8_early_slots_router : fp8_early_slots).end == 0) return;
         load_q<few_rows>();
         wait_slot();
 #pragma unroll
