@@ -177,9 +177,10 @@ inline void check_projection(const Tensor &x, const Tensor &w, const Tensor *sca
         STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
     }
     STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
-    const int most = scale ? project_fp8_tokens : project_tokens;
-    STD_TORCH_CHECK(x.dim() == 2 && x.size(0) <= most, "x must be [T, K] with T at most ", most, ", is ", shape_of(x));
+    STD_TORCH_CHECK(x.dim() == 2, "x must be [T, K], is ", shape_of(x));
     STD_TORCH_CHECK(w.dim() == 2 && w.size(1) == x.size(1), "w must be [N, K] with K = ", x.size(1), ", is ", shape_of(w));
+    const int most = project_most_tokens(w.size(0), scale != nullptr);
+    STD_TORCH_CHECK(x.size(0) <= most, "x must be [T, K] with T at most ", most, " for N = ", w.size(0), ", is ", shape_of(x));
     auto supported = [](int64_t size, int64_t most) { return size > 0 && size % project_multiple == 0 && size <= most; };
     STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), INT32_MAX), "w is ", shape_of(w), "; supported: multiples of ",
                     project_multiple);

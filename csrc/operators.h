@@ -36,8 +36,8 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
                             double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
                             const Tensor &out_w, const std::optional<Tensor> &out_bias);
 
-// The same with packed weights. A projection with a scale has weights in e4m3: of at most 128 tokens project_fp8 computes it, of more
-// quantise_rows and aten::_scaled_mm.
+// The same with packed weights. A projection with a scale has weights in e4m3: of at most project_most_tokens project_fp8 computes it, of
+// more quantise_rows and aten::_scaled_mm.
 std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_scale,
                                 const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm, double q_norm_eps,
                                 const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales, const Tensor &w, double eps,

@@ -14,12 +14,12 @@ from flashmhf import quantize, reference
 from flashmhf.graphs import capturing
 from flashmhf.quantize import eager
 from flashmhf.quantize import layer as layer_module
-from flashmhf.quantize.linear import FEW_TOKENS, quantise_rows
+from flashmhf.quantize.linear import FEW_TOKENS, FEW_TOKENS_WIDE, PAIRED_FEATURES, quantise_rows
 from flashmhf.testing import poisoned_memory, relative_l2
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 HALVES = [torch.bfloat16, torch.float16]
-LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 97, 128)
+LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 97, 128, 129, 192, 193, 256, 257, 384)
 linear, layer = torch.ops.flashmhf.fp8_linear, torch.ops.flashmhf.fp8_layer
 
 
@@ -64,8 +64,8 @@ def test_few_tokens_stay_in_their_dtype(device, dtype, bias):
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_more_tokens_are_quantised_by_rows(device, dtype):
-    for tokens in (FEW_TOKENS + 1, 300):
-        x, weight8, scale, bias = operands(tokens, 512, 192, dtype, device, bias=True)
+    for tokens, features in ((FEW_TOKENS + 1, 192), (500, PAIRED_FEATURES), (FEW_TOKENS_WIDE + 1, PAIRED_FEATURES + 64)):
+        x, weight8, scale, bias = operands(tokens, 512, features, dtype, device, bias=True)
         with poisoned_memory():
             actual = linear(x, weight8, scale, bias)
         x8, x_scale = quantise_rows(x)
@@ -121,7 +121,7 @@ def test_projection_kernel_takes_every_e4m3_value(usable):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 13, 64, 96, 128])
+@pytest.mark.parametrize("tokens", [1, 13, 64, 96, 128, 192, 256, 384])
 def test_projection_kernel_repeats_its_bits(usable, tokens):
     args = operands(tokens, 2048, 2048, device="cuda", bias=True)
     first = linear(*args)
@@ -295,7 +295,7 @@ def test_compile_export_and_autocast(device):
     compiled = torch.compile(served, fullgraph=True, dynamic=True, backend=backend)
     x = torch.randn(40, 256, device=device).bfloat16()
     with torch.no_grad():
-        for tokens in (5, 140):  # both sides of FEW_TOKENS
+        for tokens in (5, FEW_TOKENS + 12):
             rows = torch.randn(tokens, 256, device=device).bfloat16()
             assert torch.equal(compiled(rows), served(rows))
         tokens = torch.export.Dim("tokens", min=2, max=4096)
@@ -409,7 +409,7 @@ def test_the_library_checks_by_itself(usable):
         (lambda: project(x, weight8.cpu(), scale, None), "w must be on the same CUDA device"),
         (lambda: project(x, weight8, scale[:32], None), "scale must hold N = 64"),
         (lambda: project(x, weight8[:48], scale[:48], None), "multiples of 64"),
-        (lambda: project(x.repeat(FEW_TOKENS // 8 + 1, 1), weight8, scale, None), f"T at most {FEW_TOKENS}"),
+        (lambda: project(x.repeat(FEW_TOKENS // 8 + 1, 1), weight8, scale, None), f"T at most {FEW_TOKENS} for N = 64"),
         (lambda: quantise(x.float()), "x must be bfloat16 or float16"),
         (lambda: quantise(x[:, :12]), "K a multiple of 8"),
         (lambda: quantise(x[:, ::2]), "last dimension must be contiguous"),

@@ -209,9 +209,9 @@ def test_projections_cover_every_token_and_feature(features):
         {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)},
         {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)},
     )
-    for tokens, fp8 in [*((tokens, False) for tokens in range(1, 385)), *((tokens, True) for tokens in range(1, 129))]:
+    for tokens, fp8 in itertools.product(range(1, 385), (False, True)):
         p = plan.plan_project(tokens, features, fp8)
-        assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in (quads if fp8 else quads | pairs)
+        assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in (quads if fp8 and tokens <= 128 else quads | pairs)
         assert p["blocks"] * p["max_tokens"] >= tokens > (p["blocks"] - 1) * p["max_tokens"]
         assert features % (64 * p["warpgroups"]) == 0
 

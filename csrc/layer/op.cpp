@@ -120,8 +120,10 @@ bool reads(const Frame &f, int64_t weight_heads, int64_t subnets) {
 bool takes_few(int64_t tokens, const Projection &p) {
     const int64_t features = p.w.size(0);
     if (features % project_multiple != 0 || p.w.size(1) % project_multiple != 0) return false;
-    return p.scale ? tokens <= project_fp8_tokens : projects_faster(tokens, features);
+    return p.scale ? tokens <= project_most_tokens(features, true) : projects_faster(tokens, features);
 }
+// Whether so few tokens must stay in 16 bits: x is not quantised for them.
+bool keeps_type(int64_t tokens, const Projection &p) { return p.scale && tokens <= project_most_tokens(p.w.size(0), true); }
 // Whether aten::_scaled_mm takes it: sizes in multiples of 16, and for scales of rows results in bf16. It adds no bias here.
 bool takes_many(const Tensor &x, const Projection &p) {
     constexpr int multiple = 16;
@@ -133,18 +135,20 @@ template <typename Mix> std::optional<Tensor> run(const Frame &f, Mix mix) {
     const DeviceScope scope(f.x.get_device_index(), "flashmhf layer");
     const Tensor rows = rows_of(f.x, f.in.w.size(1));
     const int64_t tokens = rows.size(0);
-    // The projection kernel reads x by TMA; what it cannot read goes to cuBLAS, and so do many tokens.
-    const bool readable = readable_rows(rows), few = readable && takes_few(tokens, f.in) && takes_few(tokens, f.out);
-    const bool quantises = f.in.scale || f.out.scale;
-    if (!few && quantises && (tokens <= project_fp8_tokens || !readable || !takes_many(rows, f.in) || !takes_many(rows, f.out)))
-        return std::nullopt;
+    // The projection kernel reads x by TMA; what it cannot read goes to cuBLAS, and so do many tokens. In 16 bits it takes both or none.
+    const bool readable = readable_rows(rows), in_few = readable && takes_few(tokens, f.in), out_few = readable && takes_few(tokens, f.out);
+    const bool in_own = in_few && (f.in.scale || out_few), out_own = out_few && (f.out.scale || in_few);
+    auto lacks = [&](const Projection &p, bool own) {
+        return p.scale && !own && (keeps_type(tokens, p) || !readable || !takes_many(rows, p));
+    };
+    if (lacks(f.in, in_own) || lacks(f.out, out_own)) return std::nullopt;
     const Tensor mixed = [&] {  // Q is released before out_proj takes memory
-        const Tensor q = multiply(rows, f.in, few, false);
+        const Tensor q = multiply(rows, f.in, in_own, false);
         if (f.norm.weight) normalise(q, *f.norm.weight, f.norm.eps);
         return mix(dense_view(q, std::array{tokens, f.heads(), f.head_dim()}));
     }();
     // Behind the forward kernels, which wait for every older kernel, nothing that still runs can write out_w or out_bias.
-    const Tensor y = multiply(dense_view(mixed, std::array{tokens, f.inner()}), f.out, few, true);
+    const Tensor y = multiply(dense_view(mixed, std::array{tokens, f.inner()}), f.out, out_own, true);
     std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
     sizes.back() = f.out.w.size(0);
     return dense_view(y, sizes);

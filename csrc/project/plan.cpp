@@ -5,8 +5,8 @@
 namespace flashmhf {
 namespace {
 
-// Clusters of 2 CTAs that an H100 or H200 runs at once, and as many of 4 as are faster than cuBLAS (30 run at once).
-constexpr int pairs = 66, quads = 24;
+// As many clusters of 4 CTAs as are faster than cuBLAS (30 run at once).
+constexpr int quads = 24;
 
 ProjectPlan in_blocks(int warpgroups, int max_tokens, int cluster, int64_t tokens) {
     return {warpgroups, max_tokens, cluster, static_cast<int>((tokens + max_tokens - 1) / max_tokens)};
@@ -15,16 +15,17 @@ ProjectPlan in_blocks(int warpgroups, int max_tokens, int cluster, int64_t token
 // Two blocks of tokens for 64 features, in pairs: twice as many CTAs as for 128 features in fours, and fewer sums to send. At 2,048
 // features the fours are faster up to 96 tokens, and cuBLAS is as fast for more than 256.
 bool takes_pairs(int64_t tokens, int64_t features) {
-    return tokens > 64 && 2 * (features / 64) <= pairs && ((tokens > 96 && tokens <= 256) || features <= 1536);
+    return tokens > 64 && features <= project_paired_features && ((tokens > 96 && tokens <= 256) || features <= 1536);
 }
 
 }  // namespace
 
 // Up to 64 tokens two CTAs fit an SM, so that one starts under the other. More tokens take 128 features a CTA, so that x is read half as
-// often, or half the tokens a CTA. A W in e4m3 is converted in registers, which a CTA's share of k bounds: it has no pairs.
+// often, or half the tokens a CTA. A W in e4m3 is converted in registers, which a CTA's share of k bounds: it has pairs for more than 128
+// tokens only.
 ProjectPlan plan_project(int64_t tokens, int64_t features, bool fp8) {
     if (tokens <= 64) return in_blocks(1, tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64, 4, tokens);
-    if (tokens > project_fp8_tokens || (!fp8 && takes_pairs(tokens, features)))
+    if (tokens > 128 || (!fp8 && takes_pairs(tokens, features)))
         return in_blocks(1, tokens <= 96 ? 48 : tokens <= 128 ? 64 : tokens <= 192 ? 96 : tokens <= 256 ? 128 : 192, 2, tokens);
     return features % 128 != 0 ? in_blocks(1, 64, 4, tokens) : in_blocks(2, tokens <= 96 ? 96 : 128, 4, tokens);
 }

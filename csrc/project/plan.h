@@ -12,7 +12,7 @@ struct ProjectPlan {
     int blocks;      // clusters along the tokens
 };
 
-// For at most project_tokens tokens (fp8, a W in e4m3: project_fp8_tokens); features is a multiple of project_multiple.
+// For at most project_most_tokens tokens; features is a multiple of project_multiple. fp8: a W in e4m3.
 ProjectPlan plan_project(int64_t tokens, int64_t features, bool fp8);
 
 // Whether the kernel is faster than cuBLAS for a W in 16 bits of these sizes, and takes them.

@@ -1,7 +1,7 @@
 """The operators ``torch.ops.flashmhf.fp8_linear`` and ``fp8_layer``: a projection with e4m3 weights, and the whole network.
 
 They serve inference: an input that requires a gradient is refused. One node of a compiled or exported graph each, so that the choice by
-the number of tokens (``linear.FEW_TOKENS``) makes no guard on that number.
+the number of tokens (``linear.few_tokens``) makes no guard on that number.
 """
 
 from __future__ import annotations
