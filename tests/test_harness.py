@@ -50,6 +50,7 @@ def test_forward(d_h, arguments):
         ("gate=w", "E=30", "d_e=48"),
         ("gate=w", "T=1"),  # CTAs divide an item
         ("gate=r", "T=4400", "H=8", "repeat=20"),  # items are split
+        ("gate=w", "T=16384", "H=8", "repeat=20"),  # several items a CTA, of as many row tiles as there are consumers
         ("gate=w", "group=2"),
     ],
 )

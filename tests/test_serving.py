@@ -400,35 +400,41 @@ def two_ranks(rank: int, folder: str, device: str) -> None:
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
-    try:
-        torch.manual_seed(0)
-        sizes = (2048, 16, 22, 384) if device == "cuda" else (D_MODEL, HEADS, SUBNETS, WIDTH)
-        settings = {"device": place, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
-        module = flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings)
-        torch.nn.init.normal_(module.out_proj.bias)
+    compare_shard(rank, place)
+    # NCCL waits here for the other rank, which may have failed (hence no finally), and for the end of every graph with its operations.
+    torch.distributed.destroy_process_group()
 
-        def all_reduce(y: torch.Tensor) -> torch.Tensor:
-            return torch.distributed._functional_collectives.all_reduce(y, "sum", torch.distributed.group.WORLD)
 
-        layer = serving.FlashMHFShard(*sizes, q_norm=True, bias=True, rank=Rank(rank, 2, all_reduce), **settings)
-        layer.load(module.state_dict())
-        assert len(layer.k) == sizes[1] // 2
-        functions = [layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="inductor" if device == "cuda" else "eager")]
-        with torch.no_grad():
-            for tokens, function in ((tokens, function) for tokens in (1, 16, 64, 256) for function in functions):
-                x = torch.randn(tokens, sizes[0], **settings)
-                tolerance = {"rtol": 2e-2, "atol": 2e-2} if device == "cuda" else {}
-                torch.testing.assert_close(function(x), module(x), **tolerance)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                    graph = torch.cuda.CUDAGraph()
-                    with capturing(graph):
-                        y = function(x)
-                    x.copy_(torch.randn(tokens, sizes[0], **settings))
-                    graph.replay()
-                    torch.testing.assert_close(y, module(x), **tolerance)
-    finally:
-        torch.distributed.destroy_process_group()
+def compare_shard(rank: int, place: torch.device) -> None:
+    on_gpu = place.type == "cuda"
+    torch.manual_seed(0)
+    sizes = (2048, 16, 22, 384) if on_gpu else (D_MODEL, HEADS, SUBNETS, WIDTH)
+    settings = {"device": place, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+    module = flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings)
+    torch.nn.init.normal_(module.out_proj.bias)
+
+    def all_reduce(y: torch.Tensor) -> torch.Tensor:
+        collectives = torch.distributed._functional_collectives
+        # A capture fails that ends before the stream of the all-reduce has joined it.
+        return collectives.wait_tensor(collectives.all_reduce(y, "sum", torch.distributed.group.WORLD))
+
+    layer = serving.FlashMHFShard(*sizes, q_norm=True, bias=True, rank=Rank(rank, 2, all_reduce), **settings)
+    layer.load(module.state_dict())
+    assert len(layer.k) == sizes[1] // 2
+    functions = [layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="inductor" if on_gpu else "eager")]
+    with torch.no_grad():
+        for tokens, function in ((tokens, function) for tokens in (1, 16, 64, 256) for function in functions):
+            x = torch.randn(tokens, sizes[0], **settings)
+            tolerance = {"rtol": 2e-2, "atol": 2e-2} if on_gpu else {}
+            torch.testing.assert_close(function(x), module(x), **tolerance)
+            if on_gpu:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with capturing(graph):
+                    y = function(x)
+                x.copy_(torch.randn(tokens, sizes[0], **settings))
+                graph.replay()
+                torch.testing.assert_close(y, module(x), **tolerance)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
