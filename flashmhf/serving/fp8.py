@@ -16,8 +16,9 @@ class Fp8FlashMHFShard(Shard):
     """:class:`flashmhf.quantize.Fp8FlashMHF` with H / size heads; one operator and one all-reduce.
 
     Arguments as in :class:`FlashMHFShard`, and ``projections``: whether they are in e4m3, too. The state dict is that of
-    ``flashmhf.quantize.to_fp8``. A row of out_proj keeps the scale of the whole row on every rank, and where out_proj quantises its
-    input (of many tokens, :class:`flashmhf.quantize.Fp8Linear`), a rank quantises its part of S by itself. Raises ValueError for another layout of packed weights.
+    ``flashmhf.quantize.to_fp8``. A row of out_proj keeps the scale of the whole row on every rank. Where out_proj quantises its input (many
+    tokens, :class:`flashmhf.quantize.Fp8Linear`), a rank quantises its part of S by itself. Raises ValueError for another layout of packed
+    weights.
     """
 
     def __init__(
