@@ -100,6 +100,21 @@ def test_outlier_weights_keep_the_others_bits():
     assert relative_l2(unpacked[rest], v[rest].double()) < 0.03
 
 
+def test_the_largest_of_a_row_of_q8_is_a_power_of_two():
+    """And the norm of the row before its rounding is more than 2 and at most 4, whatever the row: A then needs no factor for its range."""
+    rows = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
+    rows[0], rows[1, 1:], rows[2, 5] = 3.7, 0, 400.0  # equal values, a single one, one of the others' 400 fold
+    for scale in (1e-12, 1.0, 1e12):
+        q8, unit = eager.quantise_q(rows * scale, torch.float64)
+        exponent = q8.abs().amax(-1).log2()
+        assert torch.equal(exponent, exponent.round())
+        norm = (rows.double() * scale / unit.double()).norm(dim=-1)
+        assert (norm > 2).all() and (norm <= 4 * (1 + 1e-6)).all()
+        assert relative_l2(q8 * unit, rows.double() * scale) < 0.03
+    q8, unit = eager.quantise_q(torch.zeros(1, 128), torch.float64)
+    assert (q8 == 0).all() and 0 < unit < 1e-17
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("head_dim, subnet_dim, group", [(64, 80, 1), (96, 48, 2), (128, 384, 1), (256, 16, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
