@@ -14,6 +14,6 @@ struct ForwardFp8Params : ForwardParams {
 // Quantisation of Q: the largest of a row of q8 is a power of two, so large that the norm of the row is in (query_norm / 2, query_norm].
 // With k8 and u8 of root mean square 1 that of A is then 4 to 16, whatever the size of q, and no sum of [M|N] leaves fp16.
 constexpr float query_norm = 4.f;
-constexpr float smallest_query = 1e-18f;  // instead of the largest, and of the norm, of a row of zeros
+constexpr float smallest_query = 1e-18f;  // instead of the largest of a row of zeros
 
 }  // namespace flashmhf

@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     const bool stages = p.router_bytes > 0 && leader && first == 0;
     int count = 0;
-    auto each = [&](auto body) {  // no loop where there is one
+    auto each = [&](auto body) {  // for each of these warpgroups; one needs no loop
         if constexpr (P::consumers <= 3) {
             body(first);
         } else {

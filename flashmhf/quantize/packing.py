@@ -18,7 +18,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 16  # columns that are permuted among themselves
 LAYOUT = 1  # of the packed tensors; a change of their order gets another number
-ROW_NORM = 180.0  # of rows of k8 and u8: no sum of Q K^T or Q U^T exceeds 720, far inside fp16's range
+ROW_NORM = 180.0  # of rows of k8 and u8: sums of Q K^T and Q U^T are about 720 at most, far inside fp16's range
 V_MAX = 112.0  # of |v8|: a product with an a8 of 448 stays within fp16, in which the Hopper kernel sums a sub-network
 TINIEST_SCALE = 1e-30
 
