@@ -47,7 +47,7 @@ template <int d_h, bool few_rows> py::dict fp8_policy() {
     d["consumer_registers"] = P::consumer_registers;
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
-    d["q_bytes"] = P::q_buffers * P::row_tile_bytes;
+    d["q_bytes"] = P::consumers * P::row_tile_bytes;
     return d;
 }
 

@@ -289,7 +289,8 @@ def test_sums_of_slices_go_to_where_q_was_if_they_fit(length, heads, d_h, in_q):
 
 
 def test_sums_of_slices_in_fp8_and_of_bundles_go_to_where_q_was():
-    assert plan.plan_forward_fp8(1, 64, 16, 128, 22, 384)["sums_in_q"]
+    p = plan.plan_forward_fp8(1, 64, 16, 128, 22, 384)
+    assert p["sums_in_q"] and p["slices"] * p["slice_pieces"] + p["spare_pieces"] == 128 // 16, "pieces of 16 columns"
     assert not plan.plan_forward_fp8(1, 192, 16, 128, 22, 384)["sums_in_q"]
     assert plan.plan_forward(1, 16, 16, 128, 22, 384, group=4, large_clusters=7)["sums_in_q"]
     assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["sums_in_q"], "no slices"

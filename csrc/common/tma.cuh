@@ -103,13 +103,24 @@ __device__ __forceinline__ void arrive_remote(kittens::semaphore &sem, int cta) 
 }
 
 // To the same place in the shared memory of CTA cta of the cluster, where the semaphore at the same place as `sem` counts the bytes.
-__device__ __forceinline__ void store_remote_async(float4 *dst, float4 x, kittens::semaphore &sem, int cta) {
+__device__ __forceinline__ void store_remote_async(uint4 *dst, uint4 x, kittens::semaphore &sem, int cta) {
     asm volatile(
         "{\n.reg .b32 there, count;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [count];\n}" ::"r"(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [count];\n}" ::"r"(
             shared_address(dst)),
-        "r"(shared_address(&sem)), "r"(cta), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        "r"(shared_address(&sem)), "r"(cta), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
         : "memory");
+}
+__device__ __forceinline__ void store_remote_async(float2 *dst, float2 x, kittens::semaphore &sem, int cta) {
+    asm volatile(
+        "{\n.reg .b32 there, count;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [count];\n}" ::"r"(shared_address(dst)),
+        "r"(shared_address(&sem)), "r"(cta), "f"(x.x), "f"(x.y)
+        : "memory");
+}
+__device__ __forceinline__ void store_remote_async(float4 *dst, float4 x, kittens::semaphore &sem, int cta) {
+    const uint4 bits = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
+    store_remote_async(reinterpret_cast<uint4 *>(dst), bits, sem, cta);
 }
 
 }  // namespace flashmhf::tma

@@ -42,12 +42,11 @@ __device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, c
     if (holds_token(p, tile.sequence, tile.token + p.token_of(row + 8))) store_pair(dst + 8 * p.out_token, sum.z, sum.w);
 }
 
-// Sharers of an item add their sums in pieces of 8 columns of a row tile, 128 float4s as above: piece i (of all warpgroups) goes to CTA
+// Sharers of an item add their sums in pieces of some columns of a row tile, 16 bytes a thread: piece i (of all warpgroups) goes to CTA
 // i % slices, where it is number i / slices and lies beside the pieces of the other slices, in the order of their ranks. Threads whose
 // first row holds no token send nothing: the SMs send each other some 16 bytes a clock, so that 32 KB take more than a microsecond.
-template <int d_h> struct Pieces {
-    static constexpr int of_tile = d_h / 8;
-    int slices, threads, stride;  // float4s of a slice in a piece, and of a piece
+template <int of_tile> struct Pieces {
+    int slices, threads, stride;  // of 16 bytes: a slice in a piece, and a piece
     int number = 0, cta = 0;      // of the warpgroup's first piece
     int each, spare;              // pieces of a row tile for each CTA, and for one CTA each
 
@@ -69,65 +68,103 @@ template <int d_h> struct Pieces {
     __device__ __forceinline__ int count_of(int rank) const { return each + (first_of(rank) < spare); }
 };
 
+// Sums of a slice in fp32. A thread's piece is float4 j of its fragment.
+template <int d_h> struct FloatSliceSums {
+    static constexpr int columns = 8;  // of a piece
+    static constexpr bool scaled = false;
+    using Piece = float4;
+    const OutputTile<d_h> &o;
+    __device__ __forceinline__ Piece piece(int j) const { return fragment_quad<d_h>(o, j); }
+    __device__ __forceinline__ static void add(float4 (&sum)[1], Piece x, float2) { flashmhf::add(sum[0], x); }
+};
+
 // The sums of a warpgroup, to the CTAs that add them. stores_own: those that this CTA adds, which the thread that stores them reads, take
 // ordinary stores; an asynchronous store to the CTA itself takes as long as one to another.
-template <int d_h, bool stores_own, typename Quad>
-__device__ __forceinline__ void send_slice_sums(float4 *slice_sums, kittens::semaphore &full, const Pieces<d_h> &pieces, Quad &&quad) {
+template <bool stores_own, int of_tile, typename Sums>
+__device__ __forceinline__ void send_slice_sums(typename Sums::Piece *slice_sums, kittens::semaphore &full, const Pieces<of_tile> &pieces,
+                                                const Sums &sums) {
     const int rank = kittens::cluster_ctarank();
     int cta = pieces.cta;
-    float4 *at = slice_sums + pieces.number * pieces.stride + rank * pieces.threads + kittens::warpgroup::laneid();
+    auto *at = slice_sums + pieces.number * pieces.stride + rank * pieces.threads + kittens::warpgroup::laneid();
 #pragma unroll
-    for (int j = 0; j < d_h / 8; ++j) {
-        if (stores_own && cta == rank) *at = quad(j);
-        else tma::store_remote_async(at, quad(j), full, cta);
+    for (int j = 0; j < of_tile; ++j) {
+        if (stores_own && cta == rank) *at = sums.piece(j);
+        else tma::store_remote_async(at, sums.piece(j), full, cta);
         if (++cta == pieces.slices) cta = 0, at += pieces.stride;
     }
 }
+// The scale of the thread's rows, to where the CTAs expect that of this slice: each of the four threads of a row sends it to other CTAs.
+// to_own: to this CTA, too.
+template <bool to_own>
+__device__ __forceinline__ void send_slice_scale(float2 *slice_scale, kittens::semaphore &full, int slices, float2 scale) {
+    for (int cta = kittens::laneid() % 4; cta < slices; cta += 4)
+        if (to_own || cta != kittens::cluster_ctarank()) tma::store_remote_async(slice_scale, scale, full, cta);
+}
 // Adds what the slices have sent of the warpgroup's rows, and writes the output from the thread's first row and column on. both: the row 8
-// below holds a token, too. at_once: up to max_slices slices, all of whose sums of a piece are loaded before they are added.
-template <int d_h, typename T, bool at_once>
-__device__ __forceinline__ void add_slice_sums(const float4 *slice_sums, const ForwardParams &p, const Pieces<d_h> &pieces, T *out,
-                                               bool both) {
+// below holds a token, too. scale(c): of the rows, of slice c. at_once: up to max_slices slices, all of whose sums of a piece are loaded
+// before they are added.
+template <typename Sums, typename T, bool at_once, int of_tile, typename Scale>
+__device__ __forceinline__ void add_slice_sums(const typename Sums::Piece *slice_sums, Scale &&scale, const ForwardParams &p,
+                                               const Pieces<of_tile> &pieces, T *out, bool both) {
     const int rank = kittens::cluster_ctarank();
     slice_sums += pieces.number_of(rank) * pieces.stride + kittens::warpgroup::laneid();
-    for (int j = pieces.first_of(rank); j < Pieces<d_h>::of_tile; j += pieces.slices, slice_sums += pieces.stride) {
-        float4 sum = {0.f, 0.f, 0.f, 0.f};
+    for (int j = pieces.first_of(rank); j < of_tile; j += pieces.slices, slice_sums += pieces.stride) {
+        float4 sum[Sums::columns / 8] = {};
         if constexpr (at_once) {
-            float4 x[max_slices];
+            typename Sums::Piece x[max_slices];
 #pragma unroll
             for (int c = 0; c < max_slices; ++c)
                 if (c < pieces.slices) x[c] = slice_sums[c * pieces.threads];
 #pragma unroll
             for (int c = 0; c < max_slices; ++c)
-                if (c < pieces.slices) add(sum, x[c]);
+                if (c < pieces.slices) Sums::add(sum, x[c], scale(c));
         } else {
 #pragma unroll 8
-            for (int c = 0; c < pieces.slices; ++c) add(sum, slice_sums[c * pieces.threads]);
+            for (int c = 0; c < pieces.slices; ++c) Sums::add(sum, slice_sums[c * pieces.threads], scale(c));
         }
-        store_pair(out + 8 * j, sum.x, sum.y);
-        if (both) store_pair(out + 8 * j + 8 * p.out_token, sum.z, sum.w);
+#pragma unroll
+        for (int i = 0; i < Sums::columns / 8; ++i) {
+            store_pair(out + Sums::columns * j + 8 * i, sum[i].x, sum[i].y);
+            if (both) store_pair(out + Sums::columns * j + 8 * i + 8 * p.out_token, sum[i].z, sum[i].w);
+        }
     }
 }
 // A cluster's CTAs add the sums of its item, which `tile` describes: a copy, since the producer may overwrite the item's record.
-template <int d_h, typename T, bool stores_own, bool at_once, typename Shared, typename Quad>
-__device__ __forceinline__ void exchange_slice_sums(Shared &shared, const ForwardParams &p, const Item &tile, int warpgroup, Quad &&quad) {
+template <int d_h, typename T, bool stores_own, bool at_once, typename Shared, typename Sums>
+__device__ __forceinline__ void exchange_slice_sums(Shared &shared, const ForwardParams &p, const Item &tile, int warpgroup,
+                                                    const Sums &sums) {
     const int row = fragment_row(kittens::warpgroup::laneid());
-    const Pieces<d_h> pieces(p, warpgroup);
+    const Pieces<d_h / Sums::columns> pieces(p, warpgroup);
     const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(row));
     // As many threads of each slice send sums of the warp's rows.
     const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores)) * (pieces.slices - stores_own);
-    if (kittens::laneid() == 0)
-        kittens::tma::expect_bytes(shared.semaphores.slice_sums_full,
-                                   pieces.count_of(kittens::cluster_ctarank()) * senders * int{sizeof(float4)});
+    if (kittens::laneid() == 0) {
+        int bytes = pieces.count_of(kittens::cluster_ctarank()) * senders * int{sizeof(typename Sums::Piece)};
+        if (Sums::scaled) bytes += senders / 4 * int{sizeof(float2)};
+        kittens::tma::expect_bytes(shared.semaphores.slice_sums_full, bytes);
+    }
     __syncwarp();
     if (p.sums_in_q) kittens::wait(shared.semaphores.q_free, 0);
     else cluster_sync();  // every ring has been read for the last time
-    float4 *slice_sums = shared.slice_sums(p.sums_in_q);
-    if (stores) send_slice_sums<d_h, stores_own>(slice_sums, shared.semaphores.slice_sums_full, pieces, quad);
+    auto *slice_sums = reinterpret_cast<typename Sums::Piece *>(shared.slice_sums(p.sums_in_q));
+    // Scales lie in front of the pieces: of each slice, its warpgroups' pairs of rows.
+    const int rank = kittens::cluster_ctarank(), pairs = Sums::scaled ? p.consumers * (tile_rows / 2) : 0;
+    auto *slice_scales = reinterpret_cast<float2 *>(slice_sums) + warpgroup * (tile_rows / 2) + row / 16 * 8 + row % 8;
+    slice_sums += pieces.slices * pairs / 2;
+    if (stores) {
+        if constexpr (Sums::scaled)
+            send_slice_scale<!stores_own>(slice_scales + rank * pairs, shared.semaphores.slice_sums_full, pieces.slices, sums.scale);
+        send_slice_sums<stores_own>(slice_sums, shared.semaphores.slice_sums_full, pieces, sums);
+    }
     T *out = output_at<d_h, T>(p, tile, row, kittens::warpgroup::laneid() % 4 * 2);
     const bool both = holds_token(p, tile.sequence, tile.token + p.token_of(row + 8));
     kittens::wait(shared.semaphores.slice_sums_full, 0);
-    if (stores) add_slice_sums<d_h, T, at_once>(slice_sums, p, pieces, out, both);
+    auto scale = [&](int c) -> float2 {
+        if constexpr (!Sums::scaled) return {1.f, 1.f};
+        else if (stores_own && c == rank) return sums.scale;
+        else return slice_scales[c * pairs];
+    };
+    if (stores) add_slice_sums<Sums, T, at_once>(slice_sums, scale, p, pieces, out, both);
 }
 
 // The output of a whole item, to where its Q was. A warp writes the rows that it has read.

@@ -16,6 +16,8 @@ constexpr ForwardFootprint footprint = {
     .shared_memory = ForwardPolicy<d_h>::shared_memory,
     .pieces = ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
     .queries = ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::row_tile_bytes,
+    .piece_columns = 8,
+    .row_scale_bytes = 0,
     .gate_tile = ForwardPolicy<d_h>::gate_tile_bytes,
     .gate_tiles = ForwardPolicy<d_h>::gate_buffers * ForwardPolicy<d_h>::consumers,
     .consumers = ForwardPolicy<d_h>::consumers,
@@ -117,10 +119,11 @@ ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int cluster
 void place_sums(ForwardPlan &plan, const Shape &shape, const ForwardFootprint &footprint) {
     const int64_t rows = plan.bundle > 1 ? tile_rows : std::min<int64_t>(shape.length, tile_rows);
     plan.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
-    const int slices = plan.schedule.slices, pieces = ceil_div(plan.consumers * shape.head_dim / 8, slices);
-    plan.sums_in_q = pieces * slices * plan.sum_threads * 16 <= footprint.queries;
-    plan.slice_pieces = shape.head_dim / 8 / slices;
-    plan.spare_pieces = shape.head_dim / 8 % slices;
+    const int slices = plan.schedule.slices, of_tile = shape.head_dim / footprint.piece_columns;
+    const int pieces = ceil_div(plan.consumers * of_tile, slices), scale_bytes = plan.consumers * tile_rows * footprint.row_scale_bytes;
+    plan.sums_in_q = slices * (pieces * plan.sum_threads * 16 + scale_bytes) <= footprint.queries;
+    plan.slice_pieces = of_tile / slices;
+    plan.spare_pieces = of_tile % slices;
 }
 
 }  // namespace

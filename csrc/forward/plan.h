@@ -39,11 +39,11 @@ struct ForwardPlan {
     int spare_gate;  // bytes of the gate tiles that nobody uses when each cluster has one item: they cache W
 };
 
-// What the planner knows of a kernel's instance: bytes of shared memory, of them for parts that are added and for Q, of a tile of the
-// gate; such tiles; row tiles of a CTA; whether CTAs of a cluster may divide an item's inter range, and whether they may add parts
-// themselves.
+// What the planner knows of a kernel's instance: bytes of shared memory, of them for parts that are added and for Q; of the sums that
+// slices send each other columns of a piece and bytes of the scale of a row; bytes of a tile of the gate; such tiles; row tiles of a CTA;
+// whether CTAs of a cluster may divide an item's inter range, and whether they may add parts themselves.
 struct ForwardFootprint {
-    int shared_memory, pieces, queries, gate_tile, gate_tiles, consumers;
+    int shared_memory, pieces, queries, piece_columns, row_scale_bytes, gate_tile, gate_tiles, consumers;
     bool may_slice, may_add_parts, may_take_lanes;
 };
 

@@ -29,11 +29,6 @@ template <int d_h> struct Fp8Sums {
             x[i] = fp8::multiply_half(x[i], fp8::pack_half(f, f));
         }
     }
-    // Float4 j of the thread's fragment.
-    __device__ __forceinline__ float4 quad(int j, float2 factors) const {
-        const float2 above = fp8::unpack_half(x[2 * j]), below = fp8::unpack_half(x[2 * j + 1]);
-        return {above.x * factors.x, above.y * factors.x, below.x * factors.y, below.y * factors.y};
-    }
     __device__ __forceinline__ void get(OutputTile<d_h> &o, float2 factors) const {
 #pragma unroll
         for (int i = 0; i < d_h / 4; ++i) {
@@ -41,6 +36,25 @@ template <int d_h> struct Fp8Sums {
             const float f = i % 2 ? factors.y : factors.x;
             o.tiles[0][i / 4].data[i % 4] = {v.x * f, v.y * f};
         }
+    }
+};
+// What slices send each other (epilogue.cuh): 16 columns in fp16, of the thread's rows in turn, and the scales of these rows.
+template <int d_h> struct Fp8SliceSums {
+    static constexpr int columns = ForwardFp8Policy<d_h>::piece_columns;
+    static constexpr bool scaled = true;
+    using Piece = uint4;
+    const Fp8Sums<d_h> &sums;
+    const float2 scale;
+    __device__ __forceinline__ Piece piece(int j) const { return {sums.x[4 * j], sums.x[4 * j + 1], sums.x[4 * j + 2], sums.x[4 * j + 3]}; }
+    __device__ __forceinline__ static void add(float4 (&sum)[2], Piece piece, float2 scale) {
+        add(sum[0], fp8::unpack_half(piece.x), fp8::unpack_half(piece.y), scale);
+        add(sum[1], fp8::unpack_half(piece.z), fp8::unpack_half(piece.w), scale);
+    }
+
+  private:
+    __device__ __forceinline__ static void add(float4 &sum, float2 above, float2 below, float2 scale) {
+        sum.x = fmaf(above.x, scale.x, sum.x), sum.y = fmaf(above.y, scale.x, sum.y);
+        sum.z = fmaf(below.x, scale.y, sum.z), sum.w = fmaf(below.y, scale.y, sum.w);
     }
 };
 // W, read while the sums of the item before leave few registers.
@@ -181,10 +195,8 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q, but not that of slices' only item.
         const int part = item.part;
         // With few rows there are registers for both; elsewhere ptxas arranges the loop over the tiles anew for them.
-        constexpr bool stores_own = few_rows, at_once = few_rows;
-        auto exchange = [&]() {
-            exchange_slice_sums<d_h, T, stores_own, at_once>(shared, p, item, wg, [&](int j) { return sums.quad(j, scale); });
-        };
+        constexpr bool stores_own = few_rows, at_once = few_rows && d_h <= 128;
+        auto exchange = [&]() { exchange_slice_sums<d_h, T, stores_own, at_once>(shared, p, item, wg, Fp8SliceSums<d_h>{sums, scale}); };
         if constexpr (few_rows) {
             release_q();
             return exchange();

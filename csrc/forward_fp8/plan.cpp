@@ -12,7 +12,9 @@ template <int d_h, bool few_rows> constexpr ForwardFootprint footprint() {
     using P = ForwardFp8Policy<d_h, few_rows>;
     return {.shared_memory = P::shared_memory,
             .pieces = P::router_bytes,
-            .queries = P::q_buffers * P::row_tile_bytes,
+            .queries = P::consumers * P::row_tile_bytes,
+            .piece_columns = P::piece_columns,
+            .row_scale_bytes = 4,
             .gate_tile = 0,
             .gate_tiles = 0,
             .consumers = P::consumers,

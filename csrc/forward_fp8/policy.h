@@ -34,8 +34,13 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int slot_bytes = ku_bytes + v_bytes;
     static constexpr int slots = d_h == 64 ? consumers == 4 ? 12 : 14 : d_h == 96 ? 8 : d_h == 128 ? 6 : 3;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
-    // One more with few rows, so that the sums of slices of 64 tokens fit the buffers of Q.
-    static constexpr int q_buffers = consumers + (few_rows && d_h <= 128);
+    static constexpr int piece_columns = 16;                                // of a row tile's sums, as slices send them to each other
+
+    // Slots of the ring that slices fill before the first Q is there. With all of them Q comes later, probably behind the weights; with a
+    // router W comes, too. Tiles for the first of these slots are prefetched to the L2 under the kernel before, where that is faster
+    // (README.md).
+    static constexpr int early_slots(Gate gate) { return !has_router(gate) ? 3 : d_h < 128 ? 2 : 1; }
+    static constexpr int prefetched_tiles(Gate gate) { return d_h < 128 || !few_rows ? 0 : has_router(gate) ? 1 : 2; }
 
     // The gate of a chunk of sub-networks for the rows of a warpgroup, in rows of 28: eight neighbouring rows do not meet a bank twice.
     static constexpr int gate_chunk = 28, gate_bytes = tile_rows * (gate_chunk + 1) * 4;
@@ -44,7 +49,7 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int small_bytes = consumers > 3 ? 1536 : 1280;  // semaphores, item records, scales
 
     static constexpr int shared_memory =
-        slots * slot_bytes + q_buffers * row_tile_bytes + consumers * gate_bytes + small_bytes + router_bytes;
+        slots * slot_bytes + consumers * row_tile_bytes + consumers * gate_bytes + small_bytes + router_bytes;
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 
     // Products of up to this many tiles are summed in fp16 before the sums are promoted; a sub-network's end promotes, too.

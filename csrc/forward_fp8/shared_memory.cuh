@@ -33,7 +33,7 @@ template <int d_h, typename T, bool few_rows> struct alignas(1024) ForwardFp8Sha
 
     // A slot: for each chunk of inter rows and each panel of d_h its rows of K, then of U; behind them V, d_h rows of 64 inter units.
     uint8_t ring[P::slots][P::slot_bytes];
-    Q q[P::q_buffers];  // and the output on its way out, or the sums of slices
+    Q q[P::consumers];  // and the output on its way out, or the sums of slices
     GateTile gate[P::consumers];
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
     Fp8Scales<d_h> scales[2][P::consumers];
@@ -42,7 +42,8 @@ template <int d_h, typename T, bool few_rows> struct alignas(1024) ForwardFp8Sha
     alignas(16) uint8_t router[P::router_bytes > 0 ? P::router_bytes : 16];
 
     // Sums of the slices of an item, in the buffers of Q or in the ring when the consumers have read the last tile.
-    static_assert((P::consumers * d_h / 8 + max_slices - 1) * tile_rows * 32 <= sizeof(ring));
+    static_assert((P::consumers * d_h / P::piece_columns + max_slices - 1) * tile_rows * 32 + max_slices * P::consumers * tile_rows * 4 <=
+                  sizeof(ring));
     __device__ __forceinline__ float4 *slice_sums(bool in_q) {
         return in_q ? reinterpret_cast<float4 *>(q) : reinterpret_cast<float4 *>(ring);
     }
