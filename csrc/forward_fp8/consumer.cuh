@@ -272,7 +272,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             gate.prepare(item, gate_tile(), item_scales, wg, scale);
         };
 
-        if (first_item(has_router(p.gate) ? fp8_early_slots_router : fp8_early_slots).end == 0) return;
+        if (first_item(P::early_slots(p.gate)).end == 0) return;
         load_q<few_rows>();
         wait_slot();
 #pragma unroll

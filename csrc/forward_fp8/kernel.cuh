@@ -59,9 +59,11 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h, few_rows>::threads, 1)
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
+            const WeightMaps weights{&map_k, &map_u, &map_v};
+            if (P::prefetched_tiles(p.gate) > 0 && kittens::laneid() == 0) prefetch_weights_fp8<P, d_h>(weights, p);
+            __syncwarp();
             begin(p);
             if (kittens::laneid() == 0) {
-                const WeightMaps weights{&map_k, &map_u, &map_v};
                 if (!few_rows && p.row_ctas > 1) load_weights_fp8<d_h, T, few_rows, true>(shared, weights, p);
                 else load_weights_fp8<d_h, T, few_rows, false>(shared, weights, p);
             }

@@ -3,12 +3,9 @@
 #pragma once
 
 #include "common/geometry.h"
+#include "common/problem.h"
 
 namespace flashmhf {
-
-// Slots of the ring that slices fill before the first Q is there. With all of them Q comes later, probably behind the weights; with a
-// router W comes, too (README.md).
-constexpr int fp8_early_slots = 3, fp8_early_slots_router = 2;
 
 // A warpgroup for each row tile, and the producer's.
 constexpr int forward_fp8_threads(int consumers) { return 128 * (consumers + 1); }

@@ -8,6 +8,38 @@
 
 namespace flashmhf {
 
+// The copies of tile `tile` of a sub-network: copy(byte of the slot, map, where from). Of a pair of CTAs each has half the rows.
+template <typename P, int d_h, bool pair, typename Copy>
+__device__ __forceinline__ void each_copy(const WeightMaps &maps, int tile, int subnet, Copy &&copy) {
+    const int rank = pair ? kittens::cluster_ctarank() : 0;
+#pragma unroll
+    for (int i = 0; i < tile_inter / P::box_rows / (pair ? 2 : 1); ++i) {
+        const int row = (pair ? rank : i) * P::box_rows;
+#pragma unroll
+        for (int panel = 0; panel < P::ku_panels; ++panel) {
+            const int at = row / P::chunk_inter * P::ku_chunk_bytes + panel * P::ku_panel_bytes + row % P::chunk_inter * P::ku_panel;
+            const int3 from{panel * P::ku_panel, tile * tile_inter + row, subnet};
+            copy(at, maps.k, from);
+            copy(at + P::chunk_inter * P::ku_panel, maps.u, from);
+        }
+    }
+    copy(P::ku_bytes + rank * (P::v_bytes / 2), maps.v, int3{tile * tile_inter, rank * (d_h / 2), subnet});
+}
+
+// Prefetches to the L2 the first tiles of a CTA's slice: a hint, right even while the kernel before this one writes them. By one thread.
+template <typename P, int d_h> __device__ __forceinline__ void prefetch_weights_fp8(const WeightMaps &maps, const ForwardFp8Params &p) {
+    Work work;
+    if (!WorkCursor(p.schedule, kittens::clusterIdx().x)
+             .next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank()))
+        return;
+#pragma unroll 1
+    for (int i = work.begin; i < min(work.end, work.begin + P::prefetched_tiles(p.gate)); ++i) {
+        const int subnet = i / p.subnet_tiles;
+        each_copy<P, d_h, false>(maps, i - subnet * p.subnet_tiles, subnet + work.item / p.blocks * p.subnets,
+                                 [](int, const CUtensorMap *map, int3 from) { tma::prefetch_tile(map, from); });
+    }
+}
+
 // By one thread. Of a pair of CTAs each fetches half the rows of K, U and V, and multicasts them.
 template <int d_h, typename T, bool few_rows, bool multicast>
 __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const WeightMaps &maps,
@@ -16,12 +48,6 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
     constexpr uint16_t ctas = 3;
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
-    const int rank = multicast ? kittens::cluster_ctarank() : 0;
-    auto copy = [&](int at, const CUtensorMap *map, int3 from) {
-        void *dst = shared.ring[ring.slot] + at;
-        if constexpr (multicast) tma::multicast_async(dst, map, from, sem.slot_full[ring.slot], ctas);
-        else tma::load_async(dst, map, from, sem.slot_full[ring.slot]);
-    };
 
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
@@ -32,19 +58,11 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
         for (int left = work.end - work.begin; left > 0; --left) {
             wait_sleeping(sem.slot_empty[ring.slot], ring.phase);
             kittens::tma::expect_bytes(sem.slot_full[ring.slot], P::slot_bytes);
-#pragma unroll
-            for (int i = 0; i < tile_inter / P::box_rows / (multicast ? 2 : 1); ++i) {
-                const int row = (multicast ? rank : i) * P::box_rows;
-#pragma unroll
-                for (int panel = 0; panel < P::ku_panels; ++panel) {
-                    const int at =
-                        row / P::chunk_inter * P::ku_chunk_bytes + panel * P::ku_panel_bytes + row % P::chunk_inter * P::ku_panel;
-                    const int3 from{panel * P::ku_panel, tile * tile_inter + row, subnet};
-                    copy(at, maps.k, from);
-                    copy(at + P::chunk_inter * P::ku_panel, maps.u, from);
-                }
-            }
-            copy(P::ku_bytes + rank * (P::v_bytes / 2), maps.v, int3{tile * tile_inter, rank * (d_h / 2), subnet});
+            each_copy<P, d_h, multicast>(maps, tile, subnet, [&](int at, const CUtensorMap *map, int3 from) {
+                void *dst = shared.ring[ring.slot] + at;
+                if constexpr (multicast) tma::multicast_async(dst, map, from, sem.slot_full[ring.slot], ctas);
+                else tma::load_async(dst, map, from, sem.slot_full[ring.slot]);
+            });
             ring.advance();
             if (++tile == p.subnet_tiles) {
                 tile = 0;
