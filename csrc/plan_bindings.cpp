@@ -252,6 +252,7 @@ PYBIND11_MODULE(_plan, m) {
             d["max_tokens"] = plan.max_tokens;
             d["cluster"] = plan.cluster;
             d["blocks"] = plan.blocks;
+            d["block_tokens"] = plan.block_tokens;
             d["faster"] = flashmhf::projects_faster(tokens, features);
             return d;
         },

@@ -212,8 +212,11 @@ def test_projections_cover_every_token_and_feature(features):
     )
     for tokens, fp8 in itertools.product(range(1, 385), (False, True)):
         p = plan.plan_project(tokens, features, fp8)
-        assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in (quads if fp8 and tokens <= 128 else quads | pairs)
-        assert p["blocks"] * p["max_tokens"] >= tokens > (p["blocks"] - 1) * p["max_tokens"]
+        taken = many if tokens > 384 else quads if fp8 and tokens <= 128 else quads | pairs
+        assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in taken
+        assert p["block_tokens"] % 8 == 0 and p["block_tokens"] <= p["max_tokens"]
+        assert p["blocks"] * p["block_tokens"] >= tokens > (p["blocks"] - 1) * p["block_tokens"]
+        assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], "no more rows without a token than alignment takes"
         assert features % (64 * p["warpgroups"]) == 0
 
 

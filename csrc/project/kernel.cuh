@@ -81,7 +81,7 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     kittens::pdl::arrive();  // the next kernel waits for this one before it touches what this one reads or writes
     const int warp = __shfl_sync(kittens::MASK_ALL, threadIdx.x / 32, 0), lane = kittens::laneid(), rank = kittens::cluster_ctarank();
-    const int feature = static_cast<int>(blockIdx.x) / P::cluster * P::features, first_token = blockIdx.y * max_tokens;
+    const int feature = static_cast<int>(blockIdx.x) / P::cluster * P::features, first_token = blockIdx.y * p.block_tokens;
     const int all = p.depth / P::step, begin = all * rank / P::cluster, steps = all * (rank + 1) / P::cluster - begin;
 
     if (threadIdx.x == 0) {
@@ -91,7 +91,8 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
         }
         kittens::init_semaphore(shared.parts_full, loader_arrival + P::finished);  // of the warps whose sums this CTA finishes
         tma::fence_semaphore_init();
-        kittens::tma::expect_bytes(shared.parts_full, sizeof(shared.parts) - sizeof(shared.parts[0]));
+        kittens::tma::expect_bytes(shared.parts_full,
+                                   (P::cluster - 1) * P::finished * (p.block_tokens / 8) * sizeof(shared.parts[0][0][0]));
     }
     __syncthreads();
     cluster_sync();
@@ -99,7 +100,9 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     if (warp == 4 * P::warpgroups) {
         if (lane != 0) return;
         auto w_at = [&](int i) { return int2{(begin + i) * P::step, feature}; };
-        auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], P::slot_bytes); };
+        // The rows of a slot behind block_tokens hold anything: they are columns of wgmma whose sums nobody reads.
+        const int bytes = sizeof(shared.w[0]) + p.block_tokens * P::step * element_bytes;
+        auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], bytes); };
         for (int i = 0; i < min(steps, P::early); ++i) {
             if (!p.weights_ready || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));
             else expect(i), tma::load_async(&shared.w[i], &map_w, w_at(i), shared.full[i]);
@@ -147,13 +150,15 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     const int finisher = warp / P::finished;
     if (finisher == rank) {  // an asynchronous store to the CTA itself would take as long as one to another
 #pragma unroll
-        for (int j = 0; j < max_tokens / 8; ++j) part[j][lane] = fragment_quad<max_tokens>(sum, j);
+        for (int j = 0; j < max_tokens / 8; ++j)
+            if (8 * j < p.block_tokens) part[j][lane] = fragment_quad<max_tokens>(sum, j);
         __syncwarp();
         if (lane == 0) kittens::arrive(shared.parts_full);
     } else {
 #pragma unroll
         for (int j = 0; j < max_tokens / 8; ++j)
-            tma::store_remote_async(&part[j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full, finisher);
+            if (8 * j < p.block_tokens)
+                tma::store_remote_async(&part[j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full, finisher);
     }
 
     // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens. Warps that finish one group of features are neighbours.
@@ -168,7 +173,8 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     if constexpr (P::weight_bytes == 1)
         for (int i = 0; i < 2; ++i) scale[i] = load_4_bytes(p.scale + column + 8 * i);
     kittens::wait(shared.parts_full, 0);
-    for (int j = warp % warps; j < max_tokens / 8 && first_token + 8 * j < p.tokens; j += warps) {
+    const int last_token = min(first_token + p.block_tokens, p.tokens);
+    for (int j = warp % warps; first_token + 8 * j < last_token; j += warps) {
         float4 s = {bias[0], bias[0], bias[1], bias[1]};
         if constexpr (P::weight_bytes == 1) s = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -180,7 +186,7 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
         for (int i = 0; i < 4; ++i) {
             const int token = first_token + 8 * j + lane % 4 * 2 + i % 2;
             T *out = static_cast<T *>(p.out) + static_cast<int64_t>(token) * p.features + column + i / 2 * 8;
-            if (token < p.tokens) *out = kittens::base_types::convertor<T, float>::convert(values[i]);
+            if (token < last_token) *out = kittens::base_types::convertor<T, float>::convert(values[i]);
         }
     }
 }

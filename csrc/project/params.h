@@ -24,6 +24,7 @@ struct ProjectParams {
     void *out;         // [tokens, features]
     int tokens, depth, features;
     int64_t x_stride;
+    int block_tokens;  // of a CTA, as in ProjectPlan
     bool weights_ready;  // no kernel that may still run when this one starts writes w or bias: they are read at once
     const float *scale;  // [features], of the rows of a w in e4m3
 };

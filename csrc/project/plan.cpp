@@ -1,5 +1,8 @@
 #include "project/plan.h"
 
+#include <initializer_list>
+
+#include "common/geometry.h"
 #include "project/params.h"
 
 namespace flashmhf {
@@ -9,7 +12,8 @@ namespace {
 constexpr int quads = 24;
 
 ProjectPlan in_blocks(int warpgroups, int max_tokens, int cluster, int64_t tokens) {
-    return {warpgroups, max_tokens, cluster, static_cast<int>((tokens + max_tokens - 1) / max_tokens)};
+    const int blocks = static_cast<int>(ceil_div(tokens, max_tokens));
+    return {warpgroups, max_tokens, cluster, blocks, static_cast<int>(8 * ceil_div(tokens, 8 * blocks))};
 }
 
 // Two blocks of tokens for 64 features, in pairs: twice as many CTAs as for 128 features in fours, and fewer sums to send. At 2,048
@@ -26,7 +30,8 @@ bool takes_pairs(int64_t tokens, int64_t features) {
 ProjectPlan plan_project(int64_t tokens, int64_t features, bool fp8) {
     if (tokens <= 64) return in_blocks(1, tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64, 4, tokens);
     if (tokens > 128 || (!fp8 && takes_pairs(tokens, features)))
-        return in_blocks(1, tokens <= 96 ? 48 : tokens <= 128 ? 64 : tokens <= 192 ? 96 : tokens <= 256 ? 128 : 192, 2, tokens);
+        for (const int most : {48, 64, 96, 128, 192, 256})
+            if (tokens <= 2 * most) return in_blocks(1, most, 2, tokens);
     return features % 128 != 0 ? in_blocks(1, 64, 4, tokens) : in_blocks(2, tokens <= 96 ? 96 : 128, 4, tokens);
 }
 

@@ -6,10 +6,11 @@
 namespace flashmhf {
 
 struct ProjectPlan {
-    int warpgroups;  // of a CTA that compute, 64 features each
-    int max_tokens;  // of a CTA
-    int cluster;     // CTAs that divide k
-    int blocks;      // clusters along the tokens
+    int warpgroups;    // of a CTA that compute, 64 features each
+    int max_tokens;    // of a CTA
+    int cluster;       // CTAs that divide k
+    int blocks;        // clusters along the tokens
+    int block_tokens;  // that a CTA takes, a multiple of 8: TMA takes longer to fill rows without a token than to fetch rows
 };
 
 // For at most project_most_tokens tokens; features is a multiple of project_multiple. fp8: a W in e4m3.
