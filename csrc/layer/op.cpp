@@ -115,15 +115,15 @@ bool reads(const Frame &f, int64_t weight_heads, int64_t subnets) {
            (!f.norm.weight || reads_either(f.x, *f.norm.weight, {f.heads(), f.head_dim()}));
 }
 
+// Whether so few tokens must stay in 16 bits before weights in e4m3: x is not quantised for them.
+bool keeps_type(int64_t tokens, const Projection &p) { return p.scale && tokens <= project_most_tokens(p.w.size(0), true); }
 // Whether the projection kernel takes so many tokens: in 16 bits only where it is the faster one; with e4m3 weights it alone keeps the
 // activations in 16 bits.
 bool takes_few(int64_t tokens, const Projection &p) {
     const int64_t features = p.w.size(0);
     if (features % project_multiple != 0 || p.w.size(1) % project_multiple != 0) return false;
-    return p.scale ? tokens <= project_most_tokens(features, true) : projects_faster(tokens, features);
+    return p.scale ? keeps_type(tokens, p) : projects_faster(tokens, features);
 }
-// Whether so few tokens must stay in 16 bits: x is not quantised for them.
-bool keeps_type(int64_t tokens, const Projection &p) { return p.scale && tokens <= project_most_tokens(p.w.size(0), true); }
 // Whether aten::_scaled_mm takes it: sizes in multiples of 16, and for scales of rows results in bf16. It adds no bias here.
 bool takes_many(const Tensor &x, const Projection &p) {
     constexpr int multiple = 16;
