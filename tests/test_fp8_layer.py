@@ -19,7 +19,7 @@ from flashmhf.testing import poisoned_memory, relative_l2
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 HALVES = [torch.bfloat16, torch.float16]
-LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 97, 128, 129, 192, 193, 256, 257, 384)
+LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 97, 128, 129, 192, 193, 256, 257, 384, 385, 512)
 linear, layer = torch.ops.flashmhf.fp8_linear, torch.ops.flashmhf.fp8_layer
 
 
@@ -64,7 +64,7 @@ def test_few_tokens_stay_in_their_dtype(device, dtype, bias):
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_more_tokens_are_quantised_by_rows(device, dtype):
-    for tokens, features in ((FEW_TOKENS + 1, 192), (500, PAIRED_FEATURES), (FEW_TOKENS_WIDE + 1, PAIRED_FEATURES + 64)):
+    for tokens, features in ((FEW_TOKENS + 1, 192), (FEW_TOKENS + 1, PAIRED_FEATURES), (FEW_TOKENS_WIDE + 1, PAIRED_FEATURES + 64)):
         x, weight8, scale, bias = operands(tokens, 512, features, dtype, device, bias=True)
         with poisoned_memory():
             actual = linear(x, weight8, scale, bias)
@@ -121,7 +121,7 @@ def test_projection_kernel_takes_every_e4m3_value(usable):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 13, 64, 96, 128, 192, 256, 384])
+@pytest.mark.parametrize("tokens", [1, 13, 64, 96, 128, 192, 256, 384, 512])
 def test_projection_kernel_repeats_its_bits(usable, tokens):
     args = operands(tokens, 2048, 2048, device="cuda", bias=True)
     first = linear(*args)

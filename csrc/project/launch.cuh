@@ -55,7 +55,8 @@ template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const P
 }
 template <bool bf16> cudaError_t launch_project_fp8(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
     using P = Policies<ProjectFp8Policy<1, 16, 4>, ProjectFp8Policy<1, 32, 4>, ProjectFp8Policy<1, 64, 4>, ProjectFp8Policy<2, 96, 4>,
-                       ProjectFp8Policy<2, 128, 4>, ProjectFp8Policy<1, 96, 2>, ProjectFp8Policy<1, 128, 2>, ProjectFp8Policy<1, 192, 2>>;
+                       ProjectFp8Policy<2, 128, 4>, ProjectFp8Policy<1, 96, 2>, ProjectFp8Policy<1, 128, 2>, ProjectFp8Policy<1, 192, 2>,
+                       ProjectFp8Policy<1, 256, 2>>;
     return launch_one_of<Element<bf16>>(P{}, plan, p, stream);
 }
 

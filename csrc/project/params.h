@@ -6,15 +6,16 @@
 
 namespace flashmhf {
 
-constexpr int project_tokens = 384, project_fp8_wide_tokens = 128;  // at most; fp8: of a w in e4m3
-constexpr int project_multiple = 64;                                // of the sizes of W: the features of a warpgroup, and the k of a tile
+constexpr int project_tokens = 384;                                     // at most
+constexpr int project_fp8_tokens = 512, project_fp8_wide_tokens = 128;  // of a w in e4m3
+constexpr int project_multiple = 64;  // of the sizes of W: the features of a warpgroup, and the k of a tile
 // Two blocks of tokens of so many features run at once on an H100 or H200, in pairs of CTAs. More features of a w in e4m3, which are
 // `wide`, take aten::_scaled_mm earlier.
 constexpr int project_pairs = 66, project_paired_features = project_pairs / 2 * 64;
 
 // The most tokens that the kernel takes.
 constexpr int project_most_tokens(int64_t features, bool fp8) {
-    return fp8 && features > project_paired_features ? project_fp8_wide_tokens : project_tokens;
+    return !fp8 ? project_tokens : features > project_paired_features ? project_fp8_wide_tokens : project_fp8_tokens;
 }
 
 struct ProjectParams {
@@ -23,8 +24,8 @@ struct ProjectParams {
     const void *bias;  // [features], or null
     void *out;         // [tokens, features]
     int tokens, depth, features;
-    int64_t x_stride;
     int block_tokens;  // of a CTA, as in ProjectPlan
+    int64_t x_stride;
     bool weights_ready;  // no kernel that may still run when this one starts writes w or bias: they are read at once
     const float *scale;  // [features], of the rows of a w in e4m3
 };

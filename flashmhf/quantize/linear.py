@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .packing import E4M3_MAX, TINIEST_SCALE, to_e4m3
 
-FEW_TOKENS, FEW_TOKENS_WIDE = 384, 128  # of a W of at most, and of more than, PAIRED_FEATURES rows
+FEW_TOKENS, FEW_TOKENS_WIDE = 512, 128  # of a W of at most, and of more than, PAIRED_FEATURES rows
 PAIRED_FEATURES = 2112  # whose product with so many tokens the Hopper kernel computes at once
 SCALED_MM_CAPABILITY = (8, 9)
 SCALED_MM_MULTIPLE = 16  # of the sizes of a product
