@@ -53,12 +53,12 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
     return map;
 }
 
-CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x) {
+CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x, int box_rows) {
     const int d_h = shape.head_dim;
     return tensor_map(what, x.data, map_type(bf16),
                       {{d_h, 1, panel_cols_of(d_h)},
                        {shape.heads, x.head_stride, 1},
-                       {shape.length, x.token_stride, tile_rows},
+                       {shape.length, x.token_stride, box_rows},
                        {shape.batch, x.batch_stride, 1}},
                       swizzle_bytes_of(d_h));
 }

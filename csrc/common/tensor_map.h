@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include "common/geometry.h"
 #include "common/problem.h"
 
 namespace flashmhf {
@@ -23,8 +24,8 @@ struct MapAxis {
 CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes,
                        int fetch_bytes = 256);
 
-// Q, the output or their gradients: boxes of tile_rows tokens of a head.
-CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x);
+// Q, the output or their gradients: boxes of box_rows tokens of a head.
+CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x, int box_rows = tile_rows);
 // K, U or V: boxes of box_rows inter rows of a sub-network; rows from d_e on read as zeros.
 CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows, int fetch_bytes = 256);
 

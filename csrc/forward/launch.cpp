@@ -88,11 +88,11 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     return p;
 }
 
-CUtensorMap gate_map(const ForwardProblem &problem, int columns) {
+CUtensorMap gate_map(const ForwardProblem &problem, int columns, int rows) {
     const Shape &s = problem.shape;
     return tensor_map(
         "r", problem.r.data, MapType::fp32,
-        {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
+        {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, rows}, {s.batch, problem.r.batch_stride, 1}},
         columns * 4 == 128 ? 128 : 0);
 }
 

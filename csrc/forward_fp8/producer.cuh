@@ -83,6 +83,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
     const bool leader = lane == 0;
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     const bool stages = p.router_bytes > 0 && leader && first == 0;
+    const int copied_rows = few_rows ? p.copied_rows : tile_rows;
     int count = 0;
     auto each = [&](auto body) {  // for each of these warpgroups; one needs no loop
         if constexpr (P::consumers <= 3) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
             auto &full = shared.semaphores.q_full[warpgroup];
             if (leader) {
                 constexpr int panel_cols = panel_cols_of(d_h);
-                kittens::tma::expect_bytes(full, P::row_tile_bytes);
+                kittens::tma::expect_bytes(full, copied_rows * d_h * element_bytes);
 #pragma unroll
                 for (int c = 0; c < d_h; c += panel_cols)
                     tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map_q, int4{c, item.head, item.token, item.sequence}, full);
@@ -165,7 +166,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
                 auto &r_full = shared.semaphores.r_full[warpgroup];
                 if (count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
                 if (leader) {
-                    kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
+                    kittens::tma::expect_bytes(r_full, copied_rows * P::gate_chunk * 4);
                     tma::load_async(shared.gate[warpgroup].values, map_r,
                                     int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
                 }
