@@ -253,6 +253,7 @@ PYBIND11_MODULE(_plan, m) {
             d["cluster"] = plan.cluster;
             d["blocks"] = plan.blocks;
             d["block_tokens"] = plan.block_tokens;
+            d["box_tokens"] = plan.box_tokens;
             d["faster"] = flashmhf::projects_faster(tokens, features);
             return d;
         },

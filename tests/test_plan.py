@@ -218,6 +218,7 @@ def test_projections_cover_every_token_and_feature(features):
         assert p["block_tokens"] % 8 == 0 and p["block_tokens"] <= p["max_tokens"]
         assert p["blocks"] * p["block_tokens"] >= tokens > (p["blocks"] - 1) * p["block_tokens"]
         assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], "no more rows without a token than alignment takes"
+        assert p["box_tokens"] == (tokens if p["blocks"] == 1 else p["block_tokens"])
         assert features % (64 * p["warpgroups"]) == 0
 
 

@@ -100,8 +100,8 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     if (warp == 4 * P::warpgroups) {
         if (lane != 0) return;
         auto w_at = [&](int i) { return int2{(begin + i) * P::step, feature}; };
-        // The rows of a slot behind block_tokens hold anything: they are columns of wgmma whose sums nobody reads.
-        const int bytes = sizeof(shared.w[0]) + p.block_tokens * P::step * element_bytes;
+        // The rows of a slot behind box_tokens hold anything: they are columns of wgmma whose sums nobody reads.
+        const int bytes = sizeof(shared.w[0]) + p.box_tokens * P::step * element_bytes;
         auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], bytes); };
         for (int i = 0; i < min(steps, P::early); ++i) {
             if (!p.weights_ready || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));

@@ -20,7 +20,7 @@ template <typename P, typename T> cudaError_t launch_tiles(const ProjectParams &
         tensor_map("w", p.w, P::weight_bytes == 1 ? MapType::fp8 : type, {{p.depth, 1, P::step}, {p.features, p.depth, P::features}},
                    P::step * P::weight_bytes, project_fetch_bytes);
     const CUtensorMap map_x =
-        tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, p.block_tokens}}, 128, project_fetch_bytes);
+        tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, p.box_tokens}}, 128, project_fetch_bytes);
     constexpr size_t bytes = sizeof(ProjectShared<P, T>);
     static_assert(bytes <= shared_memory_limit);
     if (cudaError_t error = allow_shared_memory(flashmhf_project<P, T>, bytes)) return error;

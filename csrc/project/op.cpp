@@ -23,7 +23,7 @@ Tensor project_with(const Tensor &x, const Tensor &w, const Tensor *scale, const
     params.x_stride = x.stride(0);
     params.weights_ready = weights_ready;
     const ProjectPlan plan = plan_project(params.tokens, params.features, scale != nullptr);
-    params.block_tokens = plan.block_tokens;
+    params.block_tokens = plan.block_tokens, params.box_tokens = plan.box_tokens;
     const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
     auto launch = scale  ? (bf16 ? launch_project_fp8<true> : launch_project_fp8<false>)
                   : bf16 ? launch_project<true>

@@ -24,7 +24,7 @@ struct ProjectParams {
     const void *bias;  // [features], or null
     void *out;         // [tokens, features]
     int tokens, depth, features;
-    int block_tokens;  // of a CTA, as in ProjectPlan
+    int block_tokens, box_tokens;  // as in ProjectPlan
     int64_t x_stride;
     bool weights_ready;  // no kernel that may still run when this one starts writes w or bias: they are read at once
     const float *scale;  // [features], of the rows of a w in e4m3

@@ -1,5 +1,6 @@
 #include "project/plan.h"
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "common/geometry.h"
@@ -13,7 +14,8 @@ constexpr int quads = 24;
 
 ProjectPlan in_blocks(int warpgroups, int max_tokens, int cluster, int64_t tokens) {
     const int blocks = static_cast<int>(ceil_div(tokens, max_tokens));
-    return {warpgroups, max_tokens, cluster, blocks, static_cast<int>(8 * ceil_div(tokens, 8 * blocks))};
+    const int64_t block_tokens = 8 * ceil_div(tokens, 8 * blocks);
+    return {warpgroups, max_tokens, cluster, blocks, static_cast<int>(block_tokens), static_cast<int>(std::min(block_tokens, tokens))};
 }
 
 // Two blocks of tokens for 64 features, in pairs: twice as many CTAs as for 128 features in fours, and fewer sums to send. At 2,048

@@ -10,7 +10,8 @@ struct ProjectPlan {
     int max_tokens;    // of a CTA
     int cluster;       // CTAs that divide k
     int blocks;        // clusters along the tokens
-    int block_tokens;  // that a CTA takes, a multiple of 8: TMA takes longer to fill rows without a token than to fetch rows
+    int block_tokens;  // that a CTA takes, a multiple of 8
+    int box_tokens;    // that a copy of x brings: TMA takes longer to fill rows without a token than to fetch rows
 };
 
 // For at most project_most_tokens tokens; features is a multiple of project_multiple. fp8: a W in e4m3.
