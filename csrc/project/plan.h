@@ -11,7 +11,7 @@ struct ProjectPlan {
     int cluster;       // CTAs that divide k
     int blocks;        // clusters along the tokens
     int block_tokens;  // that a CTA takes, a multiple of 8
-    int box_tokens;    // that a copy of x brings: TMA takes longer to fill rows without a token than to fetch rows
+    int box_tokens;    // that a copy of x brings: rows behind the last token, which TMA fills with zeros, take longer than others
 };
 
 // For at most project_most_tokens tokens; features is a multiple of project_multiple. fp8: a W in e4m3.
