@@ -70,7 +70,7 @@ template <int of_tile> struct Pieces {
 
 // Sums of a slice in fp32. A thread's piece is float4 j of its fragment.
 template <int d_h> struct FloatSliceSums {
-    static constexpr int columns = 8;  // of a piece
+    static constexpr int columns = ForwardPolicy<d_h>::piece_columns;
     static constexpr bool scaled = false;
     using Piece = float4;
     const OutputTile<d_h> &o;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void send_slice_sums(typename Sums::Piece *slice_sums
         if (++cta == pieces.slices) cta = 0, at += pieces.stride;
     }
 }
-// The scale of the thread's rows, to where the CTAs expect that of this slice: each of the four threads of a row sends it to other CTAs.
+// The scale of the thread's rows, to where the CTAs expect that of this slice. The four threads of a row divide the CTAs among them.
 // to_own: to this CTA, too.
 template <bool to_own>
 __device__ __forceinline__ void send_slice_scale(float2 *slice_scale, kittens::semaphore &full, int slices, float2 scale) {

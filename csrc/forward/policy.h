@@ -41,7 +41,8 @@ template <int d_h> struct ForwardPolicy {
     // A warp of the producer adds up the parts of split items under the whole ones. They come in pieces of 8 columns of a row tile, six at
     // a time: at d_h = 128 there is no room for more. The same memory holds W of a head. d_h = 256 has no room.
     static constexpr bool may_add_parts = q_in_registers;
-    static constexpr int piece_bytes = tile_rows * 8 * 4, piece_slots = may_add_parts ? 6 : 0;
+    static constexpr int piece_columns = 8;  // of a row tile's sums; slices send theirs in such pieces, too
+    static constexpr int piece_bytes = tile_rows * piece_columns * 4, piece_slots = may_add_parts ? 6 : 0;
 
     static constexpr int shared_memory =
         slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;

@@ -61,7 +61,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
 
     // Sums of the slices of an item, in the buffers of Q or in the ring when the consumers have read the last tile: as in epilogue.cuh.
-    static_assert(!P::may_slice || (P::consumers * d_h / 8 + large_slices - 1) * tile_rows * 32 <= sizeof(ring));
+    static_assert(!P::may_slice || (P::consumers * d_h / P::piece_columns + large_slices - 1) * tile_rows * 32 <= sizeof(ring));
     // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the gate tiles that nobody uses then.
     __device__ void *router(const ForwardParams &p) {
         return p.schedule.slices > 1 ? static_cast<void *>(gate[0] + p.consumers) : static_cast<void *>(pieces);

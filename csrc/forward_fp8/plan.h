@@ -7,7 +7,7 @@
 namespace flashmhf {
 
 // The planner counts 0.7 us for a tile of three row tiles at d_h = 128, and 1.1 us for a tile of the 16-bit kernel. In long runs on an H200
-// the former takes 0.88 us (benchmarks/results/fp8_h200.json).
+// the former takes 0.89 us (benchmarks/results/fp8_h200.json).
 constexpr ForwardCostModel forward_fp8_costs{.tile_us = 0.7 / 128, .combine = 800, .behind_waves = 2800, .next_item = 800};
 
 // The time of an inter tile of a CTA of two, three or four row tiles, by that of three. Two take 0.73 at d_h = 128, 0.77 at 64 and 96;

@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
     const bool leader = lane == 0;
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     const bool stages = p.router_bytes > 0 && leader && first == 0;
-    const int copied_rows = few_rows ? p.copied_rows : tile_rows;
+    const int copied_rows = few_rows ? p.copied_rows : tile_rows;  // elsewhere a variable would spill at d_h = 64
     int count = 0;
     auto each = [&](auto body) {  // for each of these warpgroups; one needs no loop
         if constexpr (P::consumers <= 3) {

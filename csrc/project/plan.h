@@ -14,7 +14,7 @@ struct ProjectPlan {
     int box_tokens;    // that a copy of x brings: rows behind the last token, which TMA fills with zeros, take longer than others
 };
 
-// For at most project_most_tokens tokens; features is a multiple of project_multiple. fp8: a W in e4m3.
+// For 1 to project_most_tokens tokens; features is a multiple of project_multiple. fp8: a W in e4m3.
 ProjectPlan plan_project(int64_t tokens, int64_t features, bool fp8);
 
 // Whether the kernel is faster than cuBLAS for a W in 16 bits of these sizes, and takes them.
