@@ -9,13 +9,13 @@
 
 namespace flashmhf {
 
-// How W is read, and how many times 16 of its rows at once.
+// How W is read, how many times 16 of its rows at once, and for how many times 8 sub-networks side by side.
 struct FromGlobal {
-    static constexpr int batch = 4;
+    static constexpr int batch = 4, groups = 1;
     template <typename X> __device__ __forceinline__ static X load(const X *w) { return __ldg(w); }
 };
 struct FromShared {
-    static constexpr int batch = 8;
+    static constexpr int batch = 8, groups = 1;
     template <typename X> __device__ __forceinline__ static X load(const X *w) { return *w; }
 };
 
@@ -43,11 +43,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile = Gat
     // Those of the first chunk, and the sums over all sub-networks.
     template <typename Query> __device__ __forceinline__ void normalise(int first, Query &&query) {
         float2 sum = {0.f, 0.f};
-        __syncwarp();
-#pragma unroll 1
-        for (int e = 0; e < p.subnets; e += 8) {
-            float s[4];
-            sigmoids(s, e, query);
+        auto count = [&](const float (&s)[4], int e) {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 if (column(e) + j < p.subnets) {
@@ -55,6 +51,20 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile = Gat
                     sum.y += s[2 + j];
                 }
             put(s, e, first);
+        };
+        __syncwarp();
+#pragma unroll 1
+        for (int e = 0; e < p.subnets; e += 8 * Source::groups) {
+            if constexpr (Source::groups == 1) {
+                float s[4];
+                sigmoids(s, e, query);
+                count(s, e);
+            } else {
+                float s[Source::groups][4];
+                sigmoids(s, e, query);
+#pragma unroll
+                for (int i = 0; i < Source::groups; ++i) count(s[i], e + 8 * i);
+            }
         }
 #pragma unroll
         for (int d = 1; d < 4; d *= 2) {
@@ -70,9 +80,18 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile = Gat
     __device__ __forceinline__ static unsigned lane() { return kittens::laneid(); }
     __device__ __forceinline__ unsigned row() const { return group + lane() / 4; }  // the first of two; the other is 8 below
     __device__ __forceinline__ static int column(int e) { return e + static_cast<int>(lane() % 4 * 2); }  // the first of two neighbours
+    // The first of the thread's elements of W: row 2t, sub-network e + g.
+    __device__ __forceinline__ int first_element(int e) const {
+        return column(0) * p.subnets + min(e + static_cast<int>(lane() / 4), p.subnets - 1);
+    }
+    // s += q times 16 rows of W, of which the thread's elements begin at x.
+    template <typename W> __device__ __forceinline__ void add_products(float (&s)[4], const T2 (&q)[4], const W *w, int x) const {
+        multiply(s, q, Source::load(w + x), Source::load(w + (x + p.subnets)), Source::load(w + (x + 8 * p.subnets)),
+                 Source::load(w + (x + 9 * p.subnets)));
+    }
     // sigmoid(P) of sub-networks e..e + 7 in the fragment order of an accumulator: columns 2t, 2t + 1 of rows g, then of rows g + 8.
     template <typename Query> __device__ __forceinline__ void sigmoids(float (&s)[4], int e, Query &&query) {
-        const int at = column(0) * p.subnets + min(e + static_cast<int>(lane() / 4), p.subnets - 1);
+        const int at = first_element(e);
         s[0] = s[1] = s[2] = s[3] = 0.f;
         auto product = [&](auto *w) {
             int x = at;
@@ -80,14 +99,34 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile = Gat
             for (int k = 0; k < d_h / 16; ++k, x += 16 * p.subnets) {
                 T2 q[4];
                 query(k, q);
-                multiply(s, q, Source::load(w + x), Source::load(w + (x + p.subnets)), Source::load(w + (x + 8 * p.subnets)),
-                         Source::load(w + (x + 9 * p.subnets)));
+                add_products(s, q, w, x);
             }
         };
         if (p.gate == Gate::w_half) product(static_cast<const T *>(w));
         else product(static_cast<const float *>(w));
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
+    }
+    // The same of `groups` times 8 sub-networks: as many chains of products instead of one after the other.
+    template <int groups, typename Query> __device__ __forceinline__ void sigmoids(float (&s)[groups][4], int e, Query &&query) {
+        int at[groups];
+#pragma unroll
+        for (int i = 0; i < groups; ++i) at[i] = first_element(e + 8 * i), s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+        auto product = [&](auto *w) {
+#pragma unroll(Source::batch)
+            for (int k = 0; k < d_h / 16; ++k) {
+                T2 q[4];
+                query(k, q);
+#pragma unroll
+                for (int i = 0; i < groups; ++i) add_products(s[i], q, w, at[i] + 16 * k * p.subnets);
+            }
+        };
+        if (p.gate == Gate::w_half) product(static_cast<const T *>(w));
+        else product(static_cast<const float *>(w));
+#pragma unroll
+        for (int i = 0; i < groups; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) s[i][j] = sigmoid_fast(halved ? 2.f * s[i][j] : s[i][j]);
     }
     // The compiler's own way of it takes more registers in bf16.
     __device__ __forceinline__ static float2 widen(T2 x) {

@@ -61,6 +61,11 @@ template <int d_h> struct Fp8SliceSums {
 struct FewFromShared : FromShared {
     static constexpr int batch = 2;
 };
+// With few rows there are registers for three chains of products side by side. One after the other they take longer than a tile's copies
+// (README.md).
+struct WideFromShared : FromShared {
+    static constexpr int groups = 3;
+};
 struct FewFromGlobal : FromGlobal {
     static constexpr int batch = 1;
 };
@@ -158,8 +163,9 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         auto from = [&](int k, T2(&fragment)[4]) { query(k, fragment); };
         if (p.router_bytes) {
             kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
-            RouterRows<d_h, T, false, FewFromShared, Fp8GateTile<d_h>>{p, shared.router, gate_tile(), 16 * warp}.normalise(
-                this_item().subnet, from);
+            using Source = std::conditional_t<few_rows && (P::router_bytes > 0), WideFromShared, FewFromShared>;
+            RouterRows<d_h, T, false, Source, Fp8GateTile<d_h>>{p, shared.router, gate_tile(), 16 * warp}.normalise(this_item().subnet,
+                                                                                                                    from);
             if (lane == 0) kittens::arrive(shared.semaphores.w_empty);
         } else {
             Fp8GateRows rows{gate_rows<d_h>(p, wg), gate_tile().scale, p.subnets};
