@@ -18,7 +18,7 @@ MEMORY_GB_PER_S, MEMORY_GB = 4800, 141  # its HBM3e
 SMS = 132
 LARGE_CLUSTERS = 7  # of 16 CTAs at once: one in each GPC that has room for two of 8
 # What an inter tile of the FP8 kernel takes in a long run, over what its planner counts, by d_h: benchmarks/results/fp8_h200.json.
-FP8_SUSTAINED = {64: 1.95, 96: 1.61, 128: 1.27, 256: 1.1}
+FP8_SUSTAINED = {64: 1.92, 96: 1.57, 128: 1.26, 256: 1.06}
 FITTED = "the constants are fitted to an H200 at d_h = 128"
 BYTES = 2  # of an element of Q and the output, and of K, U, V in 16 bits
 _FLOAT = 4
