@@ -73,14 +73,15 @@ def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subn
 
 
 def test_fp8_times_are_those_of_the_record(planner):
-    """Longer where few items leave the kernel's start and the sums of parts visible: 1,536 tokens."""
+    """Within 2 %; the record may be longer where few items leave the kernel's start and the sums of parts visible: 1,536 tokens."""
     rows = json.loads((Path(__file__).parents[1] / "benchmarks/results/fp8_h200.json").read_text())["operator"]
     assert {row["d_h"] for row in rows} == set(plan.FP8_SUSTAINED)
     for row in rows:
         heads, subnets, subnet_dim = OPERATOR_SHAPES[row["d_h"]]
         p, costs = plan.plan_forward(plan.Problem(1, row["tokens"], heads, row["d_h"], subnets, subnet_dim, heads, fp8=True))
         expected = plan.forward_us(p, costs, heads) / 1000
-        assert expected == pytest.approx(row["ms"]["fp8"], rel=0.02) if row["tokens"] > 30000 else expected < row["ms"]["fp8"]
+        assert expected < 1.02 * row["ms"]["fp8"]
+        assert row["tokens"] < 30000 or expected > 0.98 * row["ms"]["fp8"]
 
 
 def test_heads_that_share_weights(planner, capsys):
