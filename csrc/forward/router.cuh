@@ -1,6 +1,6 @@
 // The router's gate of 16 rows of a row tile, by one warp: P = Q W by mma.sync on fragments of Q, r = sigmoid(P) / (sum_e sigmoid(P) +
 // eps). The sums need all sub-networks; shared memory holds the sigmoids of a chunk of them, and the division is one multiply when a factor
-// is read is read. Wherever W is read from, the bits are the same.
+// is read. Wherever W is read from, the bits are the same.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -43,7 +43,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile = Gat
     // Those of the first chunk, and the sums over all sub-networks.
     template <typename Query> __device__ __forceinline__ void normalise(int first, Query &&query) {
         float2 sum = {0.f, 0.f};
-        auto count = [&](const float (&s)[4], int e) {
+        auto collect = [&](const float (&s)[4], int e) {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 if (column(e) + j < p.subnets) {
@@ -58,12 +58,12 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile = Gat
             if constexpr (Source::groups == 1) {
                 float s[4];
                 sigmoids(s, e, query);
-                count(s, e);
+                collect(s, e);
             } else {
                 float s[Source::groups][4];
                 sigmoids(s, e, query);
 #pragma unroll
-                for (int i = 0; i < Source::groups; ++i) count(s[i], e + 8 * i);
+                for (int i = 0; i < Source::groups; ++i) collect(s[i], e + 8 * i);
             }
         }
 #pragma unroll
@@ -107,7 +107,8 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile = Gat
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
     }
-    // The same of `groups` times 8 sub-networks: as many chains of products instead of one after the other.
+    // The same of `groups` times 8 sub-networks: as many chains of products instead of one after the other. Not one function with the one
+    // above: written so, ptxas arranges the loops of the 16-bit kernels anew, and in one form spills.
     template <int groups, typename Query> __device__ __forceinline__ void sigmoids(float (&s)[groups][4], int e, Query &&query) {
         int at[groups];
 #pragma unroll
