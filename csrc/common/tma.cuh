@@ -20,17 +20,42 @@ __device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async
 __device__ __forceinline__ void fence_semaphore_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-                     shared_address(dst)),
-                 "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y)
-                 : "memory");
+// once: weights that the launch reads from memory once. They leave the L2 before other data. Few tokens stream more of them than the L2
+// holds: without the policy they drive out what kernels have written, which then goes to memory under the stream, and is read from there.
+__device__ __forceinline__ uint64_t evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
+template <bool once = false>
+__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem) {
+    if constexpr (once)
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], "
+            "%5;" ::"r"(shared_address(dst)),
+            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "l"(evict_first())
+            : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+                         shared_address(dst)),
+                     "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y)
+                     : "memory");
+}
+template <bool once = false>
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-                     shared_address(dst)),
-                 "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z)
-                 : "memory");
+    if constexpr (once)
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], "
+            "[%2], "
+            "%6;" ::"r"(shared_address(dst)),
+            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "l"(evict_first())
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+                shared_address(dst)),
+            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z)
+            : "memory");
 }
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem) {
     asm volatile(
@@ -47,12 +72,20 @@ __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *ma
         "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "h"(cta_mask)
         : "memory");
 }
+template <bool once = false>
 __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem, uint16_t cta_mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], "
-        "[%2], %6;" ::"r"(shared_address(dst)),
-        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask)
-        : "memory");
+    if constexpr (once)
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, "
+            "{%3, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(dst)),
+            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask), "l"(evict_first())
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], "
+            "[%2], %6;" ::"r"(shared_address(dst)),
+            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask)
+            : "memory");
 }
 __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem, uint16_t cta_mask) {
     asm volatile(
@@ -85,11 +118,19 @@ __device__ __forceinline__ void reduce_add_async(float *dst, const void *src, ui
                  : "memory");
 }
 // A tile to the L2: no more than a hint, right even before griddepcontrol.wait.
-__device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int2 c) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c.x), "r"(c.y) : "memory");
+__device__ __forceinline__ void prefetch_tile_once(const CUtensorMap *map, int2 c) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile.L2::cache_hint [%0, {%1, %2}], %3;" ::"l"(map), "r"(c.x), "r"(c.y),
+                 "l"(evict_first())
+                 : "memory");
 }
-__device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int3 c) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c.x), "r"(c.y), "r"(c.z) : "memory");
+template <bool once> __device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int3 c) {
+    if constexpr (once)
+        asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::"l"(map), "r"(c.x),
+                     "r"(c.y), "r"(c.z), "l"(evict_first())
+                     : "memory");
+    else
+        asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c.x), "r"(c.y), "r"(c.z)
+                     : "memory");
 }
 
 // Arrival on the semaphore of CTA cta of the cluster. Not .release.cluster, which costs a MEMBAR.GPU in the loop: for handing back

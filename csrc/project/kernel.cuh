@@ -104,15 +104,15 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
         const int bytes = sizeof(shared.w[0]) + p.box_tokens * P::step * element_bytes;
         auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], bytes); };
         for (int i = 0; i < min(steps, P::early); ++i) {
-            if (!p.weights_ready || i >= P::slots) tma::prefetch_tile(&map_w, w_at(i));
-            else expect(i), tma::load_async(&shared.w[i], &map_w, w_at(i), shared.full[i]);
+            if (!p.weights_ready || i >= P::slots) tma::prefetch_tile_once(&map_w, w_at(i));
+            else expect(i), tma::load_async<true>(&shared.w[i], &map_w, w_at(i), shared.full[i]);
         }
         kittens::pdl::wait();
         Ring<P::slots> ring;
         for (int i = 0; i < steps; ++i, ring.advance()) {
             auto &full = shared.full[ring.slot];
             if (i >= P::slots) kittens::wait(shared.empty[ring.slot], ring.phase ^ 1);
-            if (!p.weights_ready || i >= P::slots) expect(ring.slot), tma::load_async(&shared.w[ring.slot], &map_w, w_at(i), full);
+            if (!p.weights_ready || i >= P::slots) expect(ring.slot), tma::load_async<true>(&shared.w[ring.slot], &map_w, w_at(i), full);
             tma::load_async(&shared.x[ring.slot], &map_x, int2{w_at(i).x, first_token}, full);
         }
         return;
