@@ -143,21 +143,39 @@ __device__ __forceinline__ void arrive_remote(kittens::semaphore &sem, int cta) 
         : "memory");
 }
 
+// A place in the shared memory of a CTA of the cluster, and the semaphore there that counts the bytes: those at the addresses given.
+struct Remote {
+    uint32_t data, full;
+};
+__device__ __forceinline__ uint32_t map_shared(uint32_t address, int cta) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
+    return there;
+}
+__device__ __forceinline__ Remote remote(const void *dst, const kittens::semaphore &sem, int cta) {
+    return {map_shared(shared_address(dst), cta), map_shared(shared_address(&sem), cta)};
+}
+__device__ __forceinline__ void store_async(Remote to, uint4 x) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to.data),
+                 "r"(to.full), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_async(Remote to, float2 x) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to.data), "r"(to.full),
+                 "f"(x.x), "f"(x.y)
+                 : "memory");
+}
+// To this CTA's shared memory.
+__device__ __forceinline__ void store(uint32_t to, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 // To the same place in the shared memory of CTA cta of the cluster, where the semaphore at the same place as `sem` counts the bytes.
 __device__ __forceinline__ void store_remote_async(uint4 *dst, uint4 x, kittens::semaphore &sem, int cta) {
-    asm volatile(
-        "{\n.reg .b32 there, count;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [count];\n}" ::"r"(
-            shared_address(dst)),
-        "r"(shared_address(&sem)), "r"(cta), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-        : "memory");
+    store_async(remote(dst, sem, cta), x);
 }
 __device__ __forceinline__ void store_remote_async(float2 *dst, float2 x, kittens::semaphore &sem, int cta) {
-    asm volatile(
-        "{\n.reg .b32 there, count;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [count];\n}" ::"r"(shared_address(dst)),
-        "r"(shared_address(&sem)), "r"(cta), "f"(x.x), "f"(x.y)
-        : "memory");
+    store_async(remote(dst, sem, cta), x);
 }
 __device__ __forceinline__ void store_remote_async(float4 *dst, float4 x, kittens::semaphore &sem, int cta) {
     const uint4 bits = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};

@@ -52,7 +52,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if (tile.part < 0) stage_output(shared.q[wg], o);
         release_q();
         if constexpr (slices) {
-            exchange_slice_sums<d_h, T, true, false>(shared, p, tile, wg, FloatSliceSums<d_h>{o});
+            exchange_slice_sums<d_h, T, true>(shared, p, tile, wg, FloatSliceSums<d_h>{o});
         } else if (tile.part >= 0) {
             if (stores)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, tile.part,

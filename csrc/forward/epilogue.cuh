@@ -101,27 +101,16 @@ __device__ __forceinline__ void send_slice_scale(float2 *slice_scale, kittens::s
         if (to_own || cta != kittens::cluster_ctarank()) tma::store_remote_async(slice_scale, scale, full, cta);
 }
 // Adds what the slices have sent of the warpgroup's rows, and writes the output from the thread's first row and column on. both: the row 8
-// below holds a token, too. scale(c): of the rows, of slice c. at_once: up to max_slices slices, all of whose sums of a piece are loaded
-// before they are added.
-template <typename Sums, typename T, bool at_once, int of_tile, typename Scale>
+// below holds a token, too. scale(c): of the rows, of slice c.
+template <typename Sums, typename T, int of_tile, typename Scale>
 __device__ __forceinline__ void add_slice_sums(const typename Sums::Piece *slice_sums, Scale &&scale, const ForwardParams &p,
                                                const Pieces<of_tile> &pieces, T *out, bool both) {
     const int rank = kittens::cluster_ctarank();
     slice_sums += pieces.number_of(rank) * pieces.stride + kittens::warpgroup::laneid();
     for (int j = pieces.first_of(rank); j < of_tile; j += pieces.slices, slice_sums += pieces.stride) {
         float4 sum[Sums::columns / 8] = {};
-        if constexpr (at_once) {
-            typename Sums::Piece x[max_slices];
-#pragma unroll
-            for (int c = 0; c < max_slices; ++c)
-                if (c < pieces.slices) x[c] = slice_sums[c * pieces.threads];
-#pragma unroll
-            for (int c = 0; c < max_slices; ++c)
-                if (c < pieces.slices) Sums::add(sum, x[c], scale(c));
-        } else {
 #pragma unroll 8
-            for (int c = 0; c < pieces.slices; ++c) Sums::add(sum, slice_sums[c * pieces.threads], scale(c));
-        }
+        for (int c = 0; c < pieces.slices; ++c) Sums::add(sum, slice_sums[c * pieces.threads], scale(c));
 #pragma unroll
         for (int i = 0; i < Sums::columns / 8; ++i) {
             store_pair(out + Sums::columns * j + 8 * i, sum[i].x, sum[i].y);
@@ -130,7 +119,7 @@ __device__ __forceinline__ void add_slice_sums(const typename Sums::Piece *slice
     }
 }
 // A cluster's CTAs add the sums of its item, which `tile` describes: a copy, since the producer may overwrite the item's record.
-template <int d_h, typename T, bool stores_own, bool at_once, typename Shared, typename Sums>
+template <int d_h, typename T, bool stores_own, typename Shared, typename Sums>
 __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const ForwardParams &p, const Item &tile, int warpgroup,
                                                     const Sums &sums) {
     const int row = fragment_row(kittens::warpgroup::laneid());
@@ -164,7 +153,7 @@ __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const Forwar
         else if (stores_own && c == rank) return sums.scale;
         else return slice_scales[c * pairs];
     };
-    if (stores) add_slice_sums<Sums, T, at_once>(slice_sums, scale, p, pieces, out, both);
+    if (stores) add_slice_sums<Sums, T>(slice_sums, scale, p, pieces, out, both);
 }
 
 // The output of a whole item, to where its Q was. A warp writes the rows that it has read.

@@ -3,60 +3,13 @@
 
 #include "forward/epilogue.cuh"
 #include "forward/item_stream.cuh"
+#include "forward_fp8/few_rows_exchange.cuh"
 #include "forward_fp8/gate.cuh"
 #include "forward_fp8/producer.cuh"
 #include "forward_fp8/swiglu_tile.cuh"
 
 namespace flashmhf {
 
-// Sums over sub-networks in pairs of fp16, to which the products of a sub-network are promoted.
-template <int d_h> struct Fp8Sums {
-    uint32_t x[d_h / 4];
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < d_h / 4; ++i) x[i] = 0;
-    }
-    // += products * factor of the row
-    __device__ __forceinline__ void add(const uint32_t (&products)[d_h / 4], uint32_t factors) {
-        const uint32_t r[2] = {__byte_perm(factors, factors, 0x1010), __byte_perm(factors, factors, 0x3232)};
-#pragma unroll
-        for (int i = 0; i < d_h / 4; ++i) x[i] = fp8::fma_half(products[i], r[i % 2], x[i]);
-    }
-    __device__ __forceinline__ void scale(float2 factors) {
-#pragma unroll
-        for (int i = 0; i < d_h / 4; ++i) {
-            const float f = i % 2 ? factors.y : factors.x;
-            x[i] = fp8::multiply_half(x[i], fp8::pack_half(f, f));
-        }
-    }
-    __device__ __forceinline__ void get(OutputTile<d_h> &o, float2 factors) const {
-#pragma unroll
-        for (int i = 0; i < d_h / 4; ++i) {
-            const float2 v = fp8::unpack_half(x[i]);
-            const float f = i % 2 ? factors.y : factors.x;
-            o.tiles[0][i / 4].data[i % 4] = {v.x * f, v.y * f};
-        }
-    }
-};
-// What slices send each other (epilogue.cuh): 16 columns in fp16, of the thread's rows in turn, and the scales of these rows.
-template <int d_h> struct Fp8SliceSums {
-    static constexpr int columns = ForwardFp8Policy<d_h>::piece_columns;
-    static constexpr bool scaled = true;
-    using Piece = uint4;
-    const Fp8Sums<d_h> &sums;
-    const float2 scale;
-    __device__ __forceinline__ Piece piece(int j) const { return {sums.x[4 * j], sums.x[4 * j + 1], sums.x[4 * j + 2], sums.x[4 * j + 3]}; }
-    __device__ __forceinline__ static void add(float4 (&sum)[2], Piece piece, float2 scale) {
-        add(sum[0], fp8::unpack_half(piece.x), fp8::unpack_half(piece.y), scale);
-        add(sum[1], fp8::unpack_half(piece.z), fp8::unpack_half(piece.w), scale);
-    }
-
-  private:
-    __device__ __forceinline__ static void add(float4 &sum, float2 above, float2 below, float2 scale) {
-        sum.x = fmaf(above.x, scale.x, sum.x), sum.y = fmaf(above.y, scale.x, sum.y);
-        sum.z = fmaf(below.x, scale.y, sum.z), sum.w = fmaf(below.y, scale.y, sum.w);
-    }
-};
 // W, read while the sums of the item before leave few registers.
 struct FewFromShared : FromShared {
     static constexpr int batch = 2;
@@ -199,13 +152,6 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     __device__ __forceinline__ void finish(const Item &item, const Fp8Sums<d_h> &sums, float2 scale) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q, but not that of slices' only item.
         const int part = item.part;
-        // With few rows there are registers for both; elsewhere ptxas arranges the loop over the tiles anew for them.
-        constexpr bool stores_own = few_rows, at_once = few_rows && d_h <= 128;
-        auto exchange = [&]() { exchange_slice_sums<d_h, T, stores_own, at_once>(shared, p, item, wg, Fp8SliceSums<d_h>{sums, scale}); };
-        if constexpr (few_rows) {
-            release_q();
-            return exchange();
-        }
         const bool stores = holds_token(p, item.sequence, item.token + fragment_row(warpgroup::laneid()));
         OutputTile<d_h> o;  // in each branch anew: registers for all of it are there only where it is used piece by piece
         if (part < 0) {
@@ -214,7 +160,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         }
         release_q();
         if (P::consumers > 2 && p.schedule.slices > 1) {
-            exchange();
+            exchange_slice_sums<d_h, T, false>(shared, p, item, wg, Fp8SliceSums<d_h>{sums, scale});
         } else if (part >= 0 && stores) {
             sums.get(o, scale);
             store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
@@ -232,6 +178,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         int accumulate = 0;  // 0: the next product of A V overwrites the sums
         int before = -1;     // the slot that the last product of A V still reads
         bool prepared;
+        [[maybe_unused]] FewRowsExchange<d_h, T, Shared> exchange{shared, p};  // of few rows: the only item is a slice's
 
         // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its
         // way behind it. A V of the chunk before, with A in `a_before`, has ended.
@@ -273,6 +220,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         auto prepare_gate = [&](const Item &item, const Fp8Scales<d_h> &item_scales, int r_phase, float2 &scale) {
             if (prepared) return;
             prepared = true;
+            if constexpr (few_rows && P::exchange_ahead) exchange.prepare(item, wg);
             if (p.gate_tiles) kittens::wait(shared.semaphores.r_full[wg], r_phase);
             gate.prepare(item, gate_tile(), item_scales, wg, scale);
         };
@@ -343,11 +291,13 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
                 warpgroup::mma_fence();
                 issue_products(o, a1, slot, 1, 1);
             }
-            if constexpr (few_rows) {  // of slices: the only item
+            if constexpr (few_rows) {
+                if constexpr (!P::exchange_ahead) exchange.prepare(this_item(), wg);
                 warpgroup::mma_async_wait<0>();
                 fp8::pin(o), fp8::pin(a0), fp8::pin(a1);
                 sums.add(o, factors);
-                return finish(this_item(), sums, out_scale);
+                release_q();
+                return exchange.run({sums, out_scale});
             }
             const float2 scale = out_scale;
             const bool more = next_item().end > 0;

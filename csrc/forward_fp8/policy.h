@@ -39,6 +39,9 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int early_slots(Gate gate) { return !has_router(gate) ? 3 : d_h < 128 ? 2 : 1; }
     static constexpr int prefetched_tiles(Gate gate) { return d_h < 128 || !few_rows ? 0 : has_router(gate) ? 1 : 2; }
 
+    // Few rows: the addresses of the exchange of sums lie in registers from the first promotion on, where there are registers for them.
+    static constexpr bool exchange_ahead = d_h <= 128;
+
     // The gate of a chunk of sub-networks for the rows of a warpgroup, in rows of 28: eight neighbouring rows do not meet a bank twice.
     static constexpr int gate_chunk = 28, gate_bytes = tile_rows * (gate_chunk + 1) * 4;
     // W of a head, where a router computes the gate.

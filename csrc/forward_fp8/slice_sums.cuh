@@ -1,0 +1,59 @@
+// The sums of an item in the FP8 forward kernel, and the form in which slices send them to each other.
+#pragma once
+
+#include "common/fp8.cuh"
+#include "forward/epilogue.cuh"
+#include "forward_fp8/policy.h"
+
+namespace flashmhf {
+
+// Sums over sub-networks in pairs of fp16, to which the products of a sub-network are promoted.
+template <int d_h> struct Fp8Sums {
+    uint32_t x[d_h / 4];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) x[i] = 0;
+    }
+    // += products * factor of the row
+    __device__ __forceinline__ void add(const uint32_t (&products)[d_h / 4], uint32_t factors) {
+        const uint32_t r[2] = {__byte_perm(factors, factors, 0x1010), __byte_perm(factors, factors, 0x3232)};
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) x[i] = fp8::fma_half(products[i], r[i % 2], x[i]);
+    }
+    __device__ __forceinline__ void scale(float2 factors) {
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) {
+            const float f = i % 2 ? factors.y : factors.x;
+            x[i] = fp8::multiply_half(x[i], fp8::pack_half(f, f));
+        }
+    }
+    __device__ __forceinline__ void get(OutputTile<d_h> &o, float2 factors) const {
+#pragma unroll
+        for (int i = 0; i < d_h / 4; ++i) {
+            const float2 v = fp8::unpack_half(x[i]);
+            const float f = i % 2 ? factors.y : factors.x;
+            o.tiles[0][i / 4].data[i % 4] = {v.x * f, v.y * f};
+        }
+    }
+};
+// What slices send each other (epilogue.cuh): 16 columns in fp16, of the thread's rows in turn, and the scales of these rows.
+template <int d_h> struct Fp8SliceSums {
+    static constexpr int columns = ForwardFp8Policy<d_h>::piece_columns;
+    static constexpr bool scaled = true;
+    using Piece = uint4;
+    const Fp8Sums<d_h> &sums;
+    const float2 scale;
+    __device__ __forceinline__ Piece piece(int j) const { return {sums.x[4 * j], sums.x[4 * j + 1], sums.x[4 * j + 2], sums.x[4 * j + 3]}; }
+    __device__ __forceinline__ static void add(float4 (&sum)[2], Piece piece, float2 scale) {
+        add(sum[0], fp8::unpack_half(piece.x), fp8::unpack_half(piece.y), scale);
+        add(sum[1], fp8::unpack_half(piece.z), fp8::unpack_half(piece.w), scale);
+    }
+
+  private:
+    __device__ __forceinline__ static void add(float4 &sum, float2 above, float2 below, float2 scale) {
+        sum.x = fmaf(above.x, scale.x, sum.x), sum.y = fmaf(above.y, scale.x, sum.y);
+        sum.z = fmaf(below.x, scale.y, sum.z), sum.w = fmaf(below.y, scale.y, sum.w);
+    }
+};
+
+}  // namespace flashmhf
