@@ -122,7 +122,7 @@ def fp8_operator_table(root: pathlib.Path) -> str:
 
 
 def fp8_networks_table(root: pathlib.Path) -> str:
-    record = read(root, "fp8_h200.json")
+    record = read(root, "fp8_networks_h200.json")
     lines = []
     for row in record["networks"]:
         ratios = [row[way]["24 swiglu over 20"] for way in ("graph", "called")]
