@@ -20,8 +20,8 @@ __device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async
 __device__ __forceinline__ void fence_semaphore_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// once: weights that the launch reads from memory once. They leave the L2 before other data. Few tokens stream more of them than the L2
-// holds: without the policy they drive out what kernels have written, which then goes to memory under the stream, and is read from there.
+// The L2 evicts data loaded with this policy before other data. once: with the policy, for weights that a launch reads from memory once.
+// The weights of one layer or two fill the L2. Without the policy they evict what kernels have written, which then goes to memory and back.
 __device__ __forceinline__ uint64_t evict_first() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -46,8 +46,7 @@ __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, in
     if constexpr (once)
         asm volatile(
             "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], "
-            "[%2], "
-            "%6;" ::"r"(shared_address(dst)),
+            "[%2], %6;" ::"r"(shared_address(dst)),
             "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "l"(evict_first())
             : "memory");
     else
@@ -143,7 +142,7 @@ __device__ __forceinline__ void arrive_remote(kittens::semaphore &sem, int cta) 
         : "memory");
 }
 
-// A place in the shared memory of a CTA of the cluster, and the semaphore there that counts the bytes: those at the addresses given.
+// Addresses in the shared memory of a CTA of the cluster: of the data, and of the semaphore that counts their bytes.
 struct Remote {
     uint32_t data, full;
 };
@@ -152,6 +151,7 @@ __device__ __forceinline__ uint32_t map_shared(uint32_t address, int cta) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
     return there;
 }
+// The places in CTA cta that `dst` and `sem` have in this one.
 __device__ __forceinline__ Remote remote(const void *dst, const kittens::semaphore &sem, int cta) {
     return {map_shared(shared_address(dst), cta), map_shared(shared_address(&sem), cta)};
 }

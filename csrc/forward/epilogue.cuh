@@ -94,11 +94,8 @@ __device__ __forceinline__ void send_slice_sums(typename Sums::Piece *slice_sums
     }
 }
 // The scale of the thread's rows, to where the CTAs expect that of this slice. The four threads of a row divide the CTAs among them.
-// to_own: to this CTA, too.
-template <bool to_own>
 __device__ __forceinline__ void send_slice_scale(float2 *slice_scale, kittens::semaphore &full, int slices, float2 scale) {
-    for (int cta = kittens::laneid() % 4; cta < slices; cta += 4)
-        if (to_own || cta != kittens::cluster_ctarank()) tma::store_remote_async(slice_scale, scale, full, cta);
+    for (int cta = kittens::laneid() % 4; cta < slices; cta += 4) tma::store_remote_async(slice_scale, scale, full, cta);
 }
 // Adds what the slices have sent of the warpgroup's rows, and writes the output from the thread's first row and column on. both: the row 8
 // below holds a token, too. scale(c): of the rows, of slice c.
@@ -142,7 +139,7 @@ __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const Forwar
     slice_sums += pieces.slices * pairs / 2;
     if (stores) {
         if constexpr (Sums::scaled)
-            send_slice_scale<!stores_own>(slice_scales + rank * pairs, shared.semaphores.slice_sums_full, pieces.slices, sums.scale);
+            send_slice_scale(slice_scales + rank * pairs, shared.semaphores.slice_sums_full, pieces.slices, sums.scale);
         send_slice_sums<stores_own>(slice_sums, shared.semaphores.slice_sums_full, pieces, sums);
     }
     T *out = output_at<d_h, T>(p, tile, row, kittens::warpgroup::laneid() % 4 * 2);
@@ -150,7 +147,6 @@ __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const Forwar
     kittens::wait(shared.semaphores.slice_sums_full, 0);
     auto scale = [&](int c) -> float2 {
         if constexpr (!Sums::scaled) return {1.f, 1.f};
-        else if (stores_own && c == rank) return sums.scale;
         else return slice_scales[c * pairs];
     };
     if (stores) add_slice_sums<Sums, T>(slice_sums, scale, p, pieces, out, both);

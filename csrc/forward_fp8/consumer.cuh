@@ -178,7 +178,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         int accumulate = 0;  // 0: the next product of A V overwrites the sums
         int before = -1;     // the slot that the last product of A V still reads
         bool prepared;
-        [[maybe_unused]] FewRowsExchange<d_h, T, Shared> exchange{shared, p};  // of few rows: the only item is a slice's
+        [[maybe_unused]] FewRowsExchange<d_h, T, Shared> exchange{shared, p};
 
         // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its
         // way behind it. A V of the chunk before, with A in `a_before`, has ended.

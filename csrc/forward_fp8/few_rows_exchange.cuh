@@ -1,6 +1,6 @@
-// The exchange of slices' sums (forward/epilogue.cuh) in the instance for few rows, where it is a tenth of a call: the same pieces at the
-// same places. What does not depend on the sums is computed ahead, under the stream of the weights. Behind the last product a thread sends
-// its pieces at once, and adds those that it gets in a loop of few instructions: code that runs once in a launch comes from far.
+// The exchange of slices' sums (forward/epilogue.cuh) in the instance for few rows, where it takes a tenth of a call: the same pieces at
+// the same places. What does not depend on the sums is computed ahead, under the stream of the weights. After the last product a thread
+// sends its pieces at once. It adds the pieces of its CTA in a loop over the slices: unrolled, the loop takes a little longer.
 #pragma once
 
 #include "forward/epilogue.cuh"
@@ -15,17 +15,21 @@ template <int d_h, typename T, typename Shared> struct FewRowsExchange {
 
     Shared &shared;
     const ForwardParams &p;
-    bool stores, both;                                     // the thread's first row holds a token; the row 8 below does, too
-    tma::Remote piece_at[of_tile];                         // where each piece goes; of this CTA's own pieces the address here
-    uint32_t own;                                          // bit j: piece j is this CTA's own
-    tma::Remote scale_at[max_slices / row_threads];        // where the scale of the thread's rows goes
-    int scales_sent;                                       // to so many CTAs by this thread; the four threads of a row divide them
-    int slices, slice_stride, piece_stride, first, pairs;  // strides of 16 bytes; the first piece that the thread adds; scales of a slice
-    const Piece *pieces;                                   // that the thread adds: of slice 0, and
-    const float2 *scales;                                  // the scale of its rows
-    T *out;                                                // of the first piece
+    bool stores;                                     // the thread's first row holds a token
+    bool both;                                       // the row 8 below holds one, too
+    tma::Remote piece_at[of_tile];                   // where each piece goes; of the CTA's own pieces `data` is the address in this CTA
+    uint32_t own;                                    // bit j: piece j is the CTA's own
+    tma::Remote scale_at[max_slices / row_threads];  // where the scale of the thread's rows goes
+    int scales_sent;                                 // by this thread: the four threads of a row divide the CTAs among them
+    int slices;                                      // at most max_slices: FP8 has no bundles of heads
+    int slice_stride, piece_stride;                  // between two slices' sums of a piece, and between two pieces, in 16 bytes
+    int pairs;                                       // scales of a slice
+    int first;                                       // the first piece that the thread adds
+    const Piece *pieces;                             // slice 0's sums of that piece
+    const float2 *scales;                            // slice 0's scale of the thread's rows
+    T *out;                                          // the output's place of that piece
 
-    // tile: the record of the item, which the cluster has alone.
+    // tile: the record of the item. The cluster has one item, so the producer does not overwrite the record.
     __device__ __forceinline__ void prepare(const Item &tile, int warpgroup) {
         const int thread = kittens::warpgroup::laneid(), row = fragment_row(thread), rank = kittens::cluster_ctarank();
         const Pieces<of_tile> of(p, warpgroup);
@@ -76,7 +80,7 @@ template <int d_h, typename T, typename Shared> struct FewRowsExchange {
     }
 
   private:
-    // In registers from here on, computed before what follows.
+    // Keeps the compiler from computing these values behind the last product.
     __device__ __forceinline__ void keep() {
         auto pin = [](tma::Remote &x) { asm volatile("" : "+r"(x.data), "+r"(x.full)); };
 #pragma unroll
@@ -95,7 +99,7 @@ template <int d_h, typename T, typename Shared> struct FewRowsExchange {
             else tma::store_async(piece_at[j], sums.piece(j));
         }
     }
-    // Two pieces at a time, and of them one slice after the other, while the next one is on its way.
+    // Two pieces at a time. The sums of the next slice are loaded while those of a slice are added.
     __device__ __forceinline__ void add() {
         for (int j = first; j < of_tile; j += 2 * slices, pieces += 2 * piece_stride, out += 2 * Sums::columns * slices) {
             const bool second = j + slices < of_tile;
