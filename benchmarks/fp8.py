@@ -94,9 +94,9 @@ def operator() -> list[dict]:
             if head_dim == 128:
                 x = q.view(tokens, -1)
                 runs["swiglu fp8"] = lambda x=x: swiglu(x)
-            calls = 1 if tokens > 4096 else 8
-            graphs = {name: repeated(run, calls) for name, run in runs.items()}  # the host queues 1,536 tokens hardly faster than they run
-            ms = {name: t / calls for name, t in median_ms(graphs, 6, 0.1 if tokens > 4096 else 0.03).items()}
+            calls, seconds = (1, 0.1) if tokens > 4096 else (8, 0.03)
+            graphs = {name: repeated(run, calls) for name, run in runs.items()}  # the GPU's time, however long the host takes for a call
+            ms = {name: t / calls for name, t in median_ms(graphs, 6, seconds).items()}
             flops = 6 * tokens * heads * head_dim * subnets * subnet_dim
             rate = {name: (2 * PRODUCT**3 if name == "product" else flops) / t / 1e9 for name, t in ms.items()}
             rows.append(
