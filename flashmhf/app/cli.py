@@ -21,8 +21,7 @@ import torch
 import flashmhf
 
 from .. import backends, extras
-from ..bench import cli as bench_cli
-from . import lm_cli, plan, report, study, tiny_lm
+from . import lm_cli, report, study, tiny_lm
 from .arguments import positive_integer
 
 PICTURE = Path("flashmhf_report.png")
@@ -72,10 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", default=argparse.SUPPRESS, type=positive_integer, help=steps_help)
     parser.set_defaults(run=_everything, command=None, takes=GENERAL)
 
-    commands = parser.add_subparsers(title="sub-commands", metavar="{info,plan,check,bench,train,eval,generate,quantize,serve}")
+    commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench,train,eval,generate,quantize,serve}")
     info = commands.add_parser("info", help="what this machine has: each back end, and why not")
     info.set_defaults(run=_info, command="info", takes=())
-    plan.register(commands).set_defaults(command="plan", takes=())
     check = commands.add_parser("check", parents=[device], help="errors of forward and gradients against float64")
     check.add_argument("--backend", choices=tuple(backends.BACKENDS), help="default: every usable one")
     check.set_defaults(run=_check, command="check", takes=("device",))
@@ -83,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--lengths", type=positive_integer, nargs="+", metavar="L", help="sequence lengths")
     for name in SIZES:
         bench.add_argument(f"--{name.replace('_', '-')}", type=positive_integer, metavar="N")
-    bench_cli.register(bench)
     bench.set_defaults(run=_bench, command="bench", takes=("device",))
     lm_cli.register(commands)
     return parser
@@ -205,15 +202,6 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    for name in SIZES if options.paper else bench_cli.PAPER_OPTIONS:
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} {'cannot be given with' if options.paper else 'needs'} bench --paper")
-    if options.paper:
-        if options.out:
-            extras.require("--out", "matplotlib")
-        if _device(options).type != "cuda":
-            raise UsageError("bench --paper needs a CUDA GPU; without --paper the comparison runs on the CPU, too")
-        return bench_cli.run(options)
     setting = study.default_setting(_device(options))
     setting = dataclasses.replace(setting, **{name: value for name in SIZES if (value := getattr(options, name))})
     if options.lengths:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils import benchmark
 
 from .. import backends, ops, testing
-from ..bench import timing
 from ..nn import MHFFN, FlashMHF, SwiGLU
 
 WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast kernels for SwiGLU
@@ -147,11 +150,38 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[
     def step():
         torch.autograd.grad(module(x), leaves, grad)
 
-    timer = timing.timer_for(x.device)
-
     def median_ms(call: Callable[[], None]) -> float:
-        call()
-        return 1e3 * timing.percentiles(timer.window(call, repeats))["p50"]
+        threads = torch.get_num_threads()  # the timer's default is one
+        timer = benchmark.Timer("call()", globals={"call": call}, num_threads=threads)
+        timer.timeit(1)
+        return 1e3 * statistics.median(timer.timeit(1).median for _ in range(repeats))
 
-    peak = timing.peak_memory(step, x.device) if x.device.type == "cuda" else timing.peak_resident(step)
+    peak = _peak_allocated(step, x.device) if x.device.type == "cuda" else _peak_resident(step)
     return median_ms(forward), median_ms(step), peak / 2**20
+
+
+def _peak_allocated(run: Callable[[], None], device: torch.device) -> int:
+    """Return the bytes that a second ``run`` allocates at its peak on a CUDA device."""
+    run()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_resident(run: Callable[[], None]) -> float:
+    """Return the bytes by which a second ``run`` raises the process's resident memory; nan without Linux's resettable high-water mark."""
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+    run()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS:")
+    except (OSError, AttributeError):
+        return float("nan")
+    run()
+    return status("VmHWM:") - before
