@@ -21,7 +21,8 @@ import time
 import torch
 
 import flashmhf
-from flashmhf.bench import operator, records, subjects, suite
+
+from .harness import operator, records, subjects, suite
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 

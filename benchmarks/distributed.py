@@ -53,9 +53,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import flashmhf
-from flashmhf.bench import environment
 from flashmhf.distributed import parallelize, shard_placement
-from flashmhf.lm.flops import peak_flops, training_flops_per_token
+from flashmhf_recipes.flops import peak_flops, training_flops_per_token
+
+from .harness import environment
 
 RANKS = 2
 WARM_UP = 3  # steps that hold the compilation
@@ -260,8 +261,8 @@ def compiled(job: Job) -> dict[str, object]:
 
 
 def language_model(job: Job, kind: str, scale: str) -> nn.Module:
-    from flashmhf.lm import FlashMHFForCausalLM
-    from flashmhf.lm.presets import preset
+    from flashmhf.models import FlashMHFForCausalLM
+    from flashmhf.models.presets import preset
 
     config = preset(f"{kind}-{'tiny' if job.options.smoke else scale}").config()
     if job.options.smoke and kind == OURS:

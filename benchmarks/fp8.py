@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 import flashmhf
 from flashmhf import quantize, reference
-from flashmhf.bench import environment, timing
-from flashmhf.bench.fp8 import Fp8SwiGLU
-from flashmhf.bench.shapes import LENGTHS, SHAPES
 from flashmhf.testing import relative_l2
+
+from .harness import environment, timing
+from .harness.fp8 import Fp8SwiGLU
+from .harness.shapes import LENGTHS, SHAPES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARTS = ("operator", "decode", "networks", "model")

@@ -25,10 +25,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flashmhf import quantize
-from flashmhf.bench import environment, suite
-from flashmhf.bench.fp8 import Fp8SwiGLU
-from flashmhf.lm.presets import preset
+from flashmhf.models.presets import preset
 from flashmhf.testing import relative_l2
+
+from .harness import environment, suite
+from .harness.fp8 import Fp8SwiGLU
 
 BATCHES, CONTEXTS, NEW, ROUNDS, SKIPPED = (1, 8, 32), (512, 4096), 96, 3, 8
 MODELS = {"flashmhf": "flashmhf-1.3b", "swiglu": "swiglu-1.3b"}

@@ -16,7 +16,8 @@ import time
 import torch
 
 import flashmhf
-from flashmhf.bench import environment, suite
+
+from .harness import environment, suite
 
 TOKENS, CALLS, ROUNDS = (1, 64, 256, 1536), 50, 20
 

@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-from flashmhf.bench import cli, paper, records
+from .harness import cli, paper, records
 
 
 def main() -> int:

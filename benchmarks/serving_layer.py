@@ -5,7 +5,7 @@ the layer as one operator, residual sum, RMSNorm. "piece swiglu" is the same wit
 
     $ python benchmarks/serving_layer.py --out benchmarks/results/serving_layer_h200.json
 
-Graphs: passes over several weight sets at sustained clocks, subjects interleaved (flashmhf.bench.timing). Host: as in host_time.py.
+Graphs: passes over several weight sets at sustained clocks, subjects interleaved (benchmarks.harness.timing). Host: as in host_time.py.
 Before a time is taken, the layer's values are compared with the module's; a difference ends the run.
 """
 
@@ -20,8 +20,9 @@ import torch
 from host_time import queue_time
 
 import flashmhf
-from flashmhf.bench import environment, suite, timing
-from flashmhf.serving import FlashMHFShard
+from flashmhf.integrations import FlashMHFShard
+
+from .harness import environment, suite, timing
 
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SIZES, D_FF = (2048, 16, 22, 384), 8192

@@ -30,10 +30,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils import logging
 
 import flashmhf
-from flashmhf.bench.environment import command, commit
-from flashmhf.lm import metrics, plots, training
-from flashmhf.lm.flops import training_flops_per_token
-from flashmhf.lm.presets import preset
+from flashmhf.models.presets import preset
+from flashmhf_recipes import metrics, plots, training
+from flashmhf_recipes.flops import training_flops_per_token
+
+from .harness.environment import command, commit
 
 SETTINGS = ("scale", "steps", "batch", "micro_batch", "length", "warm_up", "rate_warm_up", "log_every", "eager")
 OURS, BASELINE = "flashmhf", "swiglu"

@@ -14,7 +14,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-from flashmhf.bench import operator, paper
+from .harness import operator, paper
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OPERATOR_COLUMNS = ("operator", "T", "H, d_h, E, d_e", "Hopper ms", "TFLOP/s", "÷ product", "Triton ms", "TFLOP/s", "÷ product")

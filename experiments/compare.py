@@ -12,7 +12,7 @@ the mean training loss of every ten steps, then the validation loss. A process s
 end after the minutes, and drops one that does.
 
 Runs of one size train equal non-embedding parameters (checked, 1 %) on equal tokens in equal batches: the batches follow from the
-seed. The network is that of flashmhf.lm (a test compares their losses) without transformers around it, so that one compiled block
+seed. The network is that of flashmhf.models (a test compares their losses) without transformers around it, so that one compiled block
 serves all layers.
 """
 
@@ -178,7 +178,7 @@ def feed_forward(run: Run) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A Llama block with rotary attention, as flashmhf.lm builds it; its q, k and v projections are one product."""
+    """A Llama block with rotary attention, as flashmhf.models builds it; its q, k and v projections are one product."""
 
     def __init__(self, run: Run):
         super().__init__()

@@ -3,8 +3,8 @@
 from . import distributed, flops, quantize, reference
 from .backends import info
 from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
-from .ops import flash_mhf
-from .router import gate
+from .ops.gate import gate
+from .ops.mix import flash_mhf
 
 flops.register()
 distributed.register()

@@ -110,7 +110,7 @@ def register() -> None:
 
 
 def register_layer() -> None:
-    """Registers the formula of ``torch.ops.flashmhf.layer``, which exists once ``flashmhf.serving`` is imported."""
+    """Registers the formula of ``torch.ops.flashmhf.layer``, which exists once ``flashmhf.integrations`` is imported."""
     counter = sys.modules.get(_COUNTER)
     if counter is not None and torch.ops.flashmhf.layer not in counter.flop_registry:
         counter.register_flop_formula(torch.ops.flashmhf.layer)(layer)

@@ -22,8 +22,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import torch  # noqa: E402
 
 import flashmhf  # noqa: E402
+from benchmarks.harness import environment  # noqa: E402
 from flashmhf import backends  # noqa: E402
-from flashmhf.bench import environment  # noqa: E402
 from flashmhf.testing import poisoned_memory  # noqa: E402
 
 

@@ -1,7 +1,7 @@
 """Runs the CPU tests with several versions of torch, transformers and Python, each set in an environment of its own.
 
 $ python tools/matrix.py                                             # every set, all tests
-$ python tools/matrix.py --sets 2.10/5.17/3.10 -- tests/test_nn.py   # one set, some tests
+$ python tools/matrix.py --sets 2.10/5.17/3.10 -- tests/nn/test_nn.py   # one set, some tests
 $ python tools/matrix.py --wheel dist/flashmhf-*.whl                 # with the wheel of a release, CUDA library included
 $ python tools/matrix.py --check                                     # whether the documents say what the record says
 

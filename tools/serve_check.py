@@ -58,8 +58,9 @@ def make_models(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from flashmhf.lm import FFN_TYPES, FlashMHFFp8Config, tokenizer
-    from flashmhf.lm.presets import preset
+    from flashmhf.models import FFN_TYPES, FlashMHFFp8Config
+    from flashmhf.models.presets import preset
+    from flashmhf_recipes import tokenizer
 
     vocabulary = tokenizer.train([Path(argparse.__file__).read_text()], 512)
     vocabulary.chat_template = tokenizer.chat_template("plain")
@@ -90,7 +91,7 @@ def expected(folder: Path) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    import flashmhf.lm  # noqa: F401  registers the model
+    import flashmhf.models  # noqa: F401  registers the model
 
     torch.set_num_threads(1)  # the operations are tiny; more threads wait for each other, for minutes beside other work
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -339,7 +340,7 @@ def main() -> int:
         return 0
     import vllm
 
-    from flashmhf.bench import environment
+    from benchmarks.harness import environment
 
     checks, starts = Checks(), []
     with tempfile.TemporaryDirectory() as temporary:

@@ -20,7 +20,7 @@ from openai import OpenAI
 
 PROMPT = "    def __init__(self"
 SERVERS = {
-    "transformers": ["-m", "flashmhf", "serve", "--device", "cpu", "--dtype", "float32", "--model"],
+    "transformers": ["-m", "flashmhf_recipes", "serve", "--device", "cpu", "--dtype", "float32", "--model"],
     "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager", "--model"],
 }
 
@@ -29,7 +29,7 @@ def train(run: Path, steps: int) -> None:
     """A tiny FlashMHF model of Python's standard library, with a chat template."""
     text = run.with_name("text.txt")
     text.write_text("\n".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))))
-    command = [sys.executable, "-m", "flashmhf", "train", "--output", str(run), "--preset", "tiny", "--device", "cpu"]
+    command = [sys.executable, "-m", "flashmhf_recipes", "train", "--output", str(run), "--preset", "tiny", "--device", "cpu"]
     command += ["--steps", str(steps), "--chat-template", "plain", "--eval-fraction", "0.05", "--data", str(text)]
     subprocess.run(command, check=True)
 

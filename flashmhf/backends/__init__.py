@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import checks
-from . import definition, eager, hopper, triton
+from . import eager, hopper, triton
+from . import reference as definition
 from .contract import Backend
 
 BACKENDS: dict[str, Backend] = {"hopper": hopper, "triton": triton, "eager": eager}  # in the order in which "auto" takes them

@@ -1,6 +1,6 @@
 """What a back end provides. A back end is a module; :class:`Backend` is the type that every such module satisfies.
 
-The operators of ``flashmhf.ops`` check their arguments, select a back end and call it with tensors on one device. A back end reads no
+The operators of ``flashmhf.ops.mix`` check their arguments, select a back end and call it with tensors on one device. A back end reads no
 global state but the current stream, and neither copies q nor synchronises with the device.
 """
 

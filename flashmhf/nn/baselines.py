@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import ops, reference, router
+from .. import reference
+from ..ops import gate as router
+from ..ops import mix as ops
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, SWIGLU_VARIANCE, OfficialInit, initialise, residual_std
 from .multihead import GroupedHeads, MultiHead, check_input

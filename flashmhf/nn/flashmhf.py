@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import ops, router, torch_private
+from .. import torch_private
 from ..backends.contract import Projection
+from ..ops import gate as router
+from ..ops import mix as ops
 from ..reference import accumulate_dtype
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise

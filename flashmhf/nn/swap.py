@@ -58,7 +58,7 @@ def replace_ffn(
 
     Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the initializer_range
     of ``model.config``. The configuration of a transformers model records the new
-    networks, so that :func:`flashmhf.lm.load_replaced` loads what the model's own ``save_pretrained`` stores.
+    networks, so that :func:`flashmhf.models.load_replaced` loads what the model's own ``save_pretrained`` stores.
     Raises ValueError when there is nothing to replace, when ``model`` itself is the network to replace, or when sizes do not fit.
     """
     if kwargs.get("pad_subnets"):

@@ -14,7 +14,7 @@ from .. import checks, torch_private
 from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import HeadRMSNorm, check_input, is_unobserved
-from .layer import Fp8Projection, inference_layer
+from ..ops.fp8_layer import Fp8Projection, inference_layer
 from .linear import quantise_rows
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
@@ -210,8 +210,8 @@ def quantize_(model: nn.Module, *, projections: bool = True) -> list[str]:
     """Replaces every FlashMHF in ``model`` by :func:`to_fp8` of it, in place; returns the names of the replaced modules.
 
     The configuration of a transformers model records it, so that ``from_pretrained`` loads what ``save_pretrained`` then stores, once
-    ``flashmhf.lm`` is imported. Raises TypeError for what is no module, and ValueError where ``model`` holds no FlashMHF or is one itself:
-    take :func:`to_fp8`.
+    ``flashmhf.models`` is imported. Raises TypeError for what is no module, and ValueError where ``model`` holds no FlashMHF or is one
+    itself: take :func:`to_fp8`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

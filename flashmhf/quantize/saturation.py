@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from . import eager
+from ..backends.eager import fp8 as eager
+from ..ops.fp8 import check_operands
 from .modules import Fp8FlashMHF
-from .operators import check_operands
 from .packing import E4M3_MAX, PackedWeights, operands
 
 Counts = dict[str, tuple[int, int]]  # "k", "u", "v", "a": (elements at the limit, all elements)

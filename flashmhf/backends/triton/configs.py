@@ -1,6 +1,6 @@
 """Block shapes of the Triton kernels: a fixed table, so that no process tunes and every process computes the same.
 
-``python -m flashmhf.backends.triton.tune`` measures the candidates on a GPU and rewrites TABLE.
+``python -m benchmarks.tune_triton`` measures the candidates on a GPU and rewrites TABLE.
 """
 
 from __future__ import annotations

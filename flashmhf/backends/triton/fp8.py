@@ -1,137 +1,40 @@
-"""Forward with K, U and V in e4m3, in Triton: the quantisation points of :mod:`flashmhf.quantize.eager`.
+"""FP8 forward by the Triton kernel of ``fp8_kernels``: GPUs with e4m3 products that are not Hopper, and Triton's
+interpreter on the CPU (TRITON_INTERPRET=1)."""
 
-The last dimension of k8, u8 and v8 is permuted in blocks of 16 (:mod:`flashmhf.quantize.packing`). The columns of Q are loaded in that
-order, and so are the rows of K and U, so that the columns of A follow those of V. V lies transposed: both right operands have the summed
-index contiguous, which the e4m3 tensor-core instructions need.
-"""
-
-# ruff: noqa: N803, N806 (the paper's symbols; compile-time constants are upper case)
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
-from . import launch
-from .configs import Config
-from .kernels import load_tokens, sigmoid, store_rows, token_offsets
+from .. import gating
+from .. import triton as plain
+from ..eager.fp8 import layer, linear
 
-E4M3_MAX = tl.constexpr(448.0)
-TINIEST = tl.constexpr(1e-18)  # instead of max |q| of a row of zeros
-SMALLEST_BLOCK = 32  # of the summed index in a product of e4m3 operands
+__all__ = ["HEAD_DIMS", "MIN_CAPABILITY", "forward", "gated_forward", "layer", "linear", "why_not"]
 
-
-@triton.jit
-def column_at(place):
-    """The column that stands at a place: 4t + i holds 2t + i for i < 2, else 8 + 2t + i - 2, in each block of 16."""
-    i = place % 4
-    return place // 16 * 16 + (place % 16) // 4 * 2 + tl.where(i < 2, i, i + 6)
+HEAD_DIMS = tuple(size for size in plain.HEAD_DIMS if size >= 32)  # a product of e4m3 operands sums at least 32 terms
+MIN_CAPABILITY = (8, 9)
 
 
-@triton.jit
-def to_e4m3(x, INTERPRETED: tl.constexpr):
-    """Rounds to the nearest, ties to even; saturates; NaN stays NaN. Triton's interpreter truncates: there the rounding comes first."""
-    x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    if INTERPRETED:
-        bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # 3 bits of the mantissa
-        subnormal = (x + 24576.0) - 24576.0  # a multiple of 2^-9, the last place of 1.5 * 2^14 in fp32
-        x = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
-    return x.to(tl.float8e4nv)
-
-
-@triton.jit(do_not_specialize=["T", "q_length", "r_length", "splits"])
-def forward_kernel(
-    q,
-    k8,
-    u8,
-    v8,
-    scales,
-    r,
-    out,
-    T,
-    H,
-    E,
-    d_e,
-    matrices,
-    splits,
-    q_table,
-    q_length,
-    q_outer,
-    q_inner,
-    q_head,
-    q_column,
-    r_table,
-    r_length,
-    r_outer,
-    r_inner,
-    r_head,
-    r_column,
-    Q_LAYOUT: tl.constexpr,
-    R_LAYOUT: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BI: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    BY_BLOCKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """out[t] = sum over e of r_e factor_e (a8 v8). Grid: token blocks, heads, shares of the sub-networks (each its own out [T, H, D]).
-
-    scales [3, matrices], matrices = H_kv E. Hopper's tensor cores add e4m3 products with fewer bits than fp32 has, so that a long sum of
-    one sign loses some: the sum of a block is promoted (max_num_imprecise_acc), and that of a sub-network has an accumulator of its own.
-    4 is the largest norm of a row of q8 (Q_NORM of the eager implementation).
-    """
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    h = tl.program_id(1)
-    share = tl.program_id(2)
-    d = tl.arange(0, BD)
-    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, column_at(d)).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(q_t), 1), TINIEST)
-    scaled = q_t / largest[:, None]
-    squares = tl.sum(scaled * scaled, 1)
-    ratio = tl.rsqrt(tl.maximum(squares, 1.0))  # of the largest and the norm
-    limit = 4.0 * (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of q8: a power of two
-    q8 = to_e4m3(scaled * limit[:, None], INTERPRETED)
-    unit = tl.where(squares == squares, largest / limit, squares)  # a row of q with NaN or inf has the unit NaN, and so has its row of out
-    if r is not None:
-        r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
-    total = tl.zeros([BT, BD], dtype=tl.float32)
-    i = tl.arange(0, BI)
-    for e in range(E * share // splits, E * (share + 1) // splits):
-        row = (h // GROUP) * E + e
-        k_scale = tl.load(scales + row)
-        matrix = row.to(tl.int64) * d_e * D
-        part = tl.zeros([BT, BD], dtype=tl.float32)
-        for j in range(0, d_e, BI):
-            unit_at = column_at(j + i)
-            rows = matrix + unit_at[:, None] * D + d[None, :]
-            mask = (unit_at < d_e)[:, None] & (d < D)[None, :]
-            m = tl.dot(q8, tl.load(k8 + rows, mask=mask, other=0.0).T)
-            n = tl.dot(q8, tl.load(u8 + rows, mask=mask, other=0.0).T)
-            a = 2.0 * m * sigmoid((unit * k_scale)[:, None] * m, RECIPROCAL) * n
-            columns = matrix + d[:, None] * d_e + (j + i)[None, :]
-            v_j = tl.load(v8 + columns, mask=(d < D)[:, None] & (j + i < d_e)[None, :], other=0.0)
-            part = tl.dot(to_e4m3(a, INTERPRETED), v_j.T, part, max_num_imprecise_acc=BI)
-        factor = unit * unit / 2.0 * (k_scale * tl.load(scales + matrices + row) * tl.load(scales + 2 * matrices + row))
-        if r is not None:
-            factor *= tl.load(r_rows + tl.cast(e, tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)
-        total += factor[:, None] * part
-    store_rows(out + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
-
-
-def config(head_dim: int, subnet_dim: int) -> Config:
-    """Block shapes; no candidates were timed."""
-    inter = 64 if head_dim <= 128 else 32
-    return Config(64, max(SMALLEST_BLOCK, min(inter, triton.next_power_of_2(subnet_dim))), 4 if head_dim <= 128 else 8, 2)
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+    """None when the Triton kernel can run, else the reason, naming the argument, its value and what is supported."""
+    if d_h not in HEAD_DIMS:
+        return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    reason = plain.why_not(device, dtype, d_h=d_h, d_e=d_e)
+    if reason is not None or device.type != "cuda":
+        return reason
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"device has compute capability {capability[0]}.{capability[1]}; supported for e4m3 products: 8.9 or later"
+    return None
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous; the operands as :func:`flashmhf.quantize.pack_fp8` has them, r [..., H, E] or None."""
-    with launch._launching(q.device):
-        arguments = {"q": q, "k8": k8, "u8": u8, "v8": v8, "scales": scales, "matrices": scales[0].numel()}
-        arguments["INTERPRETED"] = launch.INTERPRETED
-        arguments |= launch._Rows(q, "q").arguments() | launch._gate_arguments(r)
-        return launch._token_result(forward_kernel, q, k8, config(q.shape[-1], k8.shape[2]), arguments, "out", q.dtype)
+    """S [..., H, d_h] in q's dtype, contiguous."""
+    from . import fp8_kernels as fp8  # imports Triton, which need not be installed
+
+    return fp8.forward(q, k8, u8, v8, scales, r)
+
+
+def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
+    return forward(q, k8, u8, v8, scales, gating.gate(q, w, eps))

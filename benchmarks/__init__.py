@@ -1,0 +1,1 @@
+"""Benchmarks of flashmhf, run from a checkout: ``python -m benchmarks.NAME``."""

@@ -1,0 +1,180 @@
+"""Timing at sustained clocks: windows of back-to-back passes, subjects interleaved, percentiles; and peak memory.
+
+A pass calls one layer for each of several weight sets and inputs. Together they are several times the L2 cache, so each call reads
+its weights from DRAM, as in a model. Windows follow one another without a pause, so the GPU stays busy. Under a power limit, the
+subject before determines the clocks of a window's first 0.1 s, so the passes of that time do not count. Every round visits all
+subjects and begins with another one, so ratios hold while the clocks drift.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from flashmhf.graphs import capturing
+
+Pass = Callable[[], None]
+COLD = 4  # bytes that one pass reads, in units of the L2 cache
+AGREEMENT = 0.01  # relative difference of two warm-up windows below which the clocks count as sustained
+
+
+def percentiles(samples: list[float]) -> dict[str, float]:
+    """20/50/80 percentiles, linear between the sorted samples."""
+    if not samples:
+        raise ValueError("no samples")
+    ordered = sorted(samples)
+
+    def at(fraction: float) -> float:
+        position = fraction * (len(ordered) - 1)
+        below = int(position)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+    return {"p20": at(0.2), "p50": at(0.5), "p80": at(0.8)}
+
+
+def cold_copies(bytes_each: int, l2_bytes: int, at_most: int = 24) -> int:
+    """Number of copies of ``bytes_each`` that together are COLD times the L2 cache, from 2 to ``at_most``."""
+    return max(2, min(at_most, -(-COLD * l2_bytes // max(bytes_each, 1))))
+
+
+class HostTimer:
+    """Wall-clock seconds of each pass, for devices whose calls are synchronous."""
+
+    def window(self, run: Pass, passes: int) -> list[float]:
+        marks = [time.perf_counter()]
+        for _ in range(passes):
+            run()
+            marks.append(time.perf_counter())
+        return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+
+
+class CudaTimer:
+    """Seconds of each pass between CUDA events; the host waits once, at the end of the window."""
+
+    def window(self, run: Pass, passes: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(passes + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        events[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
+
+
+def timer_for(device: torch.device) -> HostTimer | CudaTimer:
+    return CudaTimer() if device.type == "cuda" else HostTimer()
+
+
+def passes_for(run: Pass, timer, window_seconds: float) -> int:
+    """Number of passes that fill a window, from the time of the second of two passes."""
+    return max(1, round(window_seconds / max(timer.window(run, 2)[-1], 1e-7)))
+
+
+def repeated(run: Pass, timer, at_least_seconds: float) -> tuple[Pass, int]:
+    """A pass of so many calls of ``run`` that it takes ``at_least_seconds``, since recording an event takes microseconds; the calls."""
+    calls = math.ceil(at_least_seconds / max(timer.window(run, 2)[-1], 1e-7))
+
+    def several() -> None:
+        for _ in range(calls):
+            run()
+
+    return (several, calls) if calls > 1 else (run, 1)
+
+
+def warm_up(run: Pass, timer, seconds: float) -> float:
+    """Runs for at least ``seconds``, then until two windows agree, at most ``3 * seconds``. Returns the seconds spent."""
+    passes = passes_for(run, timer, seconds / 8)
+    start, before = time.perf_counter(), None
+    while (elapsed := time.perf_counter() - start) < 3 * seconds:
+        now = percentiles(timer.window(run, passes))["p50"]
+        if elapsed >= seconds and before is not None and abs(now - before) <= AGREEMENT * before:
+            break
+        before = now
+    return time.perf_counter() - start
+
+
+def interleave(runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float, settle_seconds: float = 0.0) -> dict[str, list[float]]:
+    """Seconds of every pass of every subject.
+
+    In every round a subject runs ``settle_seconds`` that do not count, then ``window_seconds`` that do.
+    """
+    passes = {name: passes_for(run, timer, window_seconds) for name, run in runs.items()}
+    uncounted = {name: passes_for(run, timer, settle_seconds) if settle_seconds else 0 for name, run in runs.items()}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for _ in range(rounds):
+        for name in order:
+            samples[name] += timer.window(runs[name], uncounted[name] + passes[name])[uncounted[name] :]
+        order.append(order.pop(0))
+    return samples
+
+
+def graphed(run: Pass) -> Pass:
+    """``run`` captured into a CUDA graph; calling the result replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        run()
+
+    def replay(captured: Pass = run) -> None:  # ``captured`` keeps the tensors alive that the graph reads
+        graph.replay()
+
+    return replay
+
+
+def peak_memory(run: Pass, device: torch.device) -> int | None:
+    """Bytes that a second ``run`` needs at its peak beyond what is allocated before it; None where PyTorch's allocator keeps no peak."""
+    if device.type != "cuda":
+        return None
+    run()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def peak_resident(run: Pass) -> float:
+    """Bytes by which a second ``run`` raises the process's resident memory; nan where Linux's resettable high-water mark is missing."""
+
+    def status(field: str) -> int:
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+    run()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS:")
+    except (OSError, AttributeError):
+        return float("nan")
+    run()
+    return status("VmHWM:") - before
+
+
+def peak_tensor_bytes(run: Pass) -> int:
+    """Bytes of CPU tensors that a second ``run`` holds at its peak, added up from the profiler's allocations and frees.
+
+    Exact, unlike :func:`peak_resident`, but the profiler starts slowly and prints to stderr.
+    """
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    allocated = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return peak

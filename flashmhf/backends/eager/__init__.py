@@ -1,0 +1,242 @@
+"""Blockwise PyTorch back end: any device, any floating dtype, any sizes.
+
+A block is some tokens of one head, or of the heads of a group, times a chunk of the inter dimension [E * d_e]; its intermediate is
+recomputed in backward and stays within ``BLOCK_BYTES``, so the T x d_ff tensor never exists. Sums over blocks are formed in fp32 (fp64
+for fp64 inputs).
+
+Legend: t rows of a block, J width of an inter chunk, D = d_h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...reference import accumulate_dtype
+from .. import gating
+from ..contract import PROJECT_TOKENS, layer, project, refuse_projection  # noqa: F401  (this back end has no such kernels)
+from ..tokens import TokenRows, token_count
+
+# One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger
+# ones cost memory and gain nothing (measured on two cores).
+BLOCK_BYTES = 3 << 20
+TOKENS = 2048
+MIN_TOKENS = 64
+
+
+# name -> (in place, gradient from that of the activation and m)
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": (lambda m: torch.nn.functional.silu(m, inplace=True), torch.ops.aten.silu_backward),
+    "gelu": (torch.nn.functional.gelu, torch.ops.aten.gelu_backward),
+    "relu": (torch.relu_, lambda grad, m: torch.ops.aten.threshold_backward(grad, m, 0)),
+    "relu2": (lambda m: m.relu_().square_(), lambda grad, m: grad * m.relu().mul_(2)),
+}
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
+    """Every device, floating dtype, size and activation is supported."""
+    return None
+
+
+def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a slice of one."""
+    budget = BLOCK_BYTES // dtype.itemsize
+    t = min(tokens, TOKENS)
+    width = budget // max(t, 1)
+    if width >= subnet_dim:
+        return t, min(subnets, width // subnet_dim) * subnet_dim
+    t = max(min(tokens, MIN_TOKENS), min(t, budget // subnet_dim))
+    return t, min(subnet_dim, max(1, budget // t))
+
+
+def _chunks(subnets: int, subnet_dim: int, width: int) -> Iterator[slice]:
+    """Slices of the inter axis [E * d_e]; those of less than a sub-network do not cross its end."""
+    period = subnet_dim if width < subnet_dim else subnets * subnet_dim
+    for start in range(0, subnets * subnet_dim, period):
+        for low in range(start, start + period, width):
+            yield slice(low, min(low + width, start + period))
+
+
+def _spread(r: Tensor, chunk: slice, subnet_dim: int) -> Tensor:
+    """Gate values of a chunk's inter units: r [t, E] -> broadcastable against [t, e, d_e] views of the chunk."""
+    first, last = chunk.start // subnet_dim, (chunk.stop - 1) // subnet_dim
+    return r[:, first : last + 1, None]
+
+
+def _by_subnet(x: Tensor, subnet_dim: int) -> Tensor:
+    """View [t, J] as [t, sub-networks, width]."""
+    return x.unflatten(1, (-1, min(subnet_dim, x.shape[1])))
+
+
+def forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False, activation: str = "silu"
+) -> Tensor:
+    """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kv_heads, subnets, subnet_dim, head_dim = k.shape
+    heads, tokens = q.shape[-2], token_count(q)
+    group = heads // kv_heads
+    q_rows, r_rows = TokenRows(q), None if r is None else TokenRows(r)
+    out_rows = out.view(tokens, heads, head_dim)
+    k, u, v = (x.view(kv_heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
+    dtype = accumulate_dtype(q.dtype)
+    activate, _ = _ACTIVATIONS[activation]
+    rows, width = _block_sizes(tokens * group, subnets, subnet_dim, dtype)
+    step = max(rows // group, 1)
+    for start in range(0, tokens, step):
+        block = slice(start, min(start + step, tokens))
+        q_block = q_rows[block]
+        r_block = None if r is None else r_rows[block].to(dtype)
+        for kv in range(kv_heads):
+            members = slice(kv * group, (kv + 1) * group)
+            q_h = q_block[:, members].reshape(-1, head_dim)
+            r_h = None if r_block is None else r_block[:, members].reshape(-1, subnets)
+            total = torch.zeros(q_h.shape, dtype=dtype, device=q.device)
+            for chunk in _chunks(subnets, subnet_dim, width):
+                p = activate(_product(q_h, k[kv, chunk].T, dtype))
+                p *= _product(q_h, u[kv, chunk].T, dtype)
+                if r_h is not None:
+                    _by_subnet(p, subnet_dim).mul_(_spread(r_h, chunk, subnet_dim))
+                _add_product(total, p.to(q.dtype), v[kv, chunk])
+            out_rows[block, members] = total.view(-1, group, head_dim)
+    return out
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    *,
+    deterministic: bool = False,
+    needs: tuple[bool, bool] = (True, True),
+    activation: str = "silu",
+    dq_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
+    needs_tokens, needs_weights = needs
+    none = q.new_empty(0)
+    dk = du = dv = none
+    if needs_weights:
+        dk, du, dv = (torch.zeros_like(k) for _ in range(3))
+    dq, dr = _backward(grad_out, q, k, u, v, r, needs_tokens, (dk, du, dv) if needs_weights else None, dq_dtype or q.dtype, activation)
+    return dq, dk, du, dv, dr
+
+
+def backward_accumulate_(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    dk: Tensor,
+    du: Tensor,
+    dv: Tensor,
+    *,
+    deterministic: bool = False,
+    needs: tuple[bool, bool] = (True, True),
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor]:
+    """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
+    return _backward(grad_out, q, k, u, v, r, needs[0], (dk, du, dv) if needs[1] else None, q.dtype, activation)
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    needs_tokens: bool,
+    weight_grads: tuple[Tensor, Tensor, Tensor] | None,
+    dq_dtype: torch.dtype,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Adds into ``weight_grads`` and returns (dq, dr). m = q k, n = q u, a = activation(m), g = grad_out v:
+    dr = sum g a n, dn = g a r, dm = g n r a'(m), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
+    """
+    _, activate_backward = _ACTIVATIONS[activation]
+    kv_heads, subnets, subnet_dim, head_dim = k.shape
+    heads, tokens = q.shape[-2], token_count(q)
+    group = heads // kv_heads
+    dtype = accumulate_dtype(q.dtype)
+    needs_dr = needs_tokens and r is not None
+    dq = torch.empty(q.shape, dtype=dq_dtype, device=q.device) if needs_tokens else q.new_empty(0)
+    dr = torch.empty(r.shape, dtype=r.dtype, device=r.device) if needs_dr else q.new_empty(0)
+    dq_rows = dq.view(tokens, heads, head_dim) if needs_tokens else None
+    dr_rows = dr.view(tokens, heads, subnets) if needs_dr else None
+    q_rows, grad_rows, r_rows = TokenRows(q), TokenRows(grad_out), None if r is None else TokenRows(r)
+    k, u, v = (x.view(kv_heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
+    rows, width = _block_sizes(tokens * group, subnets, subnet_dim, dtype)
+    step = max(rows // group, 1)
+    for kv in range(kv_heads):
+        members = slice(kv * group, (kv + 1) * group)
+        # fp32 sums of one head at a time: the only buffers that grow with d_ff.
+        sums = None
+        if weight_grads is not None:
+            targets = [x.view(k.shape)[kv] for x in weight_grads]
+            sums = [x if x.dtype == dtype else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in targets]
+        for start in range(0, tokens, step):
+            block = slice(start, min(start + step, tokens))
+            # The rows side by side: the products that sum over tokens read them faster.
+            q_h, grad_h = (x[block][:, members].reshape(-1, head_dim).contiguous() for x in (q_rows, grad_rows))
+            r_h = None if r is None else r_rows[block][:, members].reshape(-1, subnets).to(dtype)
+            dq_sum = torch.zeros(q_h.shape, dtype=dtype, device=q.device) if needs_tokens else None
+            dr_sum = torch.zeros((q_h.shape[0], subnets), dtype=dtype, device=q.device) if needs_dr else None
+            for chunk in _chunks(subnets, subnet_dim, width):
+                k_c, u_c, v_c = k[kv, chunk], u[kv, chunk], v[kv, chunk]
+                m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q_h, k_c), (q_h, u_c), (grad_h, v_c)))
+                a = reference.ACTIVATIONS[activation][0](m)
+                p = a * n
+                if needs_dr:
+                    first = chunk.start // subnet_dim
+                    part = _by_subnet(g * p, subnet_dim).sum(-1)
+                    dr_sum[:, first : first + part.shape[1]] += part
+                if r_h is not None:
+                    weight = _spread(r_h, chunk, subnet_dim)
+                    _by_subnet(g, subnet_dim).mul_(weight)
+                    _by_subnet(p, subnet_dim).mul_(weight)
+                dm = activate_backward(n.mul_(g), m).to(q.dtype)
+                dn = g.mul_(a).to(q.dtype)
+                if needs_tokens:
+                    _add_product(dq_sum, dm, k_c)
+                    _add_product(dq_sum, dn, u_c)
+                if sums is not None:
+                    _add_product(sums[0][chunk], dm.T, q_h)
+                    _add_product(sums[1][chunk], dn.T, q_h)
+                    _add_product(sums[2][chunk], p.to(q.dtype).T, grad_h)
+            if needs_tokens:
+                dq_rows[block, members] = dq_sum.view(-1, group, head_dim)
+            if needs_dr:
+                dr_rows[block, members] = dr_sum.view(-1, group, subnets)
+        if sums is not None:
+            for target, total in zip(targets, sums, strict=True):
+                if total is not target:
+                    target += total
+    return dq, dr
+
+
+gated_forward = gating.forward_by(forward)
+gated_backward = gating.backward_by(backward)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in ``dtype``; of 16-bit factors without rounding to 16 bits where the device's library can."""
+    if left.dtype != dtype and left.is_cuda and torch.version.hip is None:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed in total's precision even where the factors have fewer bits."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += _product(left, right, total.dtype)

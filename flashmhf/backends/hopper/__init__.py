@@ -1,0 +1,242 @@
+"""Hopper back end: the CUDA kernels of ``csrc/``, loaded on first use.
+
+The op library is built on LibTorch's stable ABI and registers ``flashmhf_hopper::*``. It links libtorch_cuda, so it is loaded
+lazily and only where a CUDA build of PyTorch is present; :func:`library` says why it is not usable otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+
+import torch
+from torch import Tensor
+
+from ...checks import name_of
+from .. import driver
+from ..contract import Norm, Projection
+from ..tokens import collapse
+
+LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
+NO_LIBRARY = LIBRARY.with_name("_no_library.txt")  # written by setup.py: why it built none
+CAPABILITY = (9, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 96, 128, 256)
+SUBNET_DIM_MULTIPLE = 16
+TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
+PROJECT_TOKENS = 384  # that project takes at most
+PROJECT_MULTIPLE = 64  # of the sizes of its weight
+_NO_NORM = (None, 0.0)
+
+
+@functools.cache
+def library() -> str | None:
+    """Loads the op library; None when usable, else the reason why not."""
+    from ... import __version__, flops  # not above: it imports the operators, and they import this module
+
+    if torch.version.cuda is None:
+        return "this PyTorch has no CUDA"
+    if not LIBRARY.exists():
+        reason = NO_LIBRARY.read_text().strip() if NO_LIBRARY.exists() else "it was not built"
+        return f"flashmhf was installed without its CUDA library: {reason}"
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"its CUDA library does not load: {error}"
+    info = build_info()
+    if info["version"] not in ("0", __version__):  # "0": built by CMake alone, which does not know it
+        return f"its CUDA library is of flashmhf {info['version']}, the package of {__version__}; install flashmhf again"
+    flops.register_projection()
+    runtime, supported = info["cuda_version"], driver.version()
+    if supported // 1000 < int(runtime.split(".")[0]):
+        return (
+            f"the NVIDIA driver supports CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built with CUDA {runtime}; "
+            "update the driver or rebuild with an older nvcc (12.4 or later)"
+        )
+    return None
+
+
+def build_info() -> dict:
+    """What the loaded library says of itself: version, kernel table, headers, CUDA version."""
+    return json.loads(torch.ops.flashmhf_hopper.build_info())
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
+    """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
+    if device.type != "cuda":
+        return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        return f"device has compute capability {capability[0]}.{capability[1]}; supported: 9.0 (H100, H200)"
+    if dtype not in DTYPES:
+        return f"dtype is {name_of(dtype)}; supported: {', '.join(map(name_of, DTYPES))}"
+    if d_h not in HEAD_DIMS:
+        return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    if d_e % SUBNET_DIM_MULTIPLE:
+        return f"d_e is {d_e}; supported: multiples of {SUBNET_DIM_MULTIPLE}"
+    if activation != "silu":
+        return f"activation is {activation!r}; supported: 'silu' (the triton and eager back ends have all)"
+    return library()
+
+
+def _unreadable(x: Tensor) -> str | None:
+    """Why the kernels cannot read x [..., H, d_h] in place through a tensor map; None when they can."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return f"the last dimension has stride {x.stride(-1)}; supported: 1"
+    axes = collapse(x)
+    if len(axes) > 2:
+        return f"the leading dimensions of shape {list(x.shape)} and strides {list(x.stride())} do not collapse to one or two token strides"
+    strides = [stride for _, stride in axes] + ([x.stride(-2)] if x.shape[-2] > 1 else [])
+    size = x.element_size()
+    if x.data_ptr() % TMA_ALIGNMENT or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
+        return (
+            f"the strides {list(x.stride())} or the storage offset {x.storage_offset()} are not positive multiples of "
+            f"{TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // size} elements)"
+        )
+    return None
+
+
+def _check_layout(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> None:
+    check_layout(q, r, k=k, u=u, v=v)
+
+
+def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
+    """Raises ValueError for a tensor that the kernels cannot read where it lies, by its name."""
+    reason = _unreadable(q) if q.numel() else None
+    if reason is not None:
+        raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'")
+    for name, x in weights.items():
+        if x.data_ptr() % TMA_ALIGNMENT:
+            raise ValueError(
+                f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"
+            )
+    if r is not None and r.shape[-1] > 1 and r.stride(-1) != 1:
+        raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
+
+
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str = "silu") -> Tensor:
+    _check_layout(q, k, u, v, r)
+    return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, deterministic)
+
+
+def gated_forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
+) -> Tensor:
+    _check_layout(q, k, u, v, None)
+    return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, deterministic)
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    *,
+    deterministic: bool,
+    needs: tuple[bool, bool],
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_layout(q, k, u, v, r)
+    return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, deterministic, *needs)
+
+
+def gated_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    *,
+    deterministic: bool,
+    needs: tuple[bool, bool],
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_layout(q, k, u, v, None)
+    return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, w, eps, deterministic, *needs)
+
+
+def backward_accumulate_(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    dk: Tensor,
+    du: Tensor,
+    dv: Tensor,
+    *,
+    deterministic: bool,
+    needs: tuple[bool, bool],
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor]:
+    check_layout(q, r, k=k, u=u, v=v, **({"dk": dk, "du": du, "dv": dv} if needs[1] else {}))
+    return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, deterministic, *needs, dk, du, dv)
+
+
+def refuse_projection(x: Tensor, w: Tensor, bias: Tensor | None) -> TypeError | ValueError | None:
+    """Why :func:`project` does not take x [T, K], w [N, K] and bias [N]; None when it does."""
+    if x.dtype not in DTYPES:
+        return TypeError(f"x has dtype {name_of(x.dtype)}; supported: {', '.join(map(name_of, DTYPES))}")
+    if x.dim() != 2 or x.shape[0] > PROJECT_TOKENS:
+        return ValueError(f"x has shape {list(x.shape)}; supported: [T, K] with T up to {PROJECT_TOKENS}")
+    for name, tensor in (("w", w),) if bias is None else (("w", w), ("bias", bias)):
+        if tensor.dtype != x.dtype:
+            return TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {name_of(x.dtype)} (x's dtype)")
+        if tensor.device != x.device:
+            return ValueError(f"{name} is on {tensor.device} but x is on {x.device}; all tensors must be on one device")
+        if not tensor.is_contiguous():
+            return ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+    if w.dim() != 2 or w.shape[1] != x.shape[1]:
+        return ValueError(f"w has shape {list(w.shape)}; expected [N, K] with K = {x.shape[1]} from x")
+    features, inner = w.shape
+    if not features or not inner or features % PROJECT_MULTIPLE or inner % PROJECT_MULTIPLE:
+        return ValueError(f"w has shape {list(w.shape)}; supported: multiples of {PROJECT_MULTIPLE}")
+    if bias is not None and bias.shape != (features,):
+        return ValueError(f"bias has shape {list(bias.shape)}; expected [{features}] (N)")
+    if w.data_ptr() % TMA_ALIGNMENT:
+        return ValueError(f"w has storage offset {w.storage_offset()}; supported: multiples of {TMA_ALIGNMENT} bytes")
+    rows = x.shape[0] <= 1 or (x.stride(0) > 0 and x.stride(0) * x.element_size() % TMA_ALIGNMENT == 0)
+    if len(x) and (x.stride(1) != 1 or not rows or x.data_ptr() % TMA_ALIGNMENT):
+        return ValueError(
+            f"x has strides {list(x.stride())} and storage offset {x.storage_offset()}; supported: rows of contiguous elements "
+            f"at positive multiples of {TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // x.element_size()} elements)"
+        )
+    return None
+
+
+def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: bool = False) -> Tensor:
+    """x W^T + bias for few tokens, without autograd; it starts under the kernel before it and lets the next one do so.
+
+    ``weights_ready``: the kernels that wrote w and bias have finished when this kernel starts, even if the kernel before it in the stream
+    still runs; this kernel then reads w and bias at once. That holds right behind a forward of this back end: the forward's kernel lets the
+    next kernel start only after all older kernels have finished, and writes nothing but its output and its own workspace.
+    """
+    refusal = refuse_projection(x, w, bias)
+    if refusal is not None:
+        raise refusal
+    return torch.ops.flashmhf_hopper.project(x, w, bias, weights_ready)
+
+
+def layer(
+    x: Tensor,
+    in_proj: Projection,
+    q_norm: Norm | None,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    out_proj: Projection,
+) -> Tensor | None:
+    """out_proj(S(q_norm(in_proj(x)))) for x [..., d_model]; None where x has no token or a tensor's dtype, shape or layout is another one.
+
+    Few tokens take the kernel of :func:`project` where it is faster than cuBLAS. The host queues the module in one call, and
+    the operator checks the tensors itself: for few tokens the host's time is longer than the GPU's.
+    """
+    return torch.ops.flashmhf_hopper.layer(x, *in_proj, *(q_norm or _NO_NORM), k, u, v, w, eps, *out_proj)

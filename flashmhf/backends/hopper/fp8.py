@@ -1,0 +1,61 @@
+"""FP8 forward by the kernels of ``csrc/forward_fp8``, projections and the whole layer by those of ``csrc/project`` and ``csrc/layer``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...quantize import linear as definition
+from .. import hopper
+from ..contract import Norm
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+    """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
+    return hopper.why_not(device, dtype, d_h=d_h, d_e=d_e)
+
+
+def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+    hopper.check_layout(q, r, k8=k8, u8=u8, v8=v8)
+    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, r, None, 0.0)
+
+
+def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
+    """The kernel computes the gate itself."""
+    hopper.check_layout(q, None, k8=k8, u8=u8, v8=v8)
+    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, None, w, eps)
+
+
+def _readable(rows: Tensor) -> bool:
+    """Whether the kernels read rows [T, K] where they lie."""
+    size = rows.element_size()
+    strided = len(rows) <= 1 or (rows.stride(0) > 0 and rows.stride(0) * size % hopper.TMA_ALIGNMENT == 0)
+    return rows.stride(1) == 1 and strided and rows.data_ptr() % hopper.TMA_ALIGNMENT == 0
+
+
+def linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Few tokens by the projection kernel, more by quantised rows and ``torch._scaled_mm``; sizes that neither takes by the definition."""
+    features, inner = weight8.shape
+    few = len(x) <= definition.few_tokens(features)
+    multiple = hopper.PROJECT_MULTIPLE if few else definition.SCALED_MM_MULTIPLE
+    if features % multiple or inner % multiple:
+        return definition.linear(x, weight8, scale, bias)
+    if weight8.data_ptr() % hopper.TMA_ALIGNMENT:
+        raise ValueError(f"weight8 has storage offset {weight8.storage_offset()}; the hopper back end supports multiples of 16 bytes")
+    rows = x if _readable(x) else x.clone(memory_format=torch.contiguous_format)
+    if few:
+        return torch.ops.flashmhf_hopper.project_fp8(rows, weight8, scale, None if bias is None else bias.contiguous())
+    return definition.scaled_product(*torch.ops.flashmhf_hopper.quantise_rows(rows), weight8, scale, bias, x.dtype)
+
+
+def layer(
+    x: Tensor,
+    in_proj: tuple[Tensor, Tensor | None, Tensor | None],
+    q_norm: Norm | None,
+    packed: tuple[Tensor, Tensor, Tensor, Tensor],
+    w: Tensor,
+    eps: float,
+    out_proj: tuple[Tensor, Tensor | None, Tensor | None],
+) -> Tensor | None:
+    """The whole network; None where x has no token or a tensor's dtype, shape or layout is another one than the kernels read."""
+    return torch.ops.flashmhf_hopper.fp8_layer(x, *in_proj, *(q_norm or (None, 0.0)), *packed, w, eps, *out_proj)

@@ -1,0 +1,80 @@
+"""The model for vLLM: its Llama with the feed-forward networks of this package, whose heads are divided among tensor-parallel ranks.
+
+vLLM's transformers back end would replace in_proj and out_proj by linear layers of its own, which ends the fused path, and replicate K,
+U, V and the router on every rank. vLLM imports this module by the name that ``flashmhf.integrations.plugins`` registers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.models import llama
+
+from ..ops import gate as router
+from .shards import Rank, check_loaded, loadable, served_feed_forward
+
+
+def _rank() -> Rank:
+    return Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), tensor_model_parallel_all_reduce)
+
+
+class DenseMoE(llama.LlamaMLP):
+    """:class:`flashmhf.DenseMoE` with E / size sub-networks a rank: vLLM's merged gate and up projections, and the gate between."""
+
+    def __init__(self, config, prefix: str) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size, "silu", prefix=prefix)
+        rank = _rank()
+        self.count = rank.of("ffn_num_subnets", config.ffn_num_subnets)
+        self.first = rank.index * self.count
+        self.eps = config.ffn_router_eps
+        self.router = loadable(nn.Parameter(torch.empty(config.hidden_size, config.ffn_num_subnets)), None, rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, d_model] -> [T, d_model]."""
+        r = router.gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)[:, self.first : self.first + self.count]
+        activation = self.act_fn(self.gate_up_proj(x)[0]).unflatten(-1, (self.count, -1))
+        return self.down_proj((activation * r[..., None].to(activation.dtype)).flatten(-2))[0]
+
+
+class NoNorm(nn.Module):
+    """In place of the feed-forward network's norm where the configuration has none; signature of vLLM's RMSNorm."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = x + residual
+        return residual, residual
+
+
+class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", **kwargs) -> None:
+        config = kwargs.pop("config", None) or vllm_config.model_config.hf_config
+        as_llama = copy.copy(config)
+        as_llama.hidden_act = "silu"  # its own network, which is replaced below, has no other
+        super().__init__(vllm_config, prefix, config=as_llama, **kwargs)
+        if config.ffn_type == "dense_moe":
+            self.mlp = DenseMoE(config, f"{prefix}.mlp")
+        elif config.ffn_type != "swiglu":
+            self.mlp = served_feed_forward(config, _rank())
+        if not config.ffn_norm:
+            self.post_attention_layernorm = NoNorm()
+
+
+class FlashMHFForCausalLM(llama.LlamaForCausalLM):
+    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: every ``ffn_type``, FP8, tensor and pipeline parallelism."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """vLLM itself does not look for missing tensors in a quantised checkpoint. Raises ValueError for those of the networks."""
+        loaded = super().load_weights(weights)
+        check_loaded(self, loaded)
+        return loaded

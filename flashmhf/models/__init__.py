@@ -1,0 +1,43 @@
+"""The paper's language models (section 4) on transformers: a Llama whose feed-forward network is chosen by name.
+
+Importing this package registers ``FlashMHFConfig`` and its models with transformers' auto classes. Needs the extra
+``flashmhf[lm]``.
+"""
+
+from .. import extras
+
+extras.require("flashmhf.models", "transformers")
+
+import transformers  # noqa: E402  (the line above says what is missing)
+
+from . import modeling, tensor_parallel  # noqa: E402
+from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
+from .modeling import (  # noqa: E402
+    FlashMHFForCausalLM,
+    FlashMHFForQuestionAnswering,
+    FlashMHFForSequenceClassification,
+    FlashMHFForTokenClassification,
+    FlashMHFModel,
+    FlashMHFPreTrainedModel,
+)
+from .quantization import FlashMHFFp8Config  # noqa: E402
+from .replaced import load_replaced  # noqa: E402
+
+tensor_parallel.register()
+transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
+for _auto, _model in AUTO_CLASSES.items():
+    if _auto != "AutoConfig":
+        getattr(transformers, _auto).register(FlashMHFConfig, getattr(modeling, _model), exist_ok=True)
+
+__all__ = [
+    "FFN_TYPES",
+    "FlashMHFConfig",
+    "FlashMHFFp8Config",
+    "FlashMHFForCausalLM",
+    "FlashMHFForQuestionAnswering",
+    "FlashMHFForSequenceClassification",
+    "FlashMHFForTokenClassification",
+    "FlashMHFModel",
+    "FlashMHFPreTrainedModel",
+    "load_replaced",
+]

@@ -1,0 +1,167 @@
+"""Configuration of a Llama with one of the paper's feed-forward networks.
+
+The annotations are no strings here: @strict checks the type of a field only where it is a type.
+"""
+
+from pathlib import Path
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from ..nn import default_subnet_dim
+from ..nn.convert import SILU
+from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
+from ..reference import ACTIVATIONS
+from . import tensor_parallel
+
+FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
+_MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
+_GATED = ("dense_moe", "flashmhf")
+_OPERATOR = ("mh_ffn", "flashmhf")  # what the operator computes
+_ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name}
+# A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds the classes where
+# flashmhf is installed but not imported. The module holds no code of the model.
+_AUTO_MODULE = "modeling_flashmhf"
+AUTO_CLASSES = {
+    "AutoConfig": "FlashMHFConfig",
+    "AutoModel": "FlashMHFModel",
+    "AutoModelForCausalLM": "FlashMHFForCausalLM",
+    "AutoModelForSequenceClassification": "FlashMHFForSequenceClassification",
+    "AutoModelForTokenClassification": "FlashMHFForTokenClassification",
+    "AutoModelForQuestionAnswering": "FlashMHFForQuestionAnswering",
+}
+_AUTO_SOURCE = f'''"""The classes of this model, from the installed package: pip install "flashmhf[lm]"."""
+
+from flashmhf.models import {", ".join(AUTO_CLASSES.values())}
+
+__all__ = [{", ".join(f'"{name}"' for name in AUTO_CLASSES.values())}]
+'''
+
+
+@strict
+class FlashMHFConfig(LlamaConfig):
+    """LlamaConfig with a choice of feed-forward network.
+
+    Args:
+        ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
+        intermediate_size: width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
+        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None for heads of 128.
+        ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only; None for d_e near 8/3 d_h.
+        ffn_num_kv_heads: heads of K, U and V, a divisor of H that neighbouring heads share; None for H. "mh_ffn", "flashmhf" only.
+        ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
+        ffn_skip_linear: no W_in and W_out. These three are for "mh_ffn" and "flashmhf" only, and so is a hidden_act "gelu", "relu" or
+            "relu2" beside "silu".
+        ffn_router_eps: eps of the gate's normalisation.
+        ffn_norm: RMSNorm before the feed-forward network (official ``mhffnmoe_disable_original_mlp_rmsnorm`` is its negation).
+        ffn_init: "balanced" (unit variances, ours; see flashmhf.nn.init), "official" (the paper's code) or "normal" (initializer_range
+            everywhere); None for "balanced", or "normal" with "pkv". The attention and the embedding are N(0, initializer_range) in all.
+        ffn_official_init: arguments of flashmhf.nn.init.OfficialInit, the gains of "official".
+        ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
+        mlp_bias: biases of the projections ("dense_moe" has none).
+
+    Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of another type, sizes that do
+    not divide and settings that the chosen network does not have. Its message names the setting.
+    """
+
+    model_type = "flashmhf"
+    # "pkv" and "dense_moe" are replicated under tensor parallelism; the other networks have plans of their own.
+    base_model_tp_plan = _ATTENTION_PLAN
+    # False: no plan has styles of ours (models.tensor_parallel), and the networks are replicated. For engines that refuse such styles.
+    plans_networks = True
+
+    ffn_type: str = "flashmhf"
+    ffn_num_heads: int | None = None
+    ffn_num_subnets: int | None = None
+    ffn_num_kv_heads: int | None = None
+    ffn_q_norm: bool = False
+    ffn_skip_linear: bool = False
+    ffn_router_eps: float | int = 1e-20
+    ffn_norm: bool = True
+    ffn_init: str | None = None
+    ffn_official_init: dict | None = None
+    ffn_backend: str = "auto"
+    ffn_deterministic: bool | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.ffn_type == "swiglu":
+            self.base_model_tp_plan = dict(LlamaConfig.base_model_tp_plan)
+        elif self.plans_networks and self.ffn_type in ("mh_ffn", "flashmhf"):
+            self.base_model_tp_plan = _ATTENTION_PLAN | tensor_parallel.network_plan(self.ffn_q_norm, self.ffn_skip_linear)
+        if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
+            self.ffn_num_heads = max(1, self.hidden_size // 128)
+        if self.ffn_num_subnets is None and self.ffn_type in _GATED:
+            head_dim = self.hidden_size // max(1, self.ffn_num_heads or 1)
+            wanted = self.intermediate_size / default_subnet_dim(max(1, head_dim))
+            divisors = [count for count in range(1, self.intermediate_size + 1) if self.intermediate_size % count == 0]
+            self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted), default=1)
+        if self.ffn_init is None:
+            self.ffn_init = "normal" if self.ffn_type == "pkv" else DEFAULT_INIT
+        if self.hidden_act in SILU:
+            self.hidden_act = "silu"
+        super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """transformers' own, with ``auto_map`` and the module that it names beside config.json."""
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{_AUTO_MODULE}.py").write_text(_AUTO_SOURCE)
+        self.auto_map = {auto: f"{_AUTO_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
+        super().save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Nothing: a registered class makes transformers copy this package's sources into every saved model, where they cannot run."""
+
+    def validate_architecture(self):
+        """Called by transformers after construction."""
+        super().validate_architecture()
+        if self.head_dim is not None and self.head_dim % 2:  # transformers itself says so only in later versions than 5.17
+            raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads is {self.num_key_value_heads}; it must divide num_attention_heads = {self.num_attention_heads}"
+            )
+        if self.ffn_type not in FFN_TYPES:
+            raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
+        if self.ffn_init not in INITS:
+            raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: {', '.join(map(repr, INITS))}")
+        activations = list(ACTIVATIONS) if self.ffn_type in _OPERATOR else ["silu"]
+        if self.hidden_act not in activations:
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {', '.join(map(repr, activations))}")
+        self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)
+        self._check_count("ffn_num_subnets", self.ffn_type in _GATED, "intermediate_size", self.intermediate_size)
+        for name in ("ffn_q_norm", "ffn_skip_linear", "ffn_num_kv_heads"):
+            if getattr(self, name) and self.ffn_type not in _OPERATOR:
+                raise ValueError(f"{name}={getattr(self, name)} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}")
+        if self.ffn_num_kv_heads is not None and (self.ffn_num_kv_heads < 1 or self.ffn_num_heads % self.ffn_num_kv_heads):
+            raise ValueError(f"ffn_num_kv_heads is {self.ffn_num_kv_heads}; it must divide ffn_num_heads = {self.ffn_num_heads}")
+        if self.ffn_skip_linear and self.mlp_bias:
+            raise ValueError("mlp_bias=True is not supported with ffn_skip_linear=True, which leaves out W_in and W_out")
+        self.official_init  # noqa: B018  raises for unknown gains
+        if self.mlp_bias and self.ffn_type == "dense_moe":
+            raise ValueError("mlp_bias=True is not supported with ffn_type='dense_moe'")
+
+    def _check_count(self, name: str, used: bool, divides: str, size: int) -> None:
+        count = getattr(self, name)
+        if not used:
+            if count is not None:
+                raise ValueError(f"{name} is {count}; ffn_type={self.ffn_type!r} has none, leave it out")
+        elif count < 1 or size % count:
+            raise ValueError(f"{name} is {count}; it must be at least 1 and divide {divides} = {size}")
+
+    @property
+    def official_init(self) -> OfficialInit:
+        """The gains of ffn_init="official". Raises ValueError for an unknown name in ``ffn_official_init``."""
+        gains = self.ffn_official_init or {}
+        unknown = sorted(gains.keys() - OfficialInit.__dataclass_fields__.keys())
+        if unknown:
+            raise ValueError(f"ffn_official_init has {unknown}; supported: {', '.join(OfficialInit.__dataclass_fields__)}")
+        return OfficialInit(**gains)
+
+    @property
+    def ffn_subnet_dim(self) -> int | None:
+        """d_e; None where there are no sub-networks."""
+        return None if self.ffn_num_subnets is None else self.intermediate_size // self.ffn_num_subnets

@@ -1,0 +1,155 @@
+"""transformers' Llama with the feed-forward network taken from :mod:`flashmhf.nn`.
+
+Attention, rotary embeddings, cache, loss and generation are transformers' own; every block is x + ffn(RMSNorm(x)) after attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
+from . import decoding
+from .configuration import FlashMHFConfig
+
+_FEED_FORWARD = (DenseMoE, FlashMHF, MHFFN, ParametricKV, SwiGLU)
+
+
+def feed_forward(config: FlashMHFConfig) -> nn.Module:
+    """The feed-forward network that ``config`` names, [..., hidden_size] -> [..., hidden_size]."""
+    d_model, width, heads = config.hidden_size, config.intermediate_size, config.ffn_num_heads
+    operator = {
+        "num_kv_heads": config.ffn_num_kv_heads,
+        "q_norm": config.ffn_q_norm,
+        "q_norm_eps": config.rms_norm_eps,
+        "skip_linear": config.ffn_skip_linear,
+        "activation": config.hidden_act,
+        "bias": config.mlp_bias,
+        "backend": config.ffn_backend,
+        "deterministic": config.ffn_deterministic,
+    }
+    match config.ffn_type:
+        case "swiglu":
+            return SwiGLU(d_model, width, bias=config.mlp_bias)
+        case "mh_ffn":
+            return MHFFN(d_model, heads, width, **operator)
+        case "pkv":
+            return ParametricKV(d_model, heads, width, bias=config.mlp_bias)
+        case "dense_moe":
+            return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
+        case "flashmhf":
+            return FlashMHF(d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps, **operator)
+
+
+class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's, with frequencies that stay float32 when the model is converted to 16 bits.
+
+    bf16 frequencies put the angles of positions above 2048 wrong by more than a radian.
+    """
+
+    def _apply(self, fn, recurse: bool = True):
+        buffers = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, before in buffers.items():
+            after = self._buffers[name]
+            if after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+
+class FlashMHFRMSNorm(LlamaRMSNorm):
+    """Llama's; eager inference takes PyTorch's one kernel instead of six, and rounds once. Training keeps Llama's arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden_size] -> the same."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype != self.weight.dtype:
+            return super().forward(x)
+        return torch.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+class FlashMHFDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: FlashMHFConfig, layer_idx: int):
+        GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
+        self.hidden_size = config.hidden_size
+        self.self_attn = LlamaAttention(config, layer_idx)
+        self.mlp = feed_forward(config)
+        self.input_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
+        self.post_attention_layernorm = norm
+
+
+class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
+    """Base of the models: configuration, initialisation, loading and saving."""
+
+    config_class = FlashMHFConfig
+    config: FlashMHFConfig
+    _no_split_modules = ["FlashMHFDecoderLayer"]
+    _can_record_outputs = {"hidden_states": FlashMHFDecoderLayer, "attentions": LlamaAttention}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Nothing, as in :meth:`FlashMHFConfig.register_for_auto_class`."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # transformers calls this with torch.nn.init guarded: tensors that a checkpoint has filled are left alone.
+        if isinstance(module, _FEED_FORWARD):
+            official = (self.config.official_init,) if isinstance(module, (FlashMHF, MHFFN)) else ()
+            module.reset_parameters(self.config.ffn_init, self.config.initializer_range, self.config.num_hidden_layers, *official)
+        else:
+            super()._init_weights(module)
+
+
+class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
+    """The layers without a head: input_ids [B, L] int64 -> last_hidden_state [B, L, hidden_size]."""
+
+    def __init__(self, config: FlashMHFConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding token, too.
+        self.padding_idx = None if config.pad_token_id == config.eos_token_id else config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = FlashMHFRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
+    """Next-token prediction: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels the mean loss in nats a token, too."""
+
+    def __init__(self, config: FlashMHFConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = FlashMHFModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **model_kwargs):
+        """transformers' loop over tokens, or with a static cache :func:`flashmhf.models.decoding.decode`."""
+        if decoding.takes(self, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs):
+            return decoding.decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        return super()._sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+        )
+
+
+class FlashMHFForSequenceClassification(GenericForSequenceClassification, FlashMHFPreTrainedModel):
+    """Labels of a whole sequence from its last token (transformers' head)."""
+
+
+class FlashMHFForTokenClassification(GenericForTokenClassification, FlashMHFPreTrainedModel):
+    """A label for every token (transformers' head)."""
+
+
+class FlashMHFForQuestionAnswering(GenericForQuestionAnswering, FlashMHFPreTrainedModel):
+    """Start and end of an answer within the sequence (transformers' head)."""

@@ -1,0 +1,183 @@
+"""The paper's models by name (table "Model and training configurations"), and tiny ones for CPUs.
+
+``OFFICIAL`` has the configurations that the official repository ships, by the names of their files: d_h = 96 and d_e = 256 in the 128M
+mixture, d_e = 256 in the others. Everywhere else a name is ``<ffn>-<scale>``, as in "flashmhf-370m", with "-dh64" or "-dh256" for the
+head-dimension ablation.
+``printed_parameters`` is the count as the paper prints it, in units of 2**20 ("M") or 2**30 ("B"). So read, all nine counts follow
+from the configurations, those of FlashMHF with the weights of the per-head RMSNorm on Q, which the official code always allocates.
+Entries without a printed count complete the grid: the paper names these models but not all of their sizes, and here they are set
+to the parameters of that scale's baseline.
+
+The paper's: sizes, vocabulary, batch, context, learning rate and steps of the presets; betas, weight decay, gradient clipping, warm-up
+share and cosine schedule of ``flashmhf_recipes``' options. Ours: the initialisation (``ffn_init="balanced"``), the lower learning rate
+of FlashMHF's projections (``Options.param_groups``) and the scale "tiny". ``ffn_init="official"`` and ``param_groups=False`` are the
+paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..nn import default_subnet_dim
+from .configuration import FFN_TYPES, FlashMHFConfig
+
+VOCABULARY = 50_432
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the models of one scale share."""
+
+    d_model: int
+    attention_heads: int
+    tied: bool
+    learning_rate: float
+    steps: int
+    context: int = 4096
+    vocabulary: int = VOCABULARY
+    batch: int = 64
+
+
+SCALES = {
+    "128m": Scale(768, 12, True, 3e-3, 245_000),
+    "370m": Scale(1024, 16, False, 1.5e-3, 245_000),
+    "1.3b": Scale(2048, 32, False, 1e-3, 409_000),
+    "tiny": Scale(64, 2, True, 3e-3, 200, context=128, vocabulary=512, batch=8),
+}
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One model of the paper: sizes, peak learning rate and steps of its training."""
+
+    name: str
+    ffn: str
+    scale: Scale
+    layers: int
+    intermediate: int
+    heads: int | None = None
+    subnets: int | None = None
+    printed_parameters: float | None = field(default=None, compare=False)
+
+    def config(self, **overrides) -> FlashMHFConfig:
+        """The model's configuration; ``overrides`` are FlashMHFConfig arguments."""
+        settings = dict(
+            ffn_type=self.ffn,
+            vocab_size=self.scale.vocabulary,
+            hidden_size=self.scale.d_model,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.scale.attention_heads,
+            ffn_num_heads=self.heads,
+            ffn_num_subnets=self.subnets,
+            tie_word_embeddings=self.scale.tied,
+            max_position_embeddings=self.scale.context,
+            rms_norm_eps=1e-5,
+            initializer_range=0.02,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return FlashMHFConfig(**{**settings, **overrides})
+
+
+def _table() -> dict[str, Preset]:
+    presets = {}
+
+    def add(scale: str, ffn: str, layers: int, intermediate: int, heads=None, subnets=None, printed=None, suffix="") -> None:
+        name = f"{ffn}-{scale}{suffix}"
+        presets[name] = Preset(name, ffn, SCALES[scale], layers, intermediate, heads, subnets, printed)
+
+    add("128m", "swiglu", 12, 2048, printed=117.96 * MIB)
+    add("370m", "swiglu", 24, 2752, printed=388.05 * MIB)
+    add("1.3b", "swiglu", 24, 5504, printed=1.323 * GIB)
+    add("128m", "mh_ffn", 10, 2048, 6, printed=115.70 * MIB)
+    add("370m", "mh_ffn", 20, 2752, 8, printed=379.79 * MIB)
+    add("1.3b", "mh_ffn", 20, 5504, 16)
+    add("128m", "pkv", 12, 2304, 6)
+    add("370m", "pkv", 24, 3072, 8, printed=386.55 * MIB)
+    add("1.3b", "pkv", 24, 6208, 16)
+    add("128m", "dense_moe", 12, 2048, subnets=8)
+    add("370m", "dense_moe", 24, 2752, subnets=8)
+    add("1.3b", "dense_moe", 24, 5504, subnets=16)
+    add("128m", "flashmhf", 10, 2048, 6, 8, printed=115.77 * MIB)
+    add("370m", "flashmhf", 21, 2688, 8, 7, printed=390.08 * MIB)
+    add("1.3b", "flashmhf", 20, 5760, 16, 15, printed=1.321 * GIB)
+    for scale, layers, d_ff in (("128m", 10, 2048), ("370m", 21, 2688), ("1.3b", 20, 5760)):
+        for head_dim in (64, 256):
+            d_e = default_subnet_dim(head_dim)
+            subnets = round(d_ff / d_e)
+            add(scale, "flashmhf", layers, subnets * d_e, SCALES[scale].d_model // head_dim, subnets, suffix=f"-dh{head_dim}")
+    for ffn in FFN_TYPES:
+        heads = None if ffn in ("swiglu", "dense_moe") else 2
+        subnets = 2 if ffn in ("dense_moe", "flashmhf") else None
+        add("tiny", ffn, 2, {"swiglu": 192, "dense_moe": 192, "pkv": 192}.get(ffn, 128), heads, subnets)
+    return presets
+
+
+PRESETS = _table()
+
+
+@dataclass(frozen=True)
+class OfficialPreset(Preset):
+    """A configuration that the official repository ships, by the name of its file; trained like the preset of its scale."""
+
+    official: dict = field(default_factory=dict, compare=False)
+
+    def config(self, **overrides) -> FlashMHFConfig:
+        """What ``conversion.config_from_official`` makes of the official file; ``overrides`` are FlashMHFConfig arguments."""
+        from .conversion import config_from_official  # not above: it imports the models
+
+        return FlashMHFConfig(**{**config_from_official(self.official).to_dict(), **overrides})
+
+
+def _shipped() -> dict[str, OfficialPreset]:
+    presets = {}
+    ffns = {"mhffnmoe": "flashmhf", "mhffn": "mh_ffn", "llama": "swiglu"}
+
+    def add(name: str, model_type: str, scale: str, layers: int, intermediate: int, heads=None, experts=None, q_norm=False, gain=0.707):
+        chosen, official = SCALES[scale], {"model_type": model_type}
+        official |= {
+            "vocab_size": chosen.vocabulary,
+            "hidden_size": chosen.d_model,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": chosen.attention_heads,
+            "num_key_value_heads": chosen.attention_heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": chosen.context,
+            "initializer_range": 0.02,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "rope_scaling": None,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "tie_word_embeddings": chosen.tied,
+        }
+        if heads:
+            settings = {"num_heads": heads, "num_kuv_heads": heads, "apply_rmsnorm": q_norm, "custom_init": True}
+            settings |= {"init_w_self_gain": gain, "init_w_self_2_gain": gain} | ({"num_experts": experts} if experts else {})
+            official |= {f"{model_type}_{setting}": value for setting, value in settings.items()}
+        presets[name] = OfficialPreset(name, ffns[model_type], chosen, layers, intermediate, heads, experts, official=official)
+
+    add("configure-1-tinymhffnmoe", "mhffnmoe", "128m", 10, 2048, 8, 8)
+    add("configure-2-mhffnmoe-TriDao-350M", "mhffnmoe", "370m", 20, 2816, 8, 11, q_norm=True)
+    add("configure-3-mhffnmoe-TriDao-1.3B", "mhffnmoe", "1.3b", 20, 5632, 16, 22, q_norm=True)
+    add("configure7-tinymhffn", "mhffn", "128m", 10, 2048, 8, gain=1.0)
+    add("configure8-TriDao-350M-noskip", "mhffn", "370m", 20, 2752, 8, q_norm=True)
+    add("configure8-tinyllama", "llama", "128m", 12, 2048)
+    add("configure9-TriDao-350M-bf16-pile", "llama", "370m", 24, 2752)
+    add("configure10-TriDao-1.3B-bf16-pile", "llama", "1.3b", 24, 5504)
+    return presets
+
+
+OFFICIAL = _shipped()
+
+
+def preset(name: str) -> Preset:
+    """The preset of this name. Raises ValueError that lists the names."""
+    presets = PRESETS | OFFICIAL
+    if name not in presets:
+        raise ValueError(f"no preset {name!r}; there are: {', '.join(sorted(presets))}")
+    return presets[name]

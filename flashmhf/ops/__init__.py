@@ -1,0 +1,5 @@
+"""The operators ``torch.ops.flashmhf.*`` and the functions in front of them."""
+
+from .mix import flash_mhf, gated_flash_mhf
+
+__all__ = ["flash_mhf", "gated_flash_mhf"]

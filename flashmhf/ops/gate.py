@@ -1,0 +1,31 @@
+"""The public router function (paper, equation for the gating weights)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks, reference, torch_private
+
+
+def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
+    """R = sigmoid(P) / (sum_e sigmoid(P) + eps) with P = Q_h W_h.
+
+    Args:
+        q: [..., H, d_h], bf16, fp16, fp32 or fp64, taken as rounded to its dtype.
+        w: [H, d_h, E], float32 or q's dtype.
+        eps: the paper leaves it unstated; the default agrees with the paper and with the official ``sum.clamp(min=1e-20)``.
+
+    Returns [..., H, E] in float32 (float64 for float64 inputs); products and sums are formed in that dtype. Differentiable.
+    Raises TypeError for dtypes and non-tensors, ValueError for shapes, strides and devices, and for an eps that is negative or not finite.
+    """
+    checks.strided(q=q, w=w)
+    checks.real(eps=eps)
+    checks.floating("q", q)
+    if q.dim() < 2:
+        raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
+    checks.router(q, w, eps)
+    if not torch_private.autocasts(q.device.type):  # torch.autocast refuses devices that have none, such as meta
+        return reference.gate(q, w, eps)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.gate(q, w, eps)

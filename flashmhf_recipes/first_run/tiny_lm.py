@@ -1,0 +1,185 @@
+"""The main command's language models: bytes of real text, SwiGLU and FlashMHF at equal parameters, trained by flashmhf.models.
+
+Small enough for half a minute each on two CPU cores. Needs the extra ``flashmhf[lm]``; :func:`why_not` says so where it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import study
+
+HELD_OUT = 0.1  # the end of the text
+MINIMUM_BYTES = 50_000
+MAXIMUM_BYTES = 32 << 20
+FFN_TYPES = {"SwiGLU": "swiglu", "FlashMHF": "flashmhf"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes and budget of one training run."""
+
+    d_model: int = 128
+    layers: int = 4
+    heads: int = 2
+    subnets: int = 2
+    subnet_dim: int = 176
+    context: int = 128
+    batch: int = 8
+    steps: int = 320
+    warmup: int = 60
+    learning_rate: float = 2e-3
+
+
+CPU_RECIPE = Recipe()
+GPU_RECIPE = Recipe(d_model=512, layers=6, heads=4, subnets=4, subnet_dim=384, context=512, batch=32, steps=400, learning_rate=1e-3)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model's parameters, the loss of every step and the held-out loss (nats a byte)."""
+
+    parameters: int
+    losses: list[float]
+    held_out: float
+
+
+class TextError(ValueError):
+    """The text cannot be trained on; the message says why."""
+
+
+def why_not() -> str | None:
+    """None where language models can be trained here, else what is missing."""
+    missing = [name for name in ("transformers", "accelerate", "tokenizers") if importlib.util.find_spec(name) is None]
+    return f"needs {', '.join(missing)}: pip install 'flashmhf[lm]'" if missing else None
+
+
+def read_text(path: str | None) -> bytes:
+    """The bytes of a text file, or of the Python standard library's own source.
+
+    Raises TextError for what is missing, empty, binary or too short.
+    """
+    data = _standard_library() if path is None else _file(Path(path))
+    if len(data) < MINIMUM_BYTES:
+        raise TextError(f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
+    return data[:MAXIMUM_BYTES]
+
+
+def _file(path: Path) -> bytes:
+    if not path.exists():
+        raise TextError(f"{path} does not exist")
+    if not path.is_file():
+        raise TextError(f"{path} is not a file")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TextError(f"{path} cannot be read: {error.strerror}") from error
+    if not data:
+        raise TextError(f"{path} is empty")
+    if b"\0" in data:
+        raise TextError(f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed")
+    return data
+
+
+def _standard_library() -> bytes:
+    """Its modules in a fixed shuffled order, so that the held-out end is like the rest."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    files = [path for path in sorted(root.rglob("*.py")) if left_out.isdisjoint(path.relative_to(root).parts)]
+    if not files:
+        raise TextError(f"{root} has no Python sources here; name a text with --text FILE")
+    random.Random(0).shuffle(files)
+    return b"\n".join(path.read_bytes() for path in files)
+
+
+def train(
+    text: bytes, recipe: Recipe, names: tuple[str, ...], device: torch.device, on_step: Callable[[str, int, float], None]
+) -> dict[str, Trained]:
+    """Trains a model with each of the named networks on the same batches; ``on_step`` gets name, step and loss."""
+    from transformers import TrainerCallback
+    from transformers.utils import logging
+
+    from .. import metrics, training
+
+    class Report(TrainerCallback):
+        def __init__(self, name: str):
+            self.name = name
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if logs and "loss" in logs:
+                on_step(self.name, state.global_step, logs["loss"])
+
+    logging.disable_progress_bar()
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = Path(scratch) / "tokens"
+        _store(text, recipe, tokens)
+        for name in names:
+            options = training.Options(
+                output=str(Path(scratch) / name),
+                preset="tiny",
+                ffn=FFN_TYPES[name],
+                tokens=str(tokens),
+                vocab_size=1,  # as many as the tokenizer has
+                length=recipe.context,
+                batch=recipe.batch,
+                micro_batch=recipe.batch,
+                steps=recipe.steps,
+                learning_rate=recipe.learning_rate,
+                min_learning_rate=recipe.learning_rate / 10,
+                warmup=min(recipe.warmup, max(1, recipe.steps // 4)),
+                eval_fraction=HELD_OUT,
+                eval_every=recipe.steps,
+                log_every=1,
+                device="cpu" if device.type == "cpu" else "auto",
+                model=_sizes(recipe, name),
+                arguments={"report_to": [], "save_strategy": "no"},
+            )
+            result = training.start(options, bar=False, callbacks=[Report(name)])
+            losses = [row["loss"] for row in metrics.read_rows(result.output) if "loss" in row]
+            found[name] = Trained(result.parameters, losses, result.eval_loss)
+    return found
+
+
+def _store(text: bytes, recipe: Recipe, directory: Path) -> None:
+    """As many of the text's bytes as a run needs, one token each, where flashmhf_recipes.training looks for the tokens of another run."""
+    from .. import data, tokenizer, training
+
+    bytewise = tokenizer.train([], tokenizer.SMALLEST)  # no merges
+    bytewise.save_pretrained(directory / training.TOKENIZER)
+    wanted = int(recipe.steps * recipe.batch * recipe.context / (1 - HELD_OUT)) + recipe.context
+
+    def pieces(report: data.Report):
+        report.documents += 1
+        yield data.Piece(text[:wanted].decode(errors="replace"), last=True)
+
+    data.store(directory / training.DATA, data.Stream(pieces), bytewise, wanted)
+
+
+def _sizes(recipe: Recipe, name: str) -> dict[str, object]:
+    """FlashMHFConfig settings of the recipe's model with the named network."""
+    modules = study.equal_parameter_modules(recipe.d_model, recipe.heads, recipe.subnets, recipe.subnet_dim, device="meta")
+    if name == "FlashMHF":
+        network = {
+            "ffn_num_heads": recipe.heads,
+            "ffn_num_subnets": recipe.subnets,
+            "intermediate_size": recipe.subnets * recipe.subnet_dim,
+        }
+    else:
+        network = {"intermediate_size": modules[name]().intermediate_dim}
+    return {
+        "hidden_size": recipe.d_model,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "max_position_embeddings": recipe.context,
+        "initializer_range": recipe.d_model**-0.5,  # the paper's 0.02 belongs to models six to sixteen times as wide
+        **network,
+    }

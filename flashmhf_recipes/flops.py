@@ -1,0 +1,43 @@
+"""Floating-point operations of training, and the share of a GPU's peak that they make up (MFU)."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from flashmhf.nn.multihead import GroupedHeads
+
+# Dense bf16 tensor-core peaks, FLOP/s, by the device's name; the first that the name contains.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+}
+
+
+def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
+    """Forward and backward: 6 for every weight that a token is multiplied with, and attention over the causal half of ``length``.
+
+    Recomputation under checkpointing is not counted. An untied input embedding is a look-up and counts nothing.
+    """
+    config = model.config.get_text_config()
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    if not config.tie_word_embeddings:
+        weights -= model.get_input_embeddings().weight.numel()
+    for module in model.modules():
+        if isinstance(module, GroupedHeads):  # every head of a group multiplies the weights that they share
+            shared = module.num_heads // module.num_kv_heads - 1
+            weights += shared * sum(weight.numel() for weight in (module.k, module.u, module.v))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads  # Qwen2 and others have no head_dim
+    attention = config.num_hidden_layers * config.num_attention_heads * head_dim * length
+    return 6.0 * weights + 6.0 * attention
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)

@@ -1,0 +1,456 @@
+"""Training with transformers' Trainer under the paper's settings: data to tokens, exact resumption, metrics.
+
+A run lives in one directory: run.json (its options), tokenizer/, data/ (tokens), checkpoint-N/, metrics.jsonl, loss.png and, once
+finished, the model itself; init/ holds the model that it started from, if any. Everything that a resumed run needs is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    TrainingArguments,
+    default_data_collator,
+    get_scheduler,
+    set_seed,
+)
+
+from flashmhf.models.presets import SCALES, Preset
+
+from . import checkpoints, data, evaluation, metrics
+from .callbacks import MetricsCallback, StopCallback
+from .errors import OccupiedError, OptionError, TrainingError
+from .flops import peak_flops, training_flops_per_token
+from .options import Options, empty_model, model_config, training_arguments
+from .stopping import Stopped, StopSignals
+from .tokenizer import TRAINING_CHARACTERS, chat_template
+from .tokenizer import load as load_tokenizer
+from .tokenizer import train as train_tokenizer
+from .trainer import RunTrainer
+
+RUN, TOKENIZER, DATA, INIT = "run.json", "tokenizer", "data", "init"
+# In a directory without run.json: the options of a start that failed after its tokens were stored. A new start may use them.
+FAILED = "failed-start.json"
+CHANGES = "changes"  # in run.json beside the options: what resumptions have changed
+# The options that the stored tokens follow from.
+_TOKEN_OPTIONS = (
+    *("data", "dataset", "tokens", "split", "text_field", "tokenizer", "chat_template", "vocab_size", "init_from"),
+    *("length", "batch", "steps", "eval_fraction", "seed"),
+)
+
+SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Result:
+    """A finished run: its directory, the model's parameters, the last training loss and the held-out loss (nats a token)."""
+
+    output: Path
+    parameters: int
+    steps: int
+    loss: float
+    eval_loss: float | None
+
+
+def first_process() -> bool:
+    """Whether this is the process that writes; launchers (torchrun, accelerate) set RANK before anything is initialised."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
+    """Trains from the beginning. All options are checked before anything is written.
+
+    SIGTERM and SIGINT finish the step and save it where this runs in the main thread; then Stopped, a KeyboardInterrupt, is raised.
+
+    A start that fails before its first step leaves the directory free for another one. Raises ValueError (OptionError and DataError),
+    OccupiedError where the directory holds a run or other files of ours, TrainingError, Stopped.
+    """
+    chosen, options = options.resolve()
+    output = Path(options.output)
+    if first_process():
+        _refuse_occupied(output)
+    data.find_files(options.data)
+    if options.chat_template is not None:
+        chat_template(options.chat_template)
+    trained = _load_trained(options) if options.init_from else None
+    model = trained[0] if trained else empty_model(model_config(chosen, options))
+    arguments = training_arguments(options)
+    options.layout(arguments.world_size).check(model)
+    _warn_of_short_warmup(chosen, options, arguments)
+    run = _Run(chosen, options, arguments, bar and first_process(), callbacks)
+    with StopSignals() as signals:
+        if first_process():
+            _claim(output, options)
+        try:
+            return run.train(signals, None, trained)
+        except Exception as error:
+            if first_process() and not run.steps_done:
+                _release(output, options, keep_tokens=not isinstance(error, data.DataError))
+            raise
+
+
+def resume(
+    output: str | Path,
+    *,
+    steps: int | None = None,
+    tp: int | None = None,
+    dp_shard: int | None = None,
+    bar: bool = True,
+    callbacks: Iterable = (),
+) -> Result:
+    """Continues a run from its last complete checkpoint, with the options it was started with and the batches it would have seen.
+
+    ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes at once, and
+    run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of processes: checkpoints hold whole
+    tensors. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
+    FileNotFoundError where there is no run, OptionError for ``steps`` that are done already, TrainingError when no checkpoint loads.
+    """
+    output = Path(output)
+    options, changes = _read_run(output)
+    chosen, options = options.resolve()
+    before, options.steps = options.steps, options.steps if steps is None else steps
+    stored = {"tp": options.tp, "dp_shard": options.dp_shard}
+    if (tp, dp_shard) != (None, None):
+        options.tp, options.dp_shard = tp, dp_shard
+    arguments = training_arguments(options)
+    with StopSignals() as signals:
+        with arguments.main_process_first(local=False, desc="looking for checkpoints"):
+            if first_process():
+                checkpoints.set_aside_unusable(output)
+            found = checkpoints.complete_checkpoints(output)
+            checkpoint = found[-1] if found else None
+        done = checkpoints.step_of(checkpoint)
+        if steps is not None and steps <= done:
+            raise OptionError("{steps} is {value}; the run has done {done} steps", value=steps, done=done)
+        if first_process():
+            metrics.keep_rows(output, done)
+            if options.steps != before:
+                changes.append(_change_of_steps(arguments, done, before, options.steps))
+                _write_json(output / RUN, asdict(options) | stored | {CHANGES: changes})
+        return _Run(chosen, options, arguments, bar and first_process(), callbacks).train(signals, checkpoint, None)
+
+
+def _warn_of_short_warmup(chosen: Preset | None, options: Options, arguments: TrainingArguments) -> None:
+    """At the paper's learning rates the loss jumps after a short warm-up. The tiny preset is not the paper's."""
+    steps = arguments.get_warmup_steps(options.steps)
+    paper = chosen is not None and chosen.scale is not SCALES["tiny"]
+    if paper and options.learning_rate >= chosen.scale.learning_rate and steps < SHORTEST_WARMUP and first_process():
+        logger.warning(
+            "the warm-up is %s steps; at a learning rate of %g, fewer than %s can make the loss jump: set warmup=%s or learn more slowly",
+            steps,
+            options.learning_rate,
+            SHORTEST_WARMUP,
+            SHORTEST_WARMUP,
+        )
+
+
+def _read_run(output: Path) -> tuple[Options, list[dict]]:
+    """The options in run.json, and what resumptions have changed of them."""
+    path = output / RUN
+    if not path.exists():
+        raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
+    try:
+        settings = json.loads(path.read_text())
+        if not isinstance(settings, dict):
+            raise TypeError(f"a {type(settings).__name__} where an object is expected")
+        changes = settings.pop(CHANGES, [])
+        if "param_groups" not in settings:  # a run of version 0.1.0: its optimizer has other groups, its model another initialisation
+            settings["param_groups"] = False
+            if not settings.get("init_from"):
+                settings["model"] = {"ffn_init": "normal"} | settings.get("model", {})
+        return Options(**settings | {"output": str(output)}), changes
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no options that this version knows: {error}") from error
+
+
+def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> dict:
+    """What run.json records of another number of steps; a warning states it."""
+    old, new = (_learning_rate(arguments, steps, done) for steps in (before, after))
+    logger.warning(
+        "the run ends after %s steps instead of %s, and its schedule with it: the learning rate of step %s is %.3g instead of %.3g",
+        f"{after:,}",
+        f"{before:,}",
+        f"{done + 1:,}",
+        new,
+        old,
+    )
+    return {"after_step": done, "steps": [before, after], "learning_rate": [old, new]}
+
+
+def _learning_rate(arguments: TrainingArguments, steps: int, step: int) -> float:
+    """The learning rate after ``step`` of a schedule over ``steps``; the peak where the schedule is no function of the step."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
+    scheduler = get_scheduler(
+        arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(steps), steps, arguments.lr_scheduler_kwargs
+    )
+    rates = getattr(scheduler, "lr_lambdas", None)
+    return arguments.learning_rate * (rates[0](min(step, steps)) if rates else 1.0)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _refuse_occupied(output: Path) -> None:
+    """Raises OccupiedError for a directory with a run, or with anything that a run would take for its own."""
+    if (output / RUN).exists():
+        raise OccupiedError("{path} holds a run already; continue it with {resume} or choose another output directory", path=output)
+    ours = [TOKENIZER, DATA, INIT] if not (output / FAILED).exists() else []
+    ours += [metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
+    found = [name for name in ours if (output / name).exists()]
+    found += [path.name for path in checkpoints.numbered_checkpoints(output)]
+    if found:
+        raise OccupiedError(
+            "{path} holds {found}, which a run would overwrite; choose another output directory", path=output, found=", ".join(found)
+        )
+
+
+def _claim(output: Path, options: Options) -> None:
+    """Writes run.json. Tokens of a failed start stay where the options that they follow from are the same."""
+    output.mkdir(parents=True, exist_ok=True)
+    failed = output / FAILED
+    if failed.exists():
+        now = json.loads(json.dumps(asdict(options)))
+        try:
+            before = json.loads(failed.read_text())
+            same = all(before[name] == now[name] for name in _TOKEN_OPTIONS)
+        except (ValueError, TypeError, KeyError):  # damaged, or of another version
+            same = False
+        if not same:
+            _discard_tokens(output)
+        failed.unlink()
+    _write_json(output / RUN, asdict(options))
+
+
+def _release(output: Path, options: Options, keep_tokens: bool) -> None:
+    """Takes back a start that failed, so that the directory is free for another one."""
+    if keep_tokens and (output / DATA / data.MANIFEST).exists():
+        _write_json(output / FAILED, asdict(options))
+    else:
+        _discard_tokens(output)
+    shutil.rmtree(output / INIT, ignore_errors=True)
+    for name in (RUN, metrics.FILE):
+        (output / name).unlink(missing_ok=True)
+    if not any(output.iterdir()):
+        output.rmdir()
+
+
+def _discard_tokens(output: Path) -> None:
+    for name in (TOKENIZER, TOKENIZER + ".partial", DATA):
+        shutil.rmtree(output / name, ignore_errors=True)
+
+
+def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
+    """The model to start from in float32, and its tokenizer; sets ``options.length`` where it is None."""
+    path = Path(options.init_from)
+    if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise OptionError("{tokenizer} cannot be given with {init_from}: {path} has a tokenizer", path=path)
+    model, tokenizer = evaluation.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise OptionError("{init_from} is {path}, a quantised model; supported: a model as it was trained", path=path)
+    positions = model.config.max_position_embeddings
+    options.length = options.length or positions
+    if options.length > positions:
+        raise OptionError(
+            "{length} is {value}; the model of {init_from} has {positions} positions", value=options.length, positions=positions
+        )
+    return model, tokenizer
+
+
+class _Run:
+    """One call of :func:`start` or :func:`resume` with checked options."""
+
+    def __init__(self, chosen: Preset | None, options: Options, arguments: TrainingArguments, bar: bool, callbacks: Iterable):
+        self.chosen, self.options, self.arguments, self.bar, self.callbacks = chosen, options, arguments, bar, callbacks
+        self.output = Path(options.output)
+        self.trainer: RunTrainer | None = None
+
+    @property
+    def steps_done(self) -> int:
+        return self.trainer.state.global_step if self.trainer else 0
+
+    def train(self, signals: StopSignals, checkpoint: Path | None, trained: tuple[PreTrainedModel, object] | None) -> Result:
+        options, output = self.options, self.output
+        with self.arguments.main_process_first(local=False, desc="preparing data"):
+            if checkpoint and not (output / DATA / data.MANIFEST).exists():
+                raise data.DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
+            tokenizer, tokens = _stored(output) or prepare(options, self.bar, trained and trained[1])
+            if options.init_from and trained is None and not (output / INIT / "config.json").exists():
+                trained = _load_trained(options)
+            if trained and first_process():
+                _keep_trained(trained[0], output / INIT)
+        train_tokens, eval_tokens = split(tokens, options, tokenizer.eos_token_id)
+        stop = StopCallback(signals)
+        self.trainer = self._trainer(tokenizer, trained and trained[0], train_tokens, eval_tokens, checkpoint, stop)
+        if self.bar:
+            tqdm.write(options.accumulation(self.arguments.world_size))
+        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.stopped:
+            raise Stopped(signals.received, self.steps_done)
+        self.trainer.write_model(output)
+        rows = metrics.read_rows(output)
+        losses, held_out = ([row[key] for row in rows if key in row] for key in ("loss", "eval_loss"))
+        parameters = sum(p.numel() for p in self.trainer.model.parameters())
+        return Result(output, parameters, self.steps_done, losses[-1], held_out[-1] if held_out else None)
+
+    def _trainer(self, tokenizer, model: PreTrainedModel | None, train_tokens, eval_tokens, checkpoint: Path | None, stop: StopCallback):
+        options, arguments = self.options, self.arguments
+        set_seed(options.seed)
+        if model is None:
+            model = self._model(tokenizer)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        # The evaluation that a signal left out belongs to the checkpoint's step.
+        arguments.eval_on_start = eval_tokens is not None and checkpoints.progress(checkpoint).get(
+            "evaluation_due", arguments.eval_on_start
+        )
+        recorder = MetricsCallback(
+            self.output,
+            options.batch * options.length,
+            training_flops_per_token(model, options.length),
+            peak_flops(arguments.device),
+            self.bar,
+        )
+        trainer = RunTrainer(
+            layout=options.layout(arguments.world_size),
+            compile_blocks=options.compile,
+            keep=options.keep,
+            grouped=options.param_groups,
+            muon=options.optimizer == "muon",
+            checkpoint=checkpoint,
+            stop=stop,
+            model=model,
+            args=arguments,
+            train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
+            eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
+            data_collator=default_data_collator,
+            processing_class=tokenizer,
+            callbacks=[recorder, *self.callbacks],
+        )
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _model(self, tokenizer) -> PreTrainedModel:
+        if self.options.init_from:
+            return evaluation.load_model(str(self.output / INIT), torch.float32)
+        config = model_config(self.chosen, self.options)
+        config.vocab_size = max(self.options.vocab_size, len(tokenizer))
+        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = None  # an embedding with a padding token trains that row differently
+        model = AutoModelForCausalLM.from_config(config)
+        model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+        return model
+
+
+def _stored(output: Path):
+    """(tokenizer, tokens) of a run that has stored them, or None."""
+    if not (output / DATA / data.MANIFEST).exists():
+        return None
+    return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
+
+
+def _keep_trained(model: PreTrainedModel, directory: Path) -> None:
+    """Stores the model that a run starts from: a run killed before its first checkpoint needs it again."""
+    partial = directory.with_name(directory.name + ".partial")
+    with checkpoints.writing(partial):
+        model.save_pretrained(partial)
+    partial.rename(directory)
+
+
+def prepare(options: Options, bar: bool = True, tokenizer=None):
+    """(tokenizer, stored tokens) for resolved options: trained, loaded, or taken from another run.
+
+    ``tokenizer`` is used instead of one that the options name.
+    """
+    output = Path(options.output)
+    if options.tokens is not None:
+        return _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
+    if options.dataset is None:
+        source = data.Files(options.data, options.text_field, options.seed, bar)
+    else:
+        source = data.dataset(options.dataset, options.split, options.text_field, options.seed)
+    tokenizer = _tokenizer(options, output / TOKENIZER, source, tokenizer, bar)
+    wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
+    manifest = data.store(output / DATA, source, tokenizer, wanted, bar)
+    if bar:
+        tqdm.write("\n".join(manifest["report"]))
+    return tokenizer, data.load(output / DATA)
+
+
+def _take_tokens(source: Path, output: Path, tokenizer, template: str | None):
+    """The tokens and the tokenizer of the run ``source``, linked or copied into ``output``, which then needs ``source`` no more."""
+    if not (source / DATA / data.MANIFEST).exists():
+        raise data.DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
+    theirs = load_tokenizer(str(source / TOKENIZER))
+    if tokenizer is not None and tokenizer.get_vocab() != theirs.get_vocab():
+        raise OptionError("{tokens} has tokens of another tokenizer than the model of {init_from}")
+    _save_tokenizer(theirs, output / TOKENIZER, template)
+    (output / DATA).mkdir(parents=True, exist_ok=True)
+    for path in sorted((source / DATA).iterdir(), key=lambda path: path.name == data.MANIFEST):  # the manifest last: it says complete
+        if path.suffix != ".partial":
+            _link(path, output / DATA / path.name)
+    return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link (tokens are never written in place), or a copy where the file systems differ."""
+    partial = target.with_name(target.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(source, partial)
+    except OSError:
+        shutil.copyfile(source, partial)
+    partial.replace(target)
+
+
+def _tokenizer(options: Options, directory: Path, source, tokenizer, bar: bool):
+    if not directory.exists():
+        if tokenizer is None and options.tokenizer is not None:
+            tokenizer = load_tokenizer(options.tokenizer)
+        elif tokenizer is None:
+            tokenizer = train_tokenizer(source.texts(TRAINING_CHARACTERS), options.vocab_size, bar)
+        _save_tokenizer(tokenizer, directory, options.chat_template)
+    return load_tokenizer(str(directory))
+
+
+def _save_tokenizer(tokenizer, directory: Path, template: str | None) -> None:
+    if not directory.exists():
+        if template is not None:
+            tokenizer.chat_template = chat_template(template)
+        partial = directory.with_name(directory.name + ".partial")
+        tokenizer.save_pretrained(partial)
+        partial.rename(directory)
+
+
+def split(tokens, options: Options, end_of_text: int):
+    """(training tokens, held-out tokens or None): the held-out ones are the end, from the beginning of a document on where one is near."""
+    blocks = len(tokens) // options.length
+    held_out = math.ceil(blocks * options.eval_fraction)
+    if not held_out:
+        return tokens, None
+    if held_out >= blocks:
+        raise data.DataError(
+            f"the data has {len(tokens):,} tokens, too few to hold {options.eval_fraction:.0%} of the blocks of {options.length:,} out"
+        )
+    start = data.held_out_start(tokens, held_out * options.length, options.length, end_of_text)
+    return tokens[:start], tokens[start:]
+
+
+__all__ = ["Options", "Result", "Stopped", "TrainingError", "prepare", "resume", "split", "start", "training_arguments"]

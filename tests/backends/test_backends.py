@@ -1,0 +1,211 @@
+"""Selection of a back end, and what info says of it."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+
+import flashmhf
+from flashmhf import backends
+from flashmhf.backends import contract, driver, hopper
+from flashmhf.testing import problem
+
+
+@pytest.fixture
+def uncached():
+    """Selection without its cache before and after: these tests change what a back end says of itself."""
+    for cached in (backends.select, backends._warn_hopper_unused):
+        cached.cache_clear()
+    yield
+    for cached in (backends.select, backends._warn_hopper_unused):
+        cached.cache_clear()
+
+
+def small():
+    p = problem(5, 2, 16, 2, 16, torch.float64)
+    return (*p.operands, p.r)
+
+
+def test_cpu_float64_gets_eager():
+    q, k, *_ = small()
+    found = flashmhf.info(q, k)
+    assert found.chosen == "eager"
+    assert found.reasons["eager"] is None
+    assert "device is cpu" in found.reasons["hopper"]
+    assert found.reasons["triton"]
+    assert "eager" in str(found) and "not usable" in str(found)
+
+
+def test_info_without_arguments_lists_every_back_end():
+    found = flashmhf.info()
+    assert set(found.reasons) == {"hopper", "triton", "eager"}
+    assert found.chosen is None and found.details["torch"] == torch.__version__
+    with pytest.raises(ValueError, match="k is None; info takes both q and k"):
+        flashmhf.info(small()[0])
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_explicit_back_end_that_cannot_run(backend):
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(NotImplementedError, match=f"backend='{backend}' cannot run: .*supported"):
+            flashmhf.flash_mhf(*small(), backend=backend)
+    flashmhf.flash_mhf(*small())
+
+
+def test_unknown_back_end():
+    with pytest.raises(ValueError, match="backend is 'cublas'; supported: 'auto', 'hopper', 'triton', 'eager'"):
+        flashmhf.flash_mhf(*small(), backend="cublas")
+
+
+def test_explicit_back_end_reaches_backward(monkeypatch):
+    calls = []
+    original = backends.select
+
+    def spy(backend, *args):
+        calls.append(backend)
+        return original(backend, *args)
+
+    monkeypatch.setattr(flashmhf.ops.mix, "select", spy)
+    q, *rest = small()
+    flashmhf.flash_mhf(q.requires_grad_(), *rest, backend="eager").sum().backward()
+    assert calls == ["eager", "eager"]
+
+
+def test_auto_takes_the_first_that_can(monkeypatch, uncached):
+    device, sizes = torch.device("cpu"), {"d_h": 64, "d_e": 64}
+    reasons = {"hopper": None, "triton": None}
+    for name in reasons:
+        monkeypatch.setattr(backends.BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
+    for blocked, expected in ((None, "hopper"), ("hopper", "triton"), ("triton", "eager")):
+        if blocked:
+            reasons[blocked] = "blocked"
+        backends.select.cache_clear()
+        assert backends.select("auto", device, torch.bfloat16, *sizes.values()) is backends.BACKENDS[expected]
+
+
+def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, uncached):
+    device = torch.device("cuda", 0)
+    reason = "no library"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(hopper, "why_not", lambda *a, **k: reason)
+    monkeypatch.setattr(backends.triton, "why_not", lambda *a, **k: "not here")
+    with pytest.warns(UserWarning, match="does not get the hopper back end: no library"):
+        backends.select("auto", device, torch.bfloat16, 128, 384)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backends.select("auto", device, torch.bfloat16, 128, 768)
+    reason = "d_h is 80"
+    with pytest.warns(UserWarning, match="d_h is 80"):
+        backends.select("auto", device, torch.bfloat16, 80, 384)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "sizes", "reason"),
+    [
+        ((8, 0), torch.bfloat16, (128, 384), "capability 8.0; supported: 9.0"),
+        ((10, 0), torch.bfloat16, (128, 384), "capability 10.0; supported: 9.0"),
+        ((9, 0), torch.float32, (128, 384), "dtype is float32; supported: bfloat16, float16"),
+        ((9, 0), torch.bfloat16, (80, 384), "d_h is 80; supported: 64, 96, 128, 256"),
+        ((9, 0), torch.bfloat16, (128, 40), "d_e is 40; supported: multiples of 16"),
+    ],
+)
+def test_what_hopper_supports(monkeypatch, capability, dtype, sizes, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert reason in hopper.why_not(torch.device("cuda", 0), dtype, d_h=sizes[0], d_e=sizes[1])
+
+
+def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
+    try:
+        for cuda, file, reason in (
+            (None, None, "this PyTorch has no CUDA"),
+            ("13.0", tmp_path / "missing.so", "installed without its CUDA library"),
+            ("13.0", tmp_path / "broken.so", "does not load"),
+        ):
+            hopper.library.cache_clear()
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            if file:
+                monkeypatch.setattr(hopper, "LIBRARY", file)
+                if file.name == "broken.so":
+                    file.write_bytes(b"not a library")
+            assert reason in hopper.library()
+        hopper.library.cache_clear()
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(flashmhf.flops, "register_projection", lambda: None)
+        monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0.0.1", "cuda_version": "13.0"})
+        monkeypatch.setattr(driver, "version", lambda: 12040)
+        assert f"its CUDA library is of flashmhf 0.0.1, the package of {flashmhf.__version__}" in hopper.library()
+        hopper.library.cache_clear()
+        monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0", "cuda_version": "13.0"})
+        assert "driver supports CUDA 12.4 but the library was built with CUDA 13.0" in hopper.library()
+        hopper.library.cache_clear()
+        monkeypatch.setattr(driver, "version", lambda: 13000)
+        assert hopper.library() is None
+    finally:
+        hopper.library.cache_clear()
+
+
+def machine(monkeypatch, *devices: tuple[str, tuple[int, int]]) -> None:
+    """A machine with these CUDA devices (name, compute capability), the first of them current, and a library that loads."""
+    index = lambda device: torch.device(device).index or 0  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: devices[index(device)][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: devices[index(device)][1])
+    monkeypatch.setattr(hopper, "library", lambda: None)
+    monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0"})
+
+
+def test_info_describes_every_device(monkeypatch):
+    machine(monkeypatch, ("NVIDIA RTX A400", (8, 6)), ("NVIDIA H200", (9, 0)), ("NVIDIA T4", (7, 5)))
+    found = flashmhf.info()
+    assert found.details["device"] == "NVIDIA RTX A400" and "capability 8.6" in found.reasons["hopper"]
+    assert list(found.other_devices) == ["cuda:1 (NVIDIA H200)", "cuda:2 (NVIDIA T4)"]
+    assert found.other_devices["cuda:1 (NVIDIA H200)"]["hopper"] is None
+    assert "capability 7.5" in found.other_devices["cuda:2 (NVIDIA T4)"]["triton"]
+    assert "cuda:1 (NVIDIA H200):\n  hopper  usable" in str(found)
+
+
+def test_selection_is_for_each_device_by_itself(monkeypatch, uncached):
+    machine(monkeypatch, ("NVIDIA RTX A400", (8, 6)), ("NVIDIA H200", (9, 0)))
+    chosen = [backends.select("auto", torch.device("cuda", i), torch.bfloat16, 128, 384) for i in range(2)]
+    assert chosen[1] is hopper and chosen[0] is not hopper
+
+
+def test_an_amd_gpu_is_not_called_a_hopper_gpu(monkeypatch, uncached):
+    machine(monkeypatch, ("AMD Instinct MI250X", (9, 0)))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(hopper, "library", lambda: "this PyTorch has no CUDA")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.select("auto", torch.device("cuda", 0), torch.bfloat16, 128, 384) is backends.eager
+
+
+@pytest.mark.parametrize("name", [*backends.BACKENDS, "reference"])
+def test_every_back_end_provides_the_contract(name):
+    module = backends.definition if name == "reference" else backends.BACKENDS[name]
+    wanted = {name: value for name, value in vars(contract.Backend).items() if callable(value) and not name.startswith("_")}
+    assert {"why_not", "forward", "gated_backward", "backward_accumulate_", "project"} <= set(wanted)
+    for function, declared in wanted.items():
+        given = inspect.signature(getattr(module, function)).parameters
+        named = list(inspect.signature(declared).parameters)[1:]
+        assert list(given)[: len(named)] == named, function
+        assert all(given[x].default is not inspect.Parameter.empty for x in list(given)[len(named) :]), function
+    assert module.PROJECT_TOKENS == (384 if name == "hopper" else 0)
+
+
+def test_a_back_end_without_a_projection_kernel_says_so():
+    x, w = torch.randn(3, 64), torch.randn(64, 64)
+    with pytest.raises(NotImplementedError, match="hopper back end only"):
+        backends.eager.project(x, w)
+
+
+@pytest.mark.gpu
+def test_a_hopper_gpu_gets_the_hopper_back_end():
+    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+        pytest.skip("this GPU is not of compute capability 9.0")
+    p = problem(100, 2, 128, 3, 64, torch.bfloat16, "cuda")
+    assert flashmhf.info(p.q, p.k).chosen == "hopper", flashmhf.info(p.q, p.k)

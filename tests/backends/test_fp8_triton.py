@@ -1,0 +1,216 @@
+"""The FP8 forward in Triton. On a GPU the tests run as they are; without one on the CPU, in a process whose Triton interprets."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flashmhf
+from flashmhf import quantize
+from flashmhf.backends.eager import fp8 as eager
+from flashmhf.backends.triton import fp8 as triton
+from flashmhf.ops import fp8 as operators
+from flashmhf.testing import poisoned_memory, relative_l2
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # backends.triton refuses bf16 under the interpreter
+# From the same quantised operands: fp32 sums in another order and the rounding of out; where A lies between two e4m3 values, either.
+DISTANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+HOPPER_SUMS = 1.2e-2  # Hopper's tensor cores add e4m3 products with fewer bits than fp32 has
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # all tests of this file in one
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
+def test_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def make(tokens=40, heads=2, subnets=3, subnet_dim=48, head_dim=32, *, group=1, dtype=HALF, seed=0):
+    """(q, packed, r)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (heads // group, subnets, subnet_dim, head_dim)
+    k, u, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    q = torch.randn(tokens, heads, head_dim, generator=generator)
+    r = torch.rand(tokens, heads, subnets, generator=generator)
+    packed = quantize.pack_fp8(
+        *(x.to(DEVICE) for x in (k / math.sqrt(head_dim), u / math.sqrt(head_dim), v / math.sqrt(subnets * subnet_dim)))
+    )
+    return q.to(DEVICE, dtype), packed, r.to(DEVICE)
+
+
+def check(q, packed, r):
+    with poisoned_memory():
+        out = quantize.forward(q, packed, r, backend="triton")
+    points = eager._forward(q, *packed.tensors, r, torch.float64)[0]
+    assert out.dtype == q.dtype and out.shape == q.shape
+    assert relative_l2(out, points) <= (DISTANCE[q.dtype] if INTERPRETED else HOPPER_SUMS)
+
+
+@runs_kernels
+@pytest.mark.parametrize("head_dim", triton.HEAD_DIMS)
+def test_head_dims(head_dim):
+    check(*make(head_dim=head_dim, subnets=2))
+
+
+@runs_kernels
+@pytest.mark.parametrize("subnet_dim", [16, 32, 80, 144])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_subnet_dims(subnet_dim, dtype):
+    check(*make(subnet_dim=subnet_dim, dtype=dtype))
+
+
+@runs_kernels
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65])
+def test_token_tails(tokens):
+    q, packed, r = make(tokens)
+    check(q, packed, r)
+    check(q, packed, None)
+    check(q, packed, r.to(q.dtype))
+
+
+@runs_kernels
+@pytest.mark.parametrize(("heads", "group"), [(4, 2), (3, 3)])
+def test_grouped_heads(heads, group):
+    check(*make(heads=heads, group=group))
+
+
+@runs_kernels
+def test_negative_and_large_gates():
+    q, packed, r = make()
+    check(q, packed, -100 * r)
+
+
+@runs_kernels
+@pytest.mark.parametrize("scale", [1e-6, 1e4])
+def test_magnitudes(scale):
+    q, packed, r = make(dtype=torch.float32)
+    check(q * scale, packed, r)
+
+
+@runs_kernels
+@pytest.mark.parametrize(("head_dim", "subnet_dim"), [(64, 512), (128, 144 if INTERPRETED else 2048), (256, 128 if INTERPRETED else 704)])
+def test_long_sums_of_one_sign(head_dim, subnet_dim):
+    """U = K, V = |V|: sums that are not promoted are 1e-2 to 3e-2 away on an H200."""
+    q, _, r = make(head_dim=head_dim, subnets=2)
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(2, 2, subnet_dim, head_dim, generator=generator).to(DEVICE) for _ in range(2))
+    packed = quantize.pack_fp8(k / math.sqrt(head_dim), k / math.sqrt(head_dim), v.abs() / math.sqrt(2 * subnet_dim))
+    out = quantize.forward(q, packed, r, backend="triton")
+    assert relative_l2(out, eager._forward(q, *packed.tensors, r, torch.float64)[0]) <= 5e-3
+
+
+@runs_kernels
+def test_strides_are_read_in_place():
+    q, packed, r = make(24)
+    expected = quantize.forward(q, packed, r, backend="triton")
+    for view in (torch.stack([q, q], -1)[..., 0], q.transpose(0, 1).contiguous().transpose(0, 1)):
+        assert not view.is_contiguous()
+        assert torch.equal(quantize.forward(view, packed, r, backend="triton"), expected)
+    strided = torch.stack([q, q], 1).transpose(0, 1)
+    assert torch.equal(quantize.forward(strided, packed, torch.stack([r, r]), backend="triton")[1], expected)
+
+
+@runs_kernels
+def test_gates_beyond_32_bits(tmp_path):
+    """r's columns 2^30 elements apart; almost nothing of the memory between them is touched."""
+    q, packed, r = make(5, heads=1, subnets=3)
+    r, size = r.to(q.dtype), 2**31 + 64
+    if INTERPRETED:
+        memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=q.dtype)
+    else:
+        memory = torch.empty(size, dtype=q.dtype, device=DEVICE)
+    apart = memory.as_strided(r.shape, (1, 8, 2**30)).copy_(r)
+    assert torch.equal(quantize.forward(q, packed, apart, backend="triton"), quantize.forward(q, packed, r, backend="triton"))
+
+
+@runs_kernels
+def test_the_gate_from_the_router():
+    q, packed, _ = make()
+    w = (torch.randn(2, 32, 3, generator=torch.Generator().manual_seed(7)) / math.sqrt(32)).to(DEVICE)
+    out = torch.ops.flashmhf.fp8_gated_forward(q, *packed.tensors, w, 1e-20, backend="triton")
+    expected = quantize.forward(q, packed, flashmhf.gate(q, w), backend="triton")
+    assert relative_l2(out, expected.double()) <= DISTANCE[q.dtype]
+
+
+@runs_kernels
+def test_values_that_are_not_finite_stay_in_their_rows():
+    q, packed, r = make()
+    q[3, 1, 0], q[5, 0, 2], q[9] = math.nan, math.inf, 0
+    out = quantize.forward(q, packed, r, backend="triton")
+    assert out[3, 1].isnan().all() and out[5, 0].isnan().all() and (out[9] == 0).all()
+    finite = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
+    finite[3, 1] = finite[5, 0] = False
+    assert out[finite].isfinite().all()
+
+
+@runs_kernels
+def test_saturation():
+    q, packed, r = make()
+    packed.k8.view(torch.uint8).fill_(0x7E)  # 448 everywhere: A goes beyond 448
+    packed.u8.view(torch.uint8).fill_(0x7E)
+    check(q, packed, r)
+
+
+def test_why_not(monkeypatch):
+    sizes = {"d_h": 64, "d_e": 64}
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    device = torch.device("cuda")
+    assert "compute capability 8.6; supported for e4m3 products: 8.9 or later" in triton.why_not(device, torch.bfloat16, **sizes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert triton.why_not(device, torch.bfloat16, **sizes) is None
+    assert "d_h is 16; supported: 32, 64" in triton.why_not(device, torch.bfloat16, d_h=16, d_e=64)
+    assert "dtype is float64; supported" in triton.why_not(device, torch.float64, **sizes)
+    assert "device is cpu; supported" in triton.why_not(torch.device("cpu"), torch.float16, **sizes)
+
+
+def test_auto_takes_it_where_hopper_cannot_run(monkeypatch):
+    device, reasons = torch.device("cuda"), {"hopper": "not here", "triton": None}
+    for name in reasons:
+        monkeypatch.setattr(operators.BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
+    for reason, expected in ((None, "triton"), ("not here", "eager")):
+        reasons["triton"] = reason
+        operators.select.cache_clear()
+        assert operators.select("auto", device, torch.bfloat16, 64, 64) is operators.BACKENDS[expected]
+    operators.select.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel does not compile")
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize(("capability", "instruction"), [(89, "mma.sync"), (90, "wgmma.mma_async")])
+def test_compiles_to_e4m3_products(capability, instruction, head_dim):
+    """For the GPU families with e4m3 products, whatever GPU is here; within 99 KB of shared memory, the smallest of them."""
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from flashmhf.backends.triton import fp8_kernels as fp8
+
+    config = fp8.config(head_dim, 384)
+    pointers = {"q": "*bf16", "k8": "*fp8e4nv", "u8": "*fp8e4nv", "v8": "*fp8e4nv", "scales": "*fp32", "r": "*fp32", "out": "*bf16"}
+    constants = {"Q_LAYOUT": "rows", "R_LAYOUT": "rows", "GROUP": 1, "D": head_dim, "BD": max(64, 1 << (head_dim - 1).bit_length())}
+    constants |= {"BT": config.tokens, "BI": config.inter, "RECIPROCAL": True, "BY_BLOCKS": False, "INTERPRETED": False}
+    constants |= {"q_table": None, "r_table": None}
+    names = fp8.forward_kernel.arg_names
+    signature = {name: pointers.get(name) or ("constexpr" if name in constants else "i32") for name in names}
+    source = compiler.ASTSource(fp8.forward_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    lines = [line for line in compiled.asm["ptx"].splitlines() if instruction in line and "e4m3.e4m3" in line]
+    assert lines and compiled.metadata.shared <= 99 * 1024

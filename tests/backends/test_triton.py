@@ -1,0 +1,332 @@
+"""The Triton back end. On a GPU the tests run as they are; without one they run on the CPU, in a process whose Triton interprets."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashmhf.backends import triton as back_end
+from flashmhf.backends.triton import configs
+from flashmhf.graphs import capturing
+from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bf16 product is wrong
+NAMES = ("dq", "dk", "du", "dv", "dr")
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
+gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # all tests of this file in one
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
+def test_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def make(*args, **kwargs):
+    return problem(*args, device=DEVICE, **kwargs)
+
+
+def run(p, **changes):
+    """(out, dq, dk, du, dv, dr) on NaN-poisoned memory; ``changes`` replace inputs."""
+    x = {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, **changes}
+    grad_out = x.pop("grad_out", p.grad_out)
+    with poisoned_memory():
+        return back_end.forward(**x, activation=p.activation), *back_end.backward(
+            grad_out, **x, deterministic=True, activation=p.activation
+        )
+
+
+def check(p):
+    for name, actual, baseline, exact in zip(
+        ("out", *NAMES), run(p), *((f, *b) for f, b in zip(p.forward(), p.backward(), strict=True)), strict=True
+    ):
+        if exact.numel():
+            assert_accurate(name, actual, baseline, exact, fixed_limits=True)
+
+
+def same(left, right):
+    for name, a, b in zip(("out", *NAMES), left, right, strict=True):
+        assert torch.equal(a, b), f"{name}: {relative_l2(a, b.double()):.3e}"
+
+
+@runs_kernels
+@pytest.mark.parametrize("head_dim", back_end.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
+def test_values(head_dim, dtype):
+    check(make(70 if INTERPRETED else 130, 2, head_dim, 3, 80, dtype))  # the interpreter takes seconds for a hundred tokens
+
+
+@runs_kernels
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200 if INTERPRETED else 1000])
+def test_token_tails(tokens):
+    check(make(tokens, 1, 32, 2, 48, HALF))
+
+
+@runs_kernels
+@pytest.mark.parametrize("subnet_dim", [16, 32, 64, 112, 384])
+def test_subnet_dims(subnet_dim):
+    check(make(70, 2, 64, 2, subnet_dim, HALF))
+
+
+@runs_kernels
+@pytest.mark.parametrize("gate", [None, "same"])
+@pytest.mark.parametrize("subnets", [1, 5])
+def test_gates(gate, subnets):
+    check(make((3, 23), 2, 64, subnets, 48, HALF, gate=gate))
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2"])
+def test_activations(activation, dtype):
+    p = make(70, 2, 32, 3, 48, dtype)
+    p.activation = activation
+    check(p)
+
+
+@runs_kernels
+@pytest.mark.parametrize("gate", [None, "float32"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_grouped_heads(heads, kv_heads, gate):
+    check(make((3, 50), heads, 32, 3, 48, HALF, gate=gate, num_kv_heads=kv_heads))
+
+
+@runs_kernels
+@pytest.mark.parametrize("scale", [1e-3, 30.0])
+def test_magnitudes(scale):
+    check(
+        make(100 if INTERPRETED else 200, 2, 64, 2, 64, torch.float32 if INTERPRETED else torch.bfloat16, scale=scale)
+    )  # fp16 has not the range
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_scores_around_minus_six(dtype):
+    check(make(100 if INTERPRETED else 300, 2, 64, 2, 64, dtype, mean_score=-6.0))
+
+
+def views(x):
+    """The same values under other strides."""
+    yield "padded rows", torch.stack([x, x], -3)[..., 0, :, :]
+    yield "heads outside", x.movedim(-2, 0).contiguous().movedim(0, -2)
+    yield "head and length swapped", x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield "stride 2 in the last dimension", torch.stack([x, x], -1)[..., 0]
+    yield "leading dimensions reversed", x.permute(2, 1, 0, 3, 4).contiguous().permute(2, 1, 0, 3, 4)
+
+
+@runs_kernels
+@pytest.mark.parametrize("index", range(5))
+def test_strides_are_read_in_place(index):
+    p = make((3, 5, 7), 2, 32, 2, 48, HALF)
+    expected = run(p)
+    for argument in ("q", "grad_out", "r"):
+        name, view = list(views(getattr(p, argument)))[index]
+        assert not view.is_contiguous(), name
+        same(run(p, **{argument: view}), expected)
+
+
+@runs_kernels
+def test_expanded_inputs():
+    p = make((2, 40), 2, 32, 2, 48, HALF)
+    grad_out, q = torch.ones((), dtype=HALF, device=DEVICE).expand(p.q.shape), p.q[:1].expand(p.q.shape)
+    same(run(p, q=q, grad_out=grad_out), run(p, q=q.contiguous(), grad_out=grad_out.contiguous()))
+
+
+@runs_kernels
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_pair_of_weights_in_either_order_of_addresses(descriptors, monkeypatch):
+    from flashmhf.backends.triton import launch
+
+    monkeypatch.setattr(launch, "has_tma", lambda device: descriptors)
+    if descriptors and DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no tensor maps before Hopper")
+    p = make(70, 2, 32, 2, 48, HALF)
+
+    def agree(left, right):
+        if DEVICE == "cuda":
+            return same(left, right)
+        for a, b in zip(left, right, strict=True):  # the interpreter's products round a column by its position
+            assert relative_l2(a, b.double()) < 1e-4
+
+    expected = run(p)
+    lower, higher = torch.empty((2, *p.k.shape), dtype=HALF, device=DEVICE)
+    for k, u in ((lower, higher), (higher, lower)):
+        agree(run(p, k=k.copy_(p.k), u=u.copy_(p.u)), expected)
+    agree(run(p, k=p.k, u=p.k), run(p, k=p.k, u=p.k.clone()))
+
+
+@runs_kernels
+def test_weights_and_tokens_off_alignment():
+    p = make(70, 2, 64, 2, 48, HALF)
+
+    def shifted(x):
+        return torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x)
+
+    moved = {name: shifted(getattr(p, name)) for name in ("q", "k", "u", "v", "grad_out")}
+    assert all(x.data_ptr() % 16 for x in moved.values())
+    for actual, expected in zip(run(p, **moved), run(p), strict=True):
+        assert relative_l2(actual, expected.double()) < 1e-3
+
+
+@runs_kernels
+def test_needs_and_dq_dtype():
+    p = make(70, 2, 32, 2, 48, HALF)
+    full = run(p)[1:]
+    for tokens, weights in ((True, False), (False, True), (False, False)):
+        parts = back_end.backward(p.grad_out, *p.operands, p.r, needs=(tokens, weights))
+        for part, whole, needed in zip(parts, full, (tokens, weights, weights, weights, tokens), strict=True):
+            assert torch.equal(part, whole) if needed else part.shape == (0,)
+    dq = back_end.backward(p.grad_out, *p.operands, p.r, needs=(True, False), dq_dtype=torch.float32)[0]
+    assert dq.dtype == torch.float32 and torch.equal(dq.to(HALF), full[0])
+    assert back_end.backward(p.grad_out, *p.operands, None)[4].shape == (0,)
+
+
+@runs_kernels
+def test_accumulate_adds_to_the_buffers():
+    p = make(70, 2, 32, 2, 48, HALF)
+    exact = p.backward()[1]
+    start = [torch.randn(p.k.shape, device=DEVICE) for _ in range(3)]
+    buffers = [x.clone() for x in start]
+    dq, dr = back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers)
+    expected = back_end.backward(p.grad_out, *p.operands, p.r)
+    assert torch.equal(dq, expected[0]) and torch.equal(dr, expected[4])
+    for before, after, grad in zip(start, buffers, exact[1:4], strict=True):
+        assert relative_l2(after - before, grad) < 2.6e-3
+    assert back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers, needs=(False, True))[0].shape == (0,)
+
+
+@runs_kernels
+@pytest.mark.parametrize("waves", [0, 1000])
+def test_split_and_unsplit_sums(waves, monkeypatch):
+    from flashmhf.backends.triton import launch
+
+    monkeypatch.setattr(launch, "WAVES", waves)
+    monkeypatch.setattr(launch, "MIN_SHARE", 32)
+    p = make(200, 1, 32, 3, 48, HALF)
+    check(p)
+    buffers = [torch.ones(p.k.shape, device=DEVICE) for _ in range(3)]
+    back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers)
+    for buffer, exact in zip(buffers, p.backward()[1][1:4], strict=True):
+        assert relative_l2(buffer - 1, exact) < 2.6e-3
+
+
+@runs_kernels
+def test_bitwise_repeatable():
+    p = make(130 if INTERPRETED else 300, 2, 64, 3, 80, HALF)
+    first = run(p)
+    for _ in range(1 if INTERPRETED else 20):
+        same(run(p), first)
+
+
+@pytest.mark.gpu
+@gpu_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_errors_do_not_grow_with_tokens(dtype):
+    check(make(129_024, 1, 64, 1, 64, dtype))
+
+
+@pytest.mark.gpu
+@gpu_only
+@pytest.mark.parametrize("layout", ["contiguous", "swapped"])
+def test_offsets_beyond_32_bits(layout):
+    """T x H x d_h past 2^31 elements; only the last tokens have a gradient, so the weight gradients are theirs alone."""
+    tokens, tail = 1_048_578, 2
+    small = problem(tail, 16, 128, 1, 16, torch.bfloat16, device="cuda")
+
+    def embedded(x):
+        shape = (2, tokens // 2, *x.shape[1:])
+        whole = torch.zeros(shape, dtype=x.dtype, device="cuda")
+        if layout == "swapped":
+            whole = torch.zeros((2, shape[2], shape[1], shape[3]), dtype=x.dtype, device="cuda").transpose(1, 2)
+        whole[1, -tail:] = x
+        return whole
+
+    results = run(small, q=embedded(small.q), grad_out=embedded(small.grad_out), r=embedded(small.r))
+    expected = run(small)
+    for name, actual, want in zip(("out", *NAMES), results, expected, strict=True):
+        if name in ("out", "dq", "dr"):
+            actual = actual[1, -tail:]
+        assert relative_l2(actual, want.double()) < 1e-3, name
+
+
+@runs_kernels
+def test_gates_beyond_32_bits(tmp_path):
+    """r's columns 2^30 elements apart; almost nothing of the memory between them is touched."""
+    p, size = make(5, 1, 16, 3, 16, HALF, gate="same"), 2**31 + 64
+    if INTERPRETED:
+        memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=HALF)
+    else:
+        memory = torch.empty(size, dtype=HALF, device=DEVICE)
+    same(run(p, r=memory.as_strided(p.r.shape, (1, 8, 2**30)).copy_(p.r)), run(p))
+
+
+@pytest.mark.parametrize(("stride", "taken"), [(2**30 - 64, True), (2**30, False)])
+def test_tensor_maps_of_tokens_end_at_32_bits(stride, taken):
+    """Heads that lie far apart, as those of [1, H, L, d_h].transpose(1, 2) do, are columns of one map."""
+    from flashmhf.backends.triton import launch
+
+    x = torch.empty_strided((1024, 3, 64), (64, stride, 1), dtype=torch.float16, device="meta")
+    assert (launch._Rows(x, "q").descriptor((64, 64)) is not None) == taken
+
+
+@pytest.mark.gpu
+@gpu_only
+def test_cuda_graph():
+    p = make(300, 2, 128, 3, 80, torch.bfloat16)
+    expected = run(p)
+    q = torch.zeros_like(p.q)
+    with capturing(graph := torch.cuda.CUDAGraph()):
+        results = back_end.forward(q, p.k, p.u, p.v, p.r), *back_end.backward(p.grad_out, q, p.k, p.u, p.v, p.r, deterministic=True)
+    q.copy_(p.q)
+    graph.replay()
+    same(results, expected)
+
+
+SIZES = {"d_h": 64, "d_e": 64}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "sizes", "message"),
+    [
+        ("meta", torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
+        ("cuda", torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
+        ("cuda", torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
+        ("cuda", torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
+    ],
+)
+def test_why_not(device, dtype, sizes, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert message in back_end.why_not(torch.device(device), dtype, **{**SIZES, **sizes})
+
+
+def test_why_not_without_triton_and_on_old_gpus(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 7.5; supported for bfloat16: 8.0" in back_end.why_not(device, torch.bfloat16, **SIZES)
+    assert back_end.why_not(device, torch.float16, **SIZES) is None
+    assert "device is cpu; supported" in back_end.why_not(torch.device("cpu"), torch.float16, **SIZES)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in back_end.why_not(device, torch.float16, **SIZES)
+
+
+def test_table_has_every_row_and_survives_rewriting():
+    from benchmarks import tune_triton as tune
+
+    assert set(configs.TABLE) == {(a, b, d) for a in ("sm90", "other") for b in (16, 32) for d in back_end.HEAD_DIMS}
+    assert all(set(row) == set(tune.KERNELS) for row in configs.TABLE.values())
+    assert tune.rewrite(configs.TABLE) == pathlib.Path(configs.__file__).read_text()

@@ -1,0 +1,147 @@
+"""``flashmhf plan``: what it prints agrees with the planner, and its expected times with what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan
+from flashmhf_recipes import cli
+
+FLAGSHIP = ["16", "22", "384", "128"]
+OPERATOR_SHAPES = {64: (32, 22, 192), 96: (21, 22, 256), 128: (16, 22, 384), 256: (8, 22, 704)}  # of benchmarks/fp8.py: d_h -> H, E, d_e
+
+
+@pytest.fixture
+def planner():
+    return pytest.importorskip("flashmhf._plan")
+
+
+def printed(arguments: list[str], capsys) -> dict[str, str]:
+    """The rows of the output, by name; "" is the title."""
+    assert cli.main(["plan", *arguments]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    return {"": title} | {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in lines if not line.startswith("   ")}
+
+
+def test_a_long_forward(planner, capsys):
+    rows = printed([*FLAGSHIP, "32256"], capsys)
+    p = planner.plan_forward(1, 32256, 16, 128, 22, 384)
+    assert "H = 16, E = 22, d_e = 384, d_h = 128, T = 32,256" in rows[""]
+    assert rows["clusters"] == f"{p['clusters']} of {p['cluster_size']} CTAs"
+    assert rows["waves"].startswith(f"{p['waves']} waves of whole items, then {p['rest']} items in {p['splits']} spans")
+    assert rows["sums"] == "in the order of the clusters, by a second kernel"
+    assert rows["workspace"] == f"{4 * p['workspace'] / 2**20:.1f} MiB" != "0.0 MiB"
+    assert rows["bound"].startswith("tensor cores: ")
+
+
+def test_few_tokens(planner, capsys):
+    rows = printed([*FLAGSHIP, "16"], capsys)
+    assert rows["waves"].startswith("1: every cluster has one item, whose inter tiles its 6 CTAs divide")
+    assert rows["workspace"] == "0.0 MiB" and rows["bound"].startswith("memory: ")
+
+
+@pytest.mark.parametrize(("extra", "sums"), [([], "in no fixed order"), (["--deterministic"], "in the order of the items")])
+def test_the_backward(planner, capsys, extra, sums):
+    rows = printed([*FLAGSHIP, "32256", "--backward", *extra], capsys)
+    assert rows["kernels"] == "one fused kernel: 8 products" and sums in rows["sums"]
+    assert rows["launches"].startswith(f"{len(planner.plan_head_groups(1, 32256, 16, 128, 22, 384, deterministic=bool(extra))['heads'])}, ")
+
+
+def test_the_wide_backward_has_more_products(planner, capsys):
+    assert "13 products" in printed(["8", "22", "704", "256", "4096", "--backward"], capsys)["kernels"]
+
+
+@pytest.mark.parametrize(("tokens", "forward_ms", "backward_ms"), [(32256, 4.33, 15.47), (129024, 17.52, 61.43)])
+def test_expected_times_are_near_the_measured_ones(planner, tokens, forward_ms, backward_ms):
+    """Measured on an H200 (README, "The operator alone"); the backward there includes what the model leaves out."""
+    p, costs = plan.plan_forward(plan.Problem(1, tokens, 16, 128, 22, 384, kv_heads=16))
+    assert plan.forward_us(p, costs, 16) / 1000 == pytest.approx(forward_ms, rel=0.05)
+    assert planner.plan_head_groups(1, tokens, 16, 128, 22, 384)["time_us"] / 1000 == pytest.approx(backward_ms, rel=0.12)
+
+
+@pytest.mark.parametrize("length", [1, 64, 512, 3072, 12288, 32256])
+@pytest.mark.parametrize(("heads", "head_dim", "subnets", "subnet_dim"), [(16, 128, 22, 384), (6, 96, 8, 256), (8, 256, 22, 704)])
+def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subnet_dim):
+    for fp8, tflops in ((False, plan.MATRIX_TFLOPS), (True, plan.FP8_TFLOPS)):
+        problem = plan.Problem(1, length, heads, head_dim, subnets, subnet_dim, heads, fp8)
+        p, costs = plan.plan_forward(problem)
+        products, _ = plan.least_us(3 * problem.product_flops, 0, tflops)
+        assert plan.forward_us(p, costs, heads) > products
+
+
+def test_fp8_times_are_those_of_the_record(planner):
+    """Within 2 %; the record may be longer where few items leave the kernel's start and the sums of parts visible: 1,536 tokens."""
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/fp8_h200.json").read_text())["operator"]
+    assert {row["d_h"] for row in rows} == set(plan.FP8_SUSTAINED)
+    for row in rows:
+        heads, subnets, subnet_dim = OPERATOR_SHAPES[row["d_h"]]
+        p, costs = plan.plan_forward(plan.Problem(1, row["tokens"], heads, row["d_h"], subnets, subnet_dim, heads, fp8=True))
+        expected = plan.forward_us(p, costs, heads) / 1000
+        assert expected < 1.02 * row["ms"]["fp8"]
+        assert row["tokens"] < 30000 or expected > 0.98 * row["ms"]["fp8"]
+
+
+def test_heads_that_share_weights(planner, capsys):
+    rows = printed([*FLAGSHIP, "1", "--kv-heads", "4"], capsys)
+    assert "H = 16, H_kv = 4, E = 22" in rows[""] and rows["clusters"] == "4 of 16 CTAs"
+    assert rows["items"] == "4: 4 heads of K, U, V x 1 block of up to 64 rows, the tokens of 4 heads of Q, 4 heads in a row tile"
+    assert rows["bound"].startswith("memory: 5.4 us")  # a quarter of the weights' bytes
+
+    rows = printed([*FLAGSHIP, "32256", "--kv-heads", "4", "--backward"], capsys)
+    p = planner.plan_head_groups(1, 32256, 16, 128, 22, 384, router=True, group=4)
+    assert rows["launches"].startswith(f"{len(p['heads'])}, of heads 0-") and rows["token tiles"] == "2,016 of 64"
+    sequences = printed([*FLAGSHIP, "16128", "--batch", "2", "--kv-heads", "4", "--backward"], capsys)
+    assert {**rows, "": ""} == {**sequences, "": ""}, "copied into one"
+
+
+def test_fp8(planner, capsys):
+    rows = printed([*FLAGSHIP, "32256", "--fp8"], capsys)
+    p = planner.plan_forward_fp8(1, 32256, 16, 128, 22, 384)
+    assert rows[""].startswith("forward in FP8: H = 16, E = 22")
+    assert rows["waves"].startswith(f"{p['waves']} waves of whole items, then {p['rest']} items in {p['splits']} spans")
+    assert rows["bound"].startswith("tensor cores: 1.69 ms")
+    assert printed([*FLAGSHIP, "1", "--fp8"], capsys)["bound"].startswith("memory: 10.8 us")  # half of the weights' bytes in bf16
+
+
+HUGE = str(10**20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["16", "22", "384", "80", "1"], "d_h is 80"),
+        (["16", "22", "40", "64", "1"], "d_e is 40"),
+        ([*FLAGSHIP, "1000000000"], "Q, K, U, V and the output take 8.19e+03 GB; supported: 141 GB"),
+        ([HUGE, "22", "384", "128", "1"], "supported: 141 GB"),
+        (["16", HUGE, "384", "128", "1", "--backward"], "supported: 141 GB"),
+        ([*FLAGSHIP, "1", "--batch", HUGE], "supported: 141 GB"),
+        ([*FLAGSHIP, "12", "--kv-heads", "5"], "H_kv is 5; supported: divisors of H = 16"),
+        ([*FLAGSHIP, "12", "--kv-heads", "32"], "H_kv is 32; supported: divisors of H = 16"),
+        ([*FLAGSHIP, "12", "--deterministic"], "--deterministic needs --backward"),
+    ],
+)
+def test_a_shape_without_kernels_is_one_line(arguments, message, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
+
+
+def test_a_missing_planner_is_one_line(monkeypatch, capsys):
+    import flashmhf
+
+    monkeypatch.setitem(sys.modules, "flashmhf._plan", None)
+    monkeypatch.delattr(flashmhf, "_plan", raising=False)
+    assert cli.main(["plan", *FLAGSHIP, "1"]) == 2
+    error = capsys.readouterr().err
+    assert "flashmhf._plan is not installed" in error and "install from source" in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("text", "message"), [("1e3", "'1e3' is not an integer"), ("0", "0 is not positive")])
+def test_numbers_that_are_none_are_named(text, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *FLAGSHIP, text])
+    assert ended.value.code == 2 and f"argument T: {message}" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""The backward planner: every tile of tokens of every item exactly once, balanced, within the device's limits. Runs without a GPU."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+plan = pytest.importorskip("flashmhf._plan")
+
+SHAPES = [  # batch, length, heads, subnets, subnet_dim
+    (1, 1, 1, 1, 16),
+    (1, 64, 16, 22, 384),
+    (1, 1537, 16, 22, 384),
+    (1, 32256, 16, 22, 384),
+    (8, 4096, 8, 7, 384),
+    (8, 4096, 6, 8, 256),
+    (3, 200, 5, 7, 112),
+    (1, 4096, 1, 1, 64),
+    (1, 1 << 20, 16, 22, 384),
+]
+
+
+@pytest.mark.parametrize("sms", [132, 114, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tile_once_and_balanced(shape, sms):
+    batch, length, heads, subnets, subnet_dim = shape
+    p = plan.plan_backward(*shape, sms=sms)
+    tiles = batch * -(-length // 64)
+    assert p["row_tiles"] * batch == tiles
+    assert p["items"] == heads * subnets * -(-subnet_dim // 64)
+    assert p["whole"] <= p["items"] and (p["items"] - p["whole"]) * p["parts"] <= max(768, p["items"])
+    pieces = collections.defaultdict(list)
+    for item, begin, end in p["work"]:
+        assert begin < end
+        pieces[item].append((begin, end))
+    assert set(pieces) == set(range(p["items"]))
+    for item, parts in pieces.items():
+        assert len(parts) == (1 if item < p["whole"] else p["parts"])
+        assert parts[0][0] == 0 and parts[-1][1] == tiles
+        assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    # in launch order, each CTA to the SM that is free first; 4 tiles are what a CTA costs besides its own
+    free = [0] * sms
+    for _, begin, end in p["work"]:
+        first = min(range(sms), key=free.__getitem__)
+        free[first] += end - begin + 4
+    ideal = p["items"] * tiles / sms
+    if tiles >= 128:
+        assert max(free) <= 1.10 * ideal + 8
+
+
+def test_few_tokens_share_the_subnets():
+    p = plan.plan_backward(1, 64, 16, 22, 384)
+    assert p["token_blocks"] == 1 and 1 < p["token_parts"] <= 22
+    assert plan.plan_backward(1, 32256, 16, 22, 384)["token_parts"] == 1
+
+
+FLAGSHIP = {"heads": 16, "head_dim": 128, "subnets": 22, "subnet_dim": 384}
+TASKS = [
+    {"router": True},
+    {"gate": True},
+    {},
+    {"router": True, "deterministic": True},
+    {"gate": True, "tokens": False},
+    {"router": True, "weights": False},
+    {"router": True, "head_dim": 256},
+    {"router": True, "subnets": 33},
+    {"router": True, "subnets": 33, "deterministic": True},
+]
+GROUP_SHAPES = [
+    {"batch": 1, "length": 32256} | FLAGSHIP,
+    {"batch": 8, "length": 4033, "heads": 16, "head_dim": 128, "subnets": 15, "subnet_dim": 384},
+    {"batch": 8, "length": 4096, "heads": 7, "head_dim": 96, "subnets": 7, "subnet_dim": 272},
+    {"batch": 1, "length": 129_024, "heads": 6, "head_dim": 64, "subnets": 1, "subnet_dim": 64},
+    {"batch": 1, "length": 100} | FLAGSHIP,
+]
+
+
+def may_fuse(shape, task):
+    return task.get("tokens", True) and task.get("weights", True) and shape["head_dim"] < 256
+
+
+def buffers_of(shape, task, heads, p, ordered):
+    """Floats that the kernels of a launch use of each buffer."""
+    head_dim = shape["head_dim"]
+    fused = may_fuse(shape, task) and (ordered or not task.get("deterministic"))
+    tiles = shape["batch"] * p["row_tiles"] * heads
+    tokens = shape["batch"] * shape["length"] * heads
+    return {
+        "query": tiles * 64 * head_dim * (1 if fused else p["token_parts"]),
+        "dr_sums": tiles * 64 * shape["subnets"],
+        "query_added": tiles,
+        "dr_added": tiles * shape["subnets"],
+        "weight_parts": (p["items"] - p["whole"]) * p["parts"] * 3 * 64 * head_dim,
+        "r": tokens * shape["subnets"],
+        "scale": tokens,
+        "dr": tokens * shape["subnets"],
+        "dw_parts": head_dim * shape["subnets"],
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("shape", GROUP_SHAPES)
+def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, task):
+    shape = shape | {name: task[name] for name in ("head_dim", "subnets") if name in task}
+    p = plan.plan_head_groups(**(shape | task))
+    ends = [end for _, end in p["heads"]]
+    assert [begin for begin, _ in p["heads"]] == [0, *ends[:-1]] and ends[-1] == shape["heads"]
+    sizes = [end - begin for begin, end in p["heads"]]
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    for heads, places in zip(sizes, p["workspaces"], strict=True):
+        one = plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
+        used = buffers_of(shape, task, heads, one, p["ordered"])
+        ranges = sorted((places[name], places[name] + size, name) for name, size in used.items() if places[name] is not None)
+        for (_, end, name), (begin, _, following) in zip(ranges, ranges[1:], strict=False):
+            assert end <= begin, f"{name} reaches into {following}"
+        assert all(begin % 64 == 0 for begin, _, _ in ranges)
+        assert not ranges or max(end for _, end, _ in ranges) <= places["floats"]
+        if places["sums_floats"]:
+            cleared = [name for name in ("query", "dr_sums", "query_added", "dr_added") if places[name] is not None]
+            assert places["query"] == 0 and p["ordered"] == ("query_added" in cleared)
+            assert max(places[name] + used[name] for name in cleared) <= places["sums_floats"]
+            others = [places[name] for name in used if name not in cleared and places[name] is not None]
+            assert all(place >= places["sums_floats"] for place in others)
+
+
+def test_deterministic_sums_are_ordered_where_that_is_fast():
+    def ordered(length, **task):
+        return plan.plan_head_groups(1, length, **(FLAGSHIP | task), gate=True)["ordered"]
+
+    assert ordered(32256, deterministic=True) and ordered(129_024, deterministic=True, head_dim=96)
+    assert not ordered(64, deterministic=True) and not ordered(3072, deterministic=True)  # CTAs would mostly wait
+    assert not ordered(32256) and not ordered(32256, deterministic=True, tokens=False)
+    # what tests/ops/test_concurrency.py counts on
+    assert ordered(2500, deterministic=True, heads=40, subnets=2, subnet_dim=192)
+    assert not ordered(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
+    assert not any(ordered(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
+    # what test_operator.py runs with ordered accumulation and in groups
+    grouped = plan.plan_head_groups(2, 32760, heads=40, head_dim=128, subnets=3, subnet_dim=64, router=True, deterministic=True)
+    assert grouped["ordered"] and grouped["heads"] == [(0, 20), (20, 40)]
+
+
+@pytest.mark.parametrize("shape", GROUP_SHAPES)
+def test_groups_cost_little_time(shape):
+    sizes = [end - begin for begin, end in plan.plan_head_groups(**shape, router=True)["heads"]]
+
+    def time(heads):
+        return plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])["inter_time"] + 24
+
+    assert sum(map(time, sizes)) <= 1.01 * time(shape["heads"])
+
+
+def mib(p):
+    return max(w["floats"] for w in p["workspaces"]) * 4 / 2**20
+
+
+def test_a_small_workspace_takes_one_launch():
+    p = plan.plan_head_groups(1, 3072, **FLAGSHIP, gate=False)
+    assert len(p["heads"]) == 1 and mib(p) < 32
+    assert mib(plan.plan_head_groups(1, 32256, **FLAGSHIP, tokens=False, gate=True)) == 0
+
+
+def test_training_workspace_of_the_flagship():
+    one_launch = 4 * 16 * 32256 * (128 + 2 * 22) / 2**20
+    assert mib(plan.plan_head_groups(8, 4032, **FLAGSHIP, router=True)) <= 0.4 * one_launch
+
+
+def test_index_range():
+    with pytest.raises(ValueError, match="2\\^31"):
+        plan.plan_backward(1, 1 << 31, 16, 22, 384)
+
+
+def test_budgets_fit_an_sm():
+    for policy in plan.backward_policies():
+        assert policy["shared_memory"] <= 227 * 1024
+        assert policy["registers"] * 128 <= 65536

@@ -1,0 +1,385 @@
+"""The launch planner: every token, head and inter tile exactly once, balanced, within the device's limits. Runs without a GPU."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+plan = pytest.importorskip("flashmhf._plan")
+
+SHAPES = [  # batch, length, heads, head_dim, subnets, subnet_dim
+    (1, 1, 1, 128, 1, 16),
+    (1, 64, 16, 128, 22, 384),
+    (1, 129, 2, 64, 22, 64),
+    (1, 1536, 16, 128, 22, 384),
+    (1, 1537, 16, 128, 22, 384),
+    (1, 3072, 16, 128, 22, 384),
+    (1, 12288, 16, 128, 22, 384),
+    (1, 2000, 8, 96, 7, 384),
+    (2, 5000, 6, 64, 15, 256),
+    (1, 4288, 16, 128, 8, 256),
+    (1, 5000, 3, 256, 22, 384),
+    (1, 32256, 16, 128, 22, 384),
+    (8, 192, 6, 96, 8, 256),
+    (3, 200, 5, 256, 7, 112),
+    (1, 70_000, 3, 256, 22, 704),
+    (1, 1 << 20, 16, 128, 22, 384),
+    (1, 100, 1, 128, 1, 100_000),
+]
+DEVICES = [  # clusters of 1, 2, ... 8 CTAs that run at once
+    (132, 66, 39, 30, 22, 17, 15, 15),
+    (132, 66, 44, 33, 26, 22, 18, 16),
+    (114, 57, 36, 28, 21, 18, 14, 13),
+    (132, 0, 0, 0, 0, 0, 0, 0),
+    (1, 0, 0, 0, 0, 0, 0, 0),
+    (2, 1, 0, 0, 0, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tile_once_and_balanced(shape, device):
+    batch, length, heads, head_dim, subnets, subnet_dim = shape
+    p = plan.plan_forward(*shape, clusters=device)
+    assert p["subnet_tiles"] * 64 >= subnet_dim > (p["subnet_tiles"] - 1) * 64
+    assert p["inter_tiles"] == subnets * p["subnet_tiles"]
+    assert p["row_tiles"] * 64 >= length > (p["row_tiles"] - 1) * 64
+    assert p["cluster_size"] == p["row_ctas"] * p["slices"]
+    rows = p["consumers"] * p["row_ctas"]
+    assert p["blocks"] * rows >= batch * p["row_tiles"] > (p["blocks"] - 1) * rows
+    assert p["clusters"] <= device[p["cluster_size"] - 1]
+
+    items = p["blocks"] * heads
+    ranges = collections.defaultdict(list)
+    load = collections.Counter()
+    whole = set()
+    for cluster, rank, item, begin, end, part in p["work"]:
+        assert 0 <= begin < end <= p["inter_tiles"] and 0 <= rank < p["slices"]
+        ranges[item].append((begin, end, cluster, part))
+        load[cluster, rank] += end - begin
+        if end - begin == p["inter_tiles"] or p["slices"] > 1:
+            whole.add(item)
+    assert set(ranges) == set(range(items))
+    parts = set()
+    for item, pieces in ranges.items():
+        pieces.sort()
+        assert pieces[0][0] == 0 and pieces[-1][1] == p["inter_tiles"]
+        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+        clusters = [piece[2] for piece in pieces]
+        assert clusters == sorted(clusters)  # the order in which the parts are added
+        if p["slices"] > 1:
+            assert clusters == [item] * p["slices"]
+        if item not in whole:
+            first, last = p["owners"][item - p["waves"] * p["clusters"]]
+            assert clusters == list(range(first, last + 1, p["lanes"]))
+            for _, _, cluster, part in pieces:
+                assert part in (0, 1) and (cluster, part) not in parts
+                parts.add((cluster, part))
+    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than it saves: combine
+    # 512 / d_h tiles, behind whole waves 1792 / d_h; going on to a second item 512 / d_h, which a cluster with parts of two is spared
+    loss = (1792 if p["waves"] else 512) // head_dim + 1
+    stream = heads * p["inter_tiles"] * 9 // 5 // device[0]  # fewer CTAs suffice where memory is the bound
+    assert max(load.values()) <= max(-(-items * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + loss
+    assert (p["partials"] > 0) == (len(whole) < items)
+    assert p["partials"] == (p["splits"] * 2 * rows * 64 * head_dim if len(whole) < items else 0)
+    assert p["workspace"] == p["partials"] + 2 * p["flags"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.tuples(
+        st.integers(1, 4),
+        st.integers(1, 2000),
+        st.integers(1, 20),
+        st.sampled_from([64, 96, 128, 256]),
+        st.integers(1, 8),
+        st.integers(1, 300),
+    ),
+    device=st.sampled_from(DEVICES),
+    planner=st.sampled_from([plan.plan_forward, plan.plan_forward_fp8]),
+)
+def test_every_tile_once_whatever_the_shape(shape, device, planner):
+    p = planner(*shape, clusters=device)
+    tiles = collections.Counter((item, tile) for _, _, item, begin, end, _ in p["work"] for tile in range(begin, end))
+    assert set(tiles) == {(item, tile) for item in range(p["blocks"] * shape[2]) for tile in range(p["inter_tiles"])}
+    assert set(tiles.values()) == {1}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_covers_every_tile_once(shape, device):
+    batch, length, heads, head_dim, subnets, subnet_dim = shape
+    p = plan.plan_forward_fp8(*shape, clusters=device)
+    rows = p["row_ctas"] * p["consumers"]
+    assert p["consumers"] <= {64: 4, 256: 2}.get(head_dim, 3) and p["blocks"] * rows >= batch * p["row_tiles"]
+    assert p["inter_tiles"] == subnets * -(-subnet_dim // 64) and p["row_tiles"] == -(-length // 64)
+    ranges = collections.defaultdict(list)
+    for _, _, item, begin, end, _ in p["work"]:
+        ranges[item].append((begin, end))
+    assert set(ranges) == set(range(p["blocks"] * heads))
+    for pieces in ranges.values():
+        pieces.sort()
+        assert pieces[0][0] == 0 and pieces[-1][1] == p["inter_tiles"]
+        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert p["flags"] == 0 and set(p["adds"]) <= {-1}, "the clusters have no room to add parts"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "consumers"),
+    [(128, 64, 1), (128, 128, 2), (128, 192, 3), (128, 256, 2), (128, 384, 3), (128, 512, 2), (128, 768, 3), (128, 1024, 2), (128, 3072, 3)]
+    + [(64, 256, 2), (64, 320, 3), (64, 512, 4), (64, 768, 3), (64, 1024, 4), (64, 1536, 3), (64, 32256, 4)]
+    + [(96, 256, 2), (96, 512, 3), (96, 1024, 3), (96, 1536, 3), (256, 1536, 2)],
+)
+def test_fp8_takes_the_faster_number_of_row_tiles(head_dim, length, consumers):
+    heads, subnet_dim = {64: (32, 192), 96: (21, 256), 128: (16, 384), 256: (8, 704)}[head_dim]
+    assert plan.plan_forward_fp8(1, length, heads, head_dim, 22, subnet_dim)["consumers"] == consumers
+
+
+def test_fp8_takes_lanes_where_they_were_faster():
+    assert plan.plan_forward_fp8(1, 1536, 8, 256, 22, 704)["lanes"] == 6
+
+
+def test_fp8_three_row_tiles_make_one_wave_of_the_flagships_shortest_sequence():
+    p = plan.plan_forward_fp8(1, 1536, 16, 128, 22, 384)
+    assert p["consumers"] == 3 and p["row_ctas"] == 2 and p["partials"] == 0 and len(p["work"]) == 64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_last(shape, device):
+    p = plan.plan_forward(*shape, clusters=device)
+    whole = p["waves"] * p["clusters"]  # items in waves
+    parts, seen = collections.defaultdict(list), collections.defaultdict(list)
+    for cluster, _, item, begin, end, part in p["work"]:
+        seen[cluster].append(item < whole)
+        if item < whole:
+            continue
+        if end - begin < p["inter_tiles"]:
+            parts[item].append((cluster, part))
+    for order in seen.values():
+        assert order == sorted(order, reverse=not p["flags"]), "spans first where parts are added behind them, else last"
+    for cluster in range(p["clusters"]):
+        assert sum(cluster == c for pieces in parts.values() for c, _ in pieces) <= 2
+    if not p["flags"]:
+        assert set(p["adds"]) <= {-1}
+        return
+    assert p["waves"] <= 1 and p["splits"] > p["rest"] and p["slices"] == 1
+    assert p["flags"] == p["splits"] * 2 * p["row_ctas"]
+    last_work = {cluster: (item, part) for cluster, _, item, _, _, part in p["work"]}
+    adders = collections.defaultdict(list)
+    for cluster, index in enumerate(p["adds"]):
+        if index >= 0:
+            adders[whole + index].append(cluster)
+    assert set(adders) == set(parts)
+    for item, pieces in parts.items():
+        first, last = p["owners"][item - whole]
+        clusters = sorted(cluster for cluster, _ in pieces)
+        assert clusters == list(range(first, last + 1, p["lanes"])) and 2 <= len(clusters) <= (32 if p["waves"] else 4)
+        assert adders[item] == [last], "it waits for no cluster behind it"
+        # where the adding cluster looks for them: only the first can hold its part as the second of its span
+        assert all(part == 0 for cluster, part in pieces if cluster > first)
+        if p["waves"]:
+            assert len(clusters) * 8 <= p["inter_tiles"], "the whole items are too short to add under"
+        else:
+            assert last_work[last] == (item, 0), "the adding cluster has its own part in registers"
+
+
+@pytest.mark.parametrize(("tokens", "lanes"), [(256, 1), (384, 3), (448, 1), (512, 2), (640, 5), (768, 3), (896, 7), (1024, 1), (1536, 1)])
+def test_the_blocks_of_a_head_take_its_inter_tiles_side_by_side(tokens, lanes):
+    """Else each block would bring the weights from memory again, hundreds of MB: the L2 does not hold those of all heads."""
+    p = plan.plan_forward(1, tokens, 16, 128, 22, 384, clusters=DEVICES[0])
+    assert p["lanes"] == lanes
+    if lanes > 1:
+        ranges = collections.defaultdict(list)
+        for _, _, item, begin, end, _ in p["work"]:
+            ranges[item].append((begin, end))
+        for head in range(16):
+            assert all(ranges[head * lanes + lane] == ranges[head * lanes] for lane in range(lanes))
+
+
+@pytest.mark.parametrize("features", [64, 128, 320, 768, 2048])
+def test_projections_cover_every_token_and_feature(features):
+    quads, pairs = (
+        {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)},
+        {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)},
+    )
+    many = {(1, 256, 2)}  # of weights in e4m3 alone
+    for tokens, fp8 in [*itertools.product(range(1, 385), (False, True)), *itertools.product(range(385, 513), (True,))]:
+        p = plan.plan_project(tokens, features, fp8)
+        taken = many if tokens > 384 else quads if fp8 and tokens <= 128 else quads | pairs
+        assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in taken
+        assert p["block_tokens"] % 8 == 0 and p["block_tokens"] <= p["max_tokens"]
+        assert p["blocks"] * p["block_tokens"] >= tokens > (p["blocks"] - 1) * p["block_tokens"]
+        assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], "no more rows without a token than alignment takes"
+        assert p["box_tokens"] == (tokens if p["blocks"] == 1 else p["block_tokens"])
+        assert features % (64 * p["warpgroups"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("features", "most"), [(64, 384), (1536, 384), (1600, 256), (2112, 256), (2176, 128), (3072, 128), (3200, 64), (8192, 64)]
+)
+def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(features, most):
+    assert [tokens for tokens in range(1, 500) if plan.plan_project(tokens, features)["faster"]] == list(range(1, most + 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "adds"),
+    [
+        ((1, 1536, 16, 128, 22, 384), True),
+        ((1, 6144, 16, 128, 22, 384), False),  # five waves
+        ((1, 1536, 6, 96, 22, 384), True),  # no whole wave: at the end
+        ((1, 1536, 1, 128, 22, 384), False),  # eleven parts an item
+        ((1, 1536, 16, 128, 5, 384), False),  # whole items of 30 tiles
+        ((1, 1536, 16, 256, 22, 384), False),  # no room in shared memory
+    ],
+)
+def test_which_kernel_adds_parts(shape, adds):
+    p = plan.plan_forward(*shape)
+    assert p["partials"] and bool(p["flags"]) == adds
+
+
+def test_a_wave_that_is_nearly_full_is_not_split():
+    p = plan.plan_forward(1, 3072, 16, 128, 22, 384)
+    assert p["waves"] == 2 and p["rest"] == 60 and p["splits"] == 60 and p["partials"] == 0
+
+
+def test_empty():
+    p = plan.plan_forward(1, 0, 4, 128, 2, 64)
+    assert p["work"] == [] and p["partials"] == 0
+
+
+def test_head_dimension_without_kernel():
+    with pytest.raises(ValueError, match="d_h = 80"):
+        plan.plan_forward(1, 64, 4, 80, 2, 64)
+
+
+def test_index_range():
+    with pytest.raises(ValueError, match="index range"):
+        plan.plan_forward(1, 1 << 40, 64, 128, 2, 64)
+    with pytest.raises(ValueError, match=r"H \* d_h exceeds"):  # columns of the output, of heads that share one of K, U and V
+        plan.plan_forward(1, 1, (1 << 23) + 1, 256, 2, 64, group=(1 << 23) + 1)
+
+
+def test_pairs_only_where_they_waste_few_rows():
+    assert plan.plan_forward(1, 640, 16, 128, 22, 384)["row_ctas"] == 1
+    assert plan.plan_forward(1, 1536, 16, 128, 22, 384)["row_ctas"] == 2
+
+
+@pytest.mark.parametrize(("length", "slices"), [(1, 6), (64, 6), (128, 6), (448, 2), (1024, 1)])
+def test_few_tokens_need_no_second_kernel(length, slices):
+    p = plan.plan_forward(1, length, 16, 128, 22, 384)
+    assert p["slices"] == slices and p["partials"] == 0
+    assert p["consumers"] == (1 if length <= 64 else 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "d_h", "in_q"),
+    [(1, 16, 128, True), (48, 16, 128, True), (49, 16, 128, False), (128, 16, 128, False), (32, 32, 64, True), (96, 20, 96, False)],
+)
+def test_sums_of_slices_go_to_where_q_was_if_they_fit(length, heads, d_h, in_q):
+    p = plan.plan_forward(1, length, heads, d_h, 22, 384)
+    assert p["slices"] > 1 and p["sums_in_q"] is in_q
+    policy = next(policy for policy in plan.forward_policies() if policy["head_dim"] == d_h)
+    assert p["slices"] * p["slice_pieces"] + p["spare_pieces"] == d_h // 8 and p["spare_pieces"] < p["slices"]
+    warps = -(-min(length, 64 * p["consumers"]) // 16)
+    pieces = -(-(d_h // 8) // p["slices"]) * p["slices"]  # of 8 columns of a warp's 16 rows, from all slices
+    assert (warps * pieces * 512 <= policy["q_bytes"]) is in_q
+
+
+def test_sums_of_slices_in_fp8_and_of_bundles_go_to_where_q_was():
+    p = plan.plan_forward_fp8(1, 64, 16, 128, 22, 384)
+    assert p["sums_in_q"] and p["slices"] * p["slice_pieces"] + p["spare_pieces"] == 128 // 16, "pieces of 16 columns"
+    assert not plan.plan_forward_fp8(1, 192, 16, 128, 22, 384)["sums_in_q"]
+    assert plan.plan_forward(1, 16, 16, 128, 22, 384, group=4, large_clusters=7)["sums_in_q"]
+    assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["sums_in_q"], "no slices"
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "d_h", "few_rows"),
+    [(1, 16, 128, True), (128, 16, 128, True), (192, 16, 128, False), (256, 16, 128, False), (512, 16, 128, True), (1536, 16, 128, False)]
+    + [(64, 32, 64, True), (192, 32, 64, False), (256, 32, 64, True), (100, 21, 96, True), (1, 16, 256, True), (1536, 8, 256, False)],
+)
+def test_fp8_slices_of_up_to_two_row_tiles_have_the_shared_memory_of_their_own_instance(length, heads, d_h, few_rows):
+    p = plan.plan_forward_fp8(1, length, heads, d_h, 22, {64: 192, 96: 256, 128: 384, 256: 704}[d_h])
+    sizes = {policy["few_rows"]: policy["shared_memory"] for policy in plan.forward_fp8_policies() if policy["head_dim"] == d_h}
+    assert (p["slices"] > 1 and p["consumers"] <= 2) is few_rows
+    assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), "without a router its W needs no room"
+
+
+def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_would_fit_beside_this_one():
+    late = {g: plan.plan_forward(1, 1, 16, 128, 22, 384, group=g, large_clusters=7)["late_successor"] for g in (1, 2, 4, 8)}
+    assert late == {1: False, 2: True, 4: True, 8: True}, "16 clusters beside 1, 8 beside 7, 4 beside 3"
+    assert not plan.plan_forward(1, 1, 8, 128, 22, 384, group=4, large_clusters=7)["late_successor"], "2 beside 5"
+    assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["late_successor"], "no slices"
+
+
+def test_every_slice_has_a_tile():
+    """A CTA without a tile would leave before the others signal it that they have read Q."""
+    sizes = itertools.product((1, 3, 16), (1, 2, 5, 22), (16, 80, 384), (64, 96, 128, 256), (1, 33, 128, 400))
+    for heads, subnets, d_e, d_h, length in sizes:
+        for plan_of in (plan.plan_forward, plan.plan_forward_fp8):
+            p = plan_of(1, length, heads, d_h, subnets, d_e)
+            assert p["slices"] <= p["inter_tiles"], (plan_of.__name__, heads, subnets, d_e, d_h, length)
+
+
+def test_budgets():
+    for policy in plan.forward_policies() + plan.forward_fp8_policies():
+        assert policy["shared_memory"] <= 227 * 1024
+        warpgroups = policy["consumers"] + 1
+        assert policy["producer_registers"] + policy["consumers"] * policy["consumer_registers"] == warpgroups * policy["launch_registers"]
+        assert 128 * warpgroups * policy["launch_registers"] <= 65536
+        assert policy["tile_registers"] < policy["consumer_registers"]
+
+
+def test_the_measured_constants_are_those_of_the_cost_models():
+    """benchmarks/measure_cost_model.py prints each constant beside the one in the code: the names agree."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "measure_cost_model.py"
+    if not path.exists():
+        pytest.skip("the sources are not here")
+    spec = importlib.util.spec_from_file_location("measure_cost_model", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    assert {"combine", "behind_waves", "next_item", "stream_numerator"} <= set(script.in_code("forward"))
+    assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(script.in_code("backward"))
+    assert script.main(["no such folder"]) == 2
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 100, 192, 1536, 32256])
+def test_heads_of_a_group_are_planned_like_sequences_of_one_head(group, tokens):
+    grouped = plan.plan_forward(1, tokens, 16, 128, 22, 384, group=group, may_bundle=False)
+    assert grouped == plan.plan_forward(group, tokens, 16 // group, 128, 22, 384)
+    assert grouped["lanes"] > 1 or tokens != 192
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group", "bundle"),
+    [(1, 1, 1), (16, 2, 2), (32, 2, 2), (33, 2, 1), (16, 3, 1), (16, 4, 4), (17, 4, 2), (16, 6, 2), (16, 8, 4)],
+)
+def test_few_tokens_of_up_to_four_heads_share_a_row_tile(tokens, group, bundle):
+    p = plan.plan_forward(1, tokens, 48, 128, 22, 384, group=group)
+    assert (p["bundle"], p["row_tiles"]) == (bundle, 1)
+    assert p["blocks"] * p["consumers"] * p["row_ctas"] >= group // bundle
+    assert not p["flags"] or bundle == 1
+    assert plan.plan_forward(2, tokens, 48, 128, 22, 384, group=group)["bundle"] == 1, "heads take the place of the sequences"
+
+
+def test_a_bundle_is_divided_by_as_large_a_cluster_as_the_chip_has_room_for():
+    large = plan.plan_forward(1, 16, 16, 128, 22, 384, group=4, large_clusters=7)
+    assert (large["slices"], large["consumers"], large["blocks"], large["partials"]) == (16, 1, 1, 0)
+    small = plan.plan_forward(1, 16, 16, 128, 22, 384, group=4)
+    assert (small["slices"], small["consumers"]) == (8, 1)
+    eight = plan.plan_forward(1, 16, 16, 128, 22, 384, group=8, large_clusters=7)
+    assert (eight["slices"], eight["consumers"], eight["blocks"]) == (16, 1, 2), "two bundles of a head, a cluster each"
+    assert plan.plan_forward(1, 16, 16, 128, 22, 384, group=2, large_clusters=7)["slices"] == 8, "eight items"
+    assert plan.plan_forward(1, 16, 16, 128, 22, 384, large_clusters=16)["slices"] <= 8, "no bundle"
+    ranges = sorted((begin, end) for cluster, _, _, begin, end, _ in large["work"] if cluster == 0)
+    assert ranges[0][0] == 0 and ranges[-1][1] == 132 and all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))

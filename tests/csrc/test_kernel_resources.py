@@ -1,0 +1,111 @@
+"""Registers and spills of the built kernels, as ptxas reported them, against the budgets of csrc/*/policy.h."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import flashmhf
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = Path(flashmhf.__file__).parent / "kernel_resources.json"
+SHARED_MEMORY_LIMIT = 227 * 1024
+HEAD_DIMS = (64, 96, 128, 256)
+OUTPUTS = {"all": 7, "weights": 6, "keys": 2, "values": 4}  # as BackwardOutputs in csrc/backward/policy.h
+
+LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Zone' for 'sm_90a'
+ptxas info    : Function properties for _Zone
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to...
+ptxas info    : Compiling entry function '_Ztwo' for 'sm_90a'
+ptxas info    : Function properties for _Ztwo
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 9216 bytes smem
+"""
+
+
+@pytest.fixture(scope="module")
+def parser():
+    path = ROOT / "build_backend" / "kernel_resources.py"
+    if not path.exists():
+        pytest.skip("the sources are not here")
+    spec = importlib.util.spec_from_file_location("kernel_resources", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_log_of_ptxas_is_read(parser, tmp_path):
+    kernels, remarks = parser.parse(LOG)
+    assert kernels == {
+        "_Zone": {"stack": 0, "spill_stores": 0, "spill_loads": 0, "registers": 168, "shared_memory": 0},
+        "_Ztwo": {"stack": 16, "spill_stores": 8, "spill_loads": 12, "registers": 64, "shared_memory": 9216},
+    }
+    assert len(remarks) == 1 and "C7510" in remarks[0]
+    with pytest.raises(RuntimeError, match="no ptxas log"):
+        parser.collect(tmp_path)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.cu.o.log").write_text(LOG)
+    assert parser.collect(tmp_path)["kernels"] == kernels
+
+
+@pytest.fixture(scope="module")
+def built() -> dict:
+    if not INSTALLED.exists():
+        pytest.skip("no kernel_resources.json in this installation: the CUDA library was not built")
+    resources = json.loads(INSTALLED.read_text())
+    if resources.get("thunderkittens", "bundled") != "bundled":
+        pytest.skip("built with upstream's ThunderKittens headers, with which some kernels spill")
+    return resources
+
+
+def test_no_kernel_spills(built):
+    if built.get("nvcc", "13.").startswith("12."):
+        pytest.skip(f"built with nvcc {built['nvcc']}, with whose ptxas some kernels spill")
+    spilling = {name: used for name, used in built["kernels"].items() if used["stack"] or used["spill_stores"] or used["spill_loads"]}
+    assert spilling == {} and built["remarks"] == []
+
+
+def test_every_instance_is_there_and_named_after_the_package(built):
+    def head_dims(kernel: str) -> list[int]:
+        return sorted(int(d) for name in built["kernels"] for d in re.findall(rf"{kernel}ILi(\d+)E", name))
+
+    assert all("flashmhf_" in name for name in built["kernels"])
+    divided = tuple(d for d in HEAD_DIMS if d != 256)  # into parts that the clusters gather, and into slices
+    assert head_dims("16flashmhf_forward") == sorted(2 * HEAD_DIMS + 4 * divided)
+    assert head_dims("20flashmhf_forward_fp8") == sorted(4 * HEAD_DIMS)  # and of few rows
+    for kernel in ("24flashmhf_forward_combine", "23flashmhf_backward_token", "25flashmhf_backward_collect"):
+        assert head_dims(kernel) == sorted(2 * HEAD_DIMS)  # bf16 and fp16
+
+
+def main_kernels() -> list[tuple[str, dict]]:
+    """A pattern of the mangled name, for both element types, and the budget of each kernel whose warpgroups trade registers."""
+    plan = pytest.importorskip("flashmhf._plan")
+    kernels = [(f"16flashmhf_forwardILi{p['head_dim']}E", p) for p in plan.forward_policies()]
+    kernels += [(rf"20flashmhf_forward_fp8ILi{p['head_dim']}E\w+Lb{p['few_rows']:d}E", p) for p in plan.forward_fp8_policies()]
+    for p in plan.backward_policies():
+        if p["outputs"] == "tokens":
+            kernels.append((f"23flashmhf_backward_tokenILi{p['head_dim']}E", p))
+        else:
+            kernels.append((f"23flashmhf_backward_interILi{p['head_dim']}ELi{OUTPUTS[p['outputs']]}E", p))
+    return kernels
+
+
+def test_registers_at_launch_are_those_of_the_policy(built):
+    for name, policy in main_kernels():
+        found = [used["registers"] for kernel, used in built["kernels"].items() if re.search(name, kernel)]
+        divides = name.startswith("16flashmhf_forwardI") and policy["head_dim"] != 256
+        assert found == [policy["launch_registers"]] * (6 if divides else 2), name
+
+
+def test_policies_fit_an_sm():
+    for name, policy in main_kernels():
+        assert policy["shared_memory"] <= SHARED_MEMORY_LIMIT, name
+        assert policy["launch_registers"] % 8 == 0, name

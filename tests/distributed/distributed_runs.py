@@ -1,0 +1,589 @@
+"""Cases of test_distributed.py: ``python distributed_runs.py PROCESSES CASE[,CASE...] [ARGUMENT...]`` runs them on gloo processes.
+
+Every case compares with the same computation in one process. A failed assertion in any process is the exit status. With
+DISTRIBUTED_DEVICE=cuda every process has a GPU and NCCL: for the cases of ``test_two_gpus``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import flashmhf  # noqa: E402
+from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
+from flashmhf.quantize import to_fp8  # noqa: E402
+
+DEVICE = os.environ.get("DISTRIBUTED_DEVICE", "cpu")
+OPS = torch.ops.flashmhf
+HEADS, TOKENS, ROWS, WHOLE = "heads", "tokens", "rows", "replicate"
+WAYS = {HEADS: (Shard(2), Shard(0), Shard(0)), TOKENS: (Shard(1), Replicate(), Partial()), ROWS: (Shard(0), Replicate(), Partial())}
+WAYS[WHOLE] = (Replicate(),) * 3
+NEEDS = ([True, True], [True, False], [False, True])
+
+
+def equal(actual: Tensor, expected: Tensor, **tolerance: float) -> None:
+    if isinstance(actual, DTensor):
+        actual = actual.full_tensor()
+    torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def all_equal(actual, expected) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        equal(one, other)
+
+
+def raises(kind: type[Exception], fragments: tuple[str, ...], call) -> None:
+    try:
+        call()
+    except kind as error:
+        assert all(fragment in str(error) for fragment in fragments), error
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
+def operands(heads: int = 4, subnets: int = 2, kv_heads: int | None = None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64)  # noqa: E731
+    weights = {name: draw(kv_heads or heads, subnets, 16, 16) for name in "kuv"}
+    return {"grad_out": draw(4, 6, heads, 16), "q": draw(4, 6, heads, 16), **weights, "w": draw(heads, 16, subnets)}
+
+
+def check_rules(mesh: DeviceMesh, *ways: str, kv_heads: int | None = None) -> None:
+    """Every operator with operands placed as ``ways`` name for each mesh dimension."""
+    x = operands(kv_heads=kv_heads)
+    r = flashmhf.gate(x["q"], x["w"])
+    of_tokens, of_weights, of_grads = ([WAYS[way][part] for way in ways] for part in range(3))
+    d = {name: distribute_tensor(value, mesh, of_weights if name in "kuvw" else of_tokens) for name, value in x.items()}
+    weights, local_weights = [d[name] for name in "kuv"], [x[name] for name in "kuv"]
+    d_r = distribute_tensor(r, mesh, of_tokens)
+
+    out = OPS.gated_forward(d["q"], *weights, d["w"], 1e-20)
+    assert list(out.placements) == of_tokens, out.placements
+    equal(out, OPS.gated_forward(x["q"], *local_weights, x["w"], 1e-20))
+    for gate, d_gate in ((r, d_r), (None, None)):
+        equal(OPS.forward(d["q"], *weights, d_gate), OPS.forward(x["q"], *local_weights, gate))
+        for needs in NEEDS:
+            results = OPS.backward(d["grad_out"], d["q"], *weights, d_gate, needs=needs)
+            assert not needs[0] or list(results[0].placements) == of_tokens
+            assert not needs[1] or list(results[1].placements) == of_grads
+            all_equal(results, OPS.backward(x["grad_out"], x["q"], *local_weights, gate, needs=needs))
+            sums = [torch.ones_like(x["k"]) for _ in range(3)]
+            d_sums = [distribute_tensor(value, mesh, of_grads) for value in sums]
+            results = OPS.backward_accumulate_(d["grad_out"], d["q"], *weights, d_gate, *d_sums, needs=needs)
+            all_equal(results, OPS.backward_accumulate_(x["grad_out"], x["q"], *local_weights, gate, *sums, needs=needs))
+            all_equal(d_sums, sums)
+    for needs in NEEDS:
+        results = OPS.gated_backward(d["grad_out"], d["q"], *weights, d["w"], 1e-20, needs=needs)
+        all_equal(results, OPS.gated_backward(x["grad_out"], x["q"], *local_weights, x["w"], 1e-20, needs=needs))
+
+
+def rules() -> None:
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    for way in WAYS:
+        check_rules(mesh, way)
+        check_rules(mesh, way, kv_heads=2)
+    grouped = operands(heads=12, kv_heads=3)  # two ranks have no equal numbers of groups, so q is gathered
+    placed = {name: distribute_tensor(value, mesh, [Shard(2) if name == "q" else Replicate()]) for name, value in grouped.items()}
+    forward = lambda x: OPS.gated_forward(x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20)  # noqa: E731
+    equal(forward(placed), forward(grouped))
+    x = operands()
+    names = "q", "k", "u", "v", "w"
+    expected = OPS.gated_forward(*(x[name] for name in names), 1e-20)
+    # Tokens and weights sharded each their own way, and dimensions that no way shards, are redistributed.
+    for of_tokens, of_weights in ((Shard(1), Shard(0)), (Shard(3), Shard(2))):
+        placed = [distribute_tensor(x[name], mesh, [of_tokens if name == "q" else of_weights]) for name in names]
+        equal(OPS.gated_forward(*placed, 1e-20), expected)
+    uneven = operands(heads=3)
+    placed = [distribute_tensor(uneven[name], mesh, [Shard(2 if name == "q" else 0)]) for name in names]
+    raises(NotImplementedError, ("q is sharded over its heads, H = 3", "size 2"), lambda: OPS.gated_forward(*placed, 1e-20))
+    odd = operands(subnets=3)
+    placed = [distribute_tensor(odd[name], mesh, [Shard(1)]) for name in names]
+    raises(NotImplementedError, ("k is sharded over dimension 1 of size 3",), lambda: OPS.gated_forward(*placed, 1e-20))
+    d = {name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()]) for name, value in x.items()}
+    sums = [distribute_tensor(torch.zeros_like(x["k"]), mesh, [Replicate()]) for _ in range(3)]
+    accumulate = lambda *buffers: OPS.backward_accumulate_(d["grad_out"], d["q"], d["k"], d["u"], d["v"], None, *buffers)  # noqa: E731
+    raises(NotImplementedError, ("dk is R", "q is S"), lambda: accumulate(*sums))
+    raises(TypeError, ("du is a Tensor",), lambda: accumulate(sums[0], x["k"], sums[2]))
+    raises(ValueError, ("dv has placements",), lambda: accumulate(*sums[:2], distribute_tensor(x["k"], mesh, [Shard(0)])))
+
+
+def rules_on_two_dimensions() -> None:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    for ways in ((TOKENS, HEADS), (ROWS, TOKENS), (ROWS, HEADS), (WHOLE, HEADS), (HEADS, HEADS)):
+        check_rules(mesh, *ways)
+
+
+def kernels() -> None:
+    """The back end that this device has for bf16: forward, backward and main gradients by heads and by tokens."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    width, heads, subnets, inner, tokens = (128, 4, 2, 128, 512) if DEVICE == "cuda" else (16, 4, 2, 16, 32)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.bfloat16)  # noqa: E731
+    x = {name: draw(2, tokens, heads, width) for name in ("grad_out", "q")}
+    x |= {name: draw(heads, subnets, inner, width) / width**0.5 for name in "kuv"} | {"w": draw(heads, width, subnets)}
+    near = lambda one, other: equal(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())  # noqa: E731
+    order, r = ("q", "k", "u", "v", "w"), flashmhf.gate(x["q"], x["w"])
+    for way in (HEADS, TOKENS):
+        of_tokens, of_weights, of_grads = WAYS[way]
+        d = {name: distribute_tensor(value, mesh, [of_weights if name in "kuvw" else of_tokens]) for name, value in x.items()}
+        near(OPS.gated_forward(*(d[name] for name in order), 1e-20), OPS.gated_forward(*(x[name] for name in order), 1e-20))
+        results = OPS.gated_backward(d["grad_out"], *(d[name] for name in order), 1e-20)
+        for one, other in zip(results, OPS.gated_backward(x["grad_out"], *(x[name] for name in order), 1e-20), strict=True):
+            near(one, other)
+        sums = [torch.ones_like(x["k"], dtype=torch.float32) for _ in range(3)]
+        d_sums = [distribute_tensor(value, mesh, [of_grads]) for value in sums]
+        OPS.backward_accumulate_(*(d[name] for name in ("grad_out", *order[:4])), distribute_tensor(r, mesh, [of_tokens]), *d_sums)
+        OPS.backward_accumulate_(*(x[name] for name in ("grad_out", *order[:4])), r, *sums)
+        for one, other in zip(d_sums, sums, strict=True):
+            near(one, other)
+
+
+def uneven_tokens() -> None:
+    """A token dimension that the mesh does not divide, and one shorter than the mesh."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    x = operands()
+    for tokens in (5, 1):
+        part = {name: value[:, :tokens] if name in ("q", "grad_out") else value for name, value in x.items()}
+        d = {name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()]) for name, value in part.items()}
+        order = "grad_out", "q", "k", "u", "v", "w"
+        all_equal(OPS.gated_backward(*(d[name] for name in order), 1e-20), OPS.gated_backward(*(part[name] for name in order), 1e-20))
+
+
+def network(**options) -> flashmhf.FlashMHF:
+    torch.manual_seed(0)
+    module = flashmhf.FlashMHF(32, 4, 3, 16, dtype=torch.float64, **options)
+    module.reset_parameters("balanced")
+    return module
+
+
+class FunctionalReductions(TorchDispatchMode):
+    """Whether a functional all-reduce ran, which copies its operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen |= func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **(kwargs or {}))
+
+
+def module_cases() -> None:
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    torch.manual_seed(1)
+    x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64)
+    mhffn = flashmhf.MHFFN(32, 4, 16, dtype=torch.float64)
+    cases = (
+        (network(), None, None),
+        (network(q_norm=True, bias=True), 1, None),
+        (network(q_norm=True), None, lambda m: torch.compile(m, fullgraph=True, dynamic=False, backend="aot_eager")),
+        (network(), 1, checkpoint_wrapper),
+        (network().stack_weights(), None, None),
+        (mhffn, None, None),
+        (network(num_kv_heads=2, q_norm=True), 1, None),
+        (network(num_kv_heads=2, skip_linear=True), None, None),
+        (flashmhf.MHFFN(32, 4, 16, num_kv_heads=2, q_norm=True, activation="gelu", dtype=torch.float64), None, None),
+    )
+    torch.set_default_device(None)  # torch 2.11 compiles no DTensor under one
+    for module, sequence_dim, wrap in cases:
+        whole, sharded = module, parallelize(copy.deepcopy(module), mesh, sequence_dim=sequence_dim)
+        called = wrap(sharded) if wrap else sharded
+        mine = slice(None) if sequence_dim is None else slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+        x_whole, x_mine = x.clone().requires_grad_(), x[:, mine].clone().requires_grad_()
+        out = whole(x_whole)
+        out.backward(grad)
+        out_mine = called(x_mine)
+        out_mine.backward(grad[:, mine])
+        equal(out_mine, out[:, mine])
+        equal(x_mine.grad, x_whole.grad[:, mine])
+        expected = dict(whole.named_parameters())
+        for name, parameter in sharded.named_parameters():
+            equal(parameter.grad, expected[name].grad)
+        with torch.no_grad():
+            equal(called(x[:, mine]), out[:, mine])
+        if sequence_dim is None and wrap is None:
+            with torch.no_grad(), FunctionalReductions() as reductions:
+                equal(called(x), out)
+            assert not reductions.seen, "the sum over the heads copied its operand"
+    raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
+    raises(ValueError, ("H = 1 heads of K, U and V",), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh))
+    raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
+
+
+def mixed_precision() -> None:
+    """FSDP2 hands out 16-bit weights whose DTensor says float32: by heads, eager and compiled, as without FSDP2."""
+    mesh = init_device_mesh(DEVICE, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for compiled in (False, True):
+        whole = network(q_norm=True).bfloat16()
+        sharded = parallelize(network(q_norm=True).float(), mesh["tp"])
+        if compiled:
+            sharded.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(sharded, mesh=mesh["dp"], mp_policy=policy)
+        out, expected = sharded(x), whole(x)
+        assert out.dtype == torch.bfloat16
+        equal(out, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+        out.square().sum().backward()
+        whole(x).square().sum().backward()
+        assert sharded.k.grad.dtype == torch.float32
+        equal(sharded.k.grad, whole.k.grad.float(), rtol=5e-2, atol=5e-2 * whole.k.grad.abs().max().item())
+
+
+def main_grad() -> None:
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    whole = network(accumulate_main_grad=True)
+    sharded = parallelize(copy.deepcopy(whole), mesh)
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    for module in (whole, sharded):
+        for name in "kuv":
+            parameter = getattr(module, name)
+            parameter.main_grad = torch.ones_like(parameter.detach())
+        for _ in range(2):
+            module(x).square().sum().backward()
+    for name in "kuv":
+        equal(getattr(sharded, name).main_grad, getattr(whole, name).main_grad)
+        assert getattr(sharded, name).grad is None
+    equal(sharded.router.grad, whole.router.grad)
+
+
+def local_heads() -> None:
+    """A rank's shards as plain parameters, as inference engines hold them: few tokens, many tokens, and training."""
+    whole, part = network(), network()
+    for name in ("in_proj.weight", "k", "u", "v", "router"):
+        owner, _, attribute = name.rpartition(".")
+        full = part.get_parameter(name)
+        part.get_submodule(owner).register_parameter(attribute, nn.Parameter(full.detach().chunk(2)[dist.get_rank()].clone()))
+    part.out_proj.weight = nn.Parameter(part.out_proj.weight.detach().chunk(2, 1)[dist.get_rank()].clone())
+    for tokens in (1, 20000):
+        x = torch.randn(tokens, 1, 32, dtype=torch.float64)
+        for grad in (torch.no_grad(), torch.enable_grad()):
+            with grad:
+                out = part(x).detach()
+            dist.all_reduce(out)
+            equal(out, whole(x).detach())
+
+
+def initialisation() -> None:
+    """Weights that are first sharded, on the meta device, and then drawn, as large models are made; d_e sharded, too."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    for heads, subnets, options in ((4, 2, {}), (4, 2, {"pad_subnets": True, "q_norm": True}), (3, 3, {"pad_subnets": True})):
+        with torch.device("meta"):
+            module = flashmhf.FlashMHF(heads * 32, heads, subnets, 24, **options)
+        fully_shard(module, mesh=mesh, shard_placement_fn=shard_placement(mesh.size()))
+        module.to_empty(device=DEVICE)
+        module.reset_parameters()
+        expected = flashmhf.FlashMHF(heads * 32, heads, subnets, 24, **options)
+        for name, parameter in module.named_parameters():
+            assert isinstance(parameter, DTensor)
+            drawn, other = parameter.full_tensor().detach(), expected.get_parameter(name).detach()
+            equal(drawn.std(), other.std(), rtol=0.2, atol=1e-6)
+            if name in "kuv":
+                equal(drawn[:, :, 24:], torch.zeros_like(other[:, :, 24:]))
+                assert drawn[:, :, :24].count_nonzero() == drawn[:, :, :24].numel()
+
+
+def language_model(kind: str = "flashmhf", **options):
+    from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM
+
+    own = {"swiglu": {}, "mh_ffn": {"ffn_num_heads": 4}}.get(kind, {"ffn_num_heads": 4, "ffn_num_subnets": 2, "ffn_q_norm": True})
+    torch.manual_seed(0)
+    config = FlashMHFConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        ffn_type=kind,
+        **(own | options),
+    )
+    return FlashMHFForCausalLM(config).to(torch.float64)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(flashmhf.param_groups(model, 1e-2, 0.1))
+
+
+def train(model: nn.Module, optimizer, steps: range, share: slice) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        batch = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))[share]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def sharded_model(dp: int, tp: int, kind: str = "flashmhf"):
+    """(model, optimizer, this rank's part of a batch) on a mesh (dp, tp)."""
+    mesh = init_device_mesh(DEVICE, (dp, tp), mesh_dim_names=("dp", "tp"))
+    model = language_model(kind)
+    if tp > 1:
+        parallelize(model, mesh["tp"])
+    if dp > 1:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=shard_placement(dp))
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=shard_placement(dp))
+    rows = 4 // dp
+    first = rows * mesh["dp"].get_local_rank()
+    return model, optimizer_of(model), slice(first, first + rows)
+
+
+def training() -> None:
+    for kind in ("flashmhf", "swiglu"):
+        whole = language_model(kind)
+        expected = train(whole, optimizer_of(whole), range(3), slice(None))
+        for dp, tp in ((1, 4), (4, 1), (2, 2)) if kind == "flashmhf" else ((1, 4),):
+            model, optimizer, share = sharded_model(dp, tp, kind)
+            losses = torch.stack(train(model, optimizer, range(3), share))
+            dist.all_reduce(losses)
+            # Llama's norms compute in float32.
+            equal(losses / dist.get_world_size(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+            for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+                assert isinstance(parameter, DTensor), name
+                equal(parameter.detach(), other.detach(), rtol=1e-3, atol=1e-4)
+
+
+def uneven_sizes() -> None:
+    """A vocabulary that the ranks do not divide trains as in one process; a SwiGLU's width, and FP8 of sharded weights, are refused."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    whole, sharded = language_model(), language_model()
+    for model in (whole, sharded):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(65, mean_resizing=False)
+    parallelize(sharded, mesh)
+    losses = (torch.stack(train(model, optimizer_of(model), range(2), slice(None))) for model in (sharded, whole))
+    equal(*losses, rtol=1e-5, atol=1e-5)
+    network = nn.Sequential(flashmhf.SwiGLU(32, 33))
+    raises(ValueError, ("0 has a width of 33", "size 2"), lambda: parallelize(network, mesh))
+    raises(ValueError, ("module has a width of 33", "size 2"), lambda: parallelize(network[0], mesh))
+    raises(NotImplementedError, ("network has DTensor",), lambda: to_fp8(parallelize(flashmhf.FlashMHF(32, 2, 2, 16), mesh)))
+    whole = flashmhf.SwiGLU(32, 64)
+    sharded = parallelize(copy.deepcopy(whole), mesh)  # the network itself, not a model that holds one
+    assert [parameter.placements for parameter in sharded.parameters()] == [(Shard(0),), (Shard(0),), (Shard(1),)]
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    equal(sharded(x), whole(x), rtol=1e-5, atol=1e-5)
+
+
+def bf16_losses() -> None:
+    """bf16 computation, float32 weights and reductions: FSDP2 repeats the bits of one process that accumulates micro-batches.
+
+    Tensor parallelism adds the heads' sums in bf16, in another order: within 1e-3.
+    """
+    size = dist.get_world_size()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    losses = {}
+    for layout in ((size, 1, 1), (1, size, 1), (1, 1, size)):
+        mesh = init_device_mesh(DEVICE, layout, mesh_dim_names=("program", "dp", "tp"))
+        model = language_model().float()
+        if layout[2] > 1:
+            parallelize(model, mesh["tp"])
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh["dp"], mp_policy=policy, shard_placement_fn=shard_placement(layout[1]))
+        optimizer = torch.optim.AdamW(flashmhf.param_groups(model, 1e-3, 0.1))
+        curve = []
+        for _ in range(6):
+            parts = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1)).chunk(size)
+            total = torch.zeros(())
+            for part in parts[dist.get_rank() :][:1] if layout[1] > 1 else parts:
+                loss = model(input_ids=part, labels=part).loss / (1 if layout[1] > 1 else size)
+                loss.backward()
+                total += loss.detach()
+            if layout[1] > 1:
+                dist.all_reduce(total)
+                total /= size
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(total)
+        losses[layout] = torch.stack(curve)
+    one, shards, heads = losses.values()
+    assert one[0] - one[-1] > 0.02, one
+    assert torch.equal(shards, one), shards - one
+    equal(heads, one, rtol=0, atol=1e-3)
+
+
+def _states(model: nn.Module, optimizer) -> dict:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _digest(model: nn.Module) -> dict[str, Tensor]:
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+
+
+def save_checkpoint(folder: str) -> None:
+    model, optimizer, share = sharded_model(2, 2)
+    train(model, optimizer, range(2), share)
+    dcp.save(_states(model, optimizer), checkpoint_id=os.path.join(folder, "checkpoint"))
+    weights = _digest(model)
+    losses = torch.stack(train(model, optimizer, range(2, 4), share))
+    dist.all_reduce(losses)
+    if dist.get_rank() == 0:
+        torch.save({"weights": weights, "losses": losses / dist.get_world_size()}, os.path.join(folder, "expected.pt"))
+
+
+def load_checkpoint(folder: str) -> None:
+    """On however many processes: tensor parallelism on 2, one process alone on 1."""
+    torch.manual_seed(5)
+    model, optimizer, share = sharded_model(1, dist.get_world_size())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    states = _states(model, optimizer)
+    dcp.load(states, checkpoint_id=os.path.join(folder, "checkpoint"))
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    expected = torch.load(os.path.join(folder, "expected.pt"))
+    weights = _digest(model)
+    assert weights.keys() == expected["weights"].keys()
+    for name, value in weights.items():
+        assert torch.equal(value, expected["weights"][name]), name
+    losses = torch.stack(train(model, optimizer, range(2, 4), share))
+    equal(losses, expected["losses"], rtol=1e-5, atol=1e-5)
+
+
+def transformers_plans(folder: str) -> None:
+    """tp_plan="auto" and pp_size: logits, generation, gradients and what is saved, as one process."""
+    from transformers.distributed import DistributedConfig
+
+    from flashmhf.models import FlashMHFForCausalLM
+
+    tokens = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(3))
+    settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
+    load = functools.partial(FlashMHFForCausalLM.from_pretrained, dtype=torch.float64)
+    for kind in ("flashmhf", "mh_ffn"):
+        saved, again = os.path.join(folder, kind), os.path.join(folder, f"{kind}-again")
+        if dist.get_rank() == 0:
+            language_model(kind, mlp_bias=True).save_pretrained(saved)
+        dist.barrier()
+        whole, sharded = load(saved), load(saved, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+        network = sharded.model.layers[1].mlp
+        assert network.k.placements == (Shard(0),) and network.out_proj.weight.placements == (Shard(1),)
+        losses = [model(input_ids=tokens, labels=tokens).loss for model in (sharded, whole)]
+        for loss in losses:
+            loss.backward()
+        equal(losses[0].detach(), losses[1].detach(), rtol=1e-5, atol=1e-6)
+        for parameter, other in zip(sharded.parameters(), whole.parameters(), strict=True):
+            equal(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+        assert torch.equal(sharded.generate(tokens, **settings), whole.generate(tokens, **settings))
+        sharded.save_pretrained(again)
+        dist.barrier()
+        for (name, value), other in zip(load(again).state_dict().items(), whole.state_dict().values(), strict=True):
+            assert torch.equal(value, other), name
+        with torch.no_grad():
+            staged = load(saved, distributed_config=DistributedConfig(pp_size=dist.get_world_size()))
+            equal(staged(tokens).logits, whole(tokens).logits)
+    uneven = os.path.join(folder, "uneven")
+    if dist.get_rank() == 0:
+        language_model("flashmhf", ffn_num_heads=1).save_pretrained(uneven)
+    dist.barrier()
+    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    raises(ValueError, ("has H = 1 heads", "size 2"), lambda: load(uneven, distributed_config=plan))
+
+
+def compiled_blocks() -> None:
+    """Tensor parallelism with every block compiled, as large trainings do."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    whole, sharded = language_model(), parallelize(language_model(), mesh)
+    for layer in sharded.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    equal(
+        torch.stack(train(sharded, optimizer_of(sharded), range(2), slice(None))),
+        torch.stack(train(whole, optimizer_of(whole), range(2), slice(None))),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+CASES = (
+    transformers_plans,
+    compiled_blocks,
+    rules,
+    rules_on_two_dimensions,
+    kernels,
+    uneven_tokens,
+    module_cases,
+    mixed_precision,
+    main_grad,
+    local_heads,
+    initialisation,
+    training,
+    uneven_sizes,
+    bf16_losses,
+    save_checkpoint,
+    load_checkpoint,
+)
+
+
+LANGUAGE_MODELS = {"compiled_blocks", "training", "uneven_sizes", "bf16_losses", "save_checkpoint", "load_checkpoint"}
+
+
+def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes)
+    try:
+        case(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the others wait in a collective for this one
+    dist.destroy_process_group()
+
+
+def passes(processes: int, case, arguments: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        context = multiprocessing.get_context("fork")  # torch is imported once
+        children = [context.Process(target=_process, args=(rank, processes, store, case, arguments)) for rank in range(processes)]
+        for child in children:
+            child.start()
+        failed = False
+        while not failed and any(child.is_alive() for child in children):
+            for child in children:
+                child.join(0.05)
+            failed = any(child.exitcode for child in children)
+        for child in children:
+            if failed:
+                child.terminate()
+            child.join()
+        return not any(child.exitcode for child in children)
+
+
+def main() -> int:
+    named = {case.__name__: case for case in CASES}
+    chosen = sys.argv[2].split(",")
+    if not LANGUAGE_MODELS.isdisjoint(chosen):
+        import flashmhf.models  # noqa: F401  once, and not in each process; transformers takes seconds
+    for name in chosen:
+        if not passes(int(sys.argv[1]), named[name], sys.argv[3:]):
+            print(f"{name} failed", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,409 @@
+"""Official whole-model checkpoints: equal logits with a forward written from the formulae, round trips, refusals by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, conversion
+from flashmhf.models.presets import preset
+
+OFFICIAL = {
+    "architectures": ["MHFFNMoEForCausalLM"],
+    "model_type": "mhffnmoe",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "initializer_range": 0.02,
+    "intermediate_size": 72,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 61,
+    "mhffnmoe_num_heads": 3,
+    "mhffnmoe_num_kuv_heads": 3,
+    "mhffnmoe_num_experts": 4,
+    "mhffnmoe_skip_linear": False,
+    "mhffnmoe_apply_dot_scaling": False,
+    "mhffnmoe_apply_final_scaling": False,
+    "mhffnmoe_custom_init": True,
+    "mhffnmoe_apply_rmsnorm": True,
+    "mhffnmoe_init_w_self_gain": 0.707,
+    "mhffnmoe_use_flash": True,
+}
+
+
+def settings_of(config: dict) -> dict:
+    """The network's settings without the prefix of the model type."""
+    prefix = config["model_type"] + "_"
+    return {name.removeprefix(prefix): value for name, value in config.items() if name.startswith(prefix)}
+
+
+ACTIVATIONS = {
+    "silu": lambda m: m * m.sigmoid(),
+    "gelu": lambda m: m * (1 + (m / 2**0.5).erf()) / 2,
+    "relu": lambda m: m.clamp(min=0),
+    "relu2": lambda m: m.clamp(min=0) ** 2,
+}
+
+
+def official_state(config: dict, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights under the official names, float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
+
+    d, d_ff, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    network = settings_of(config)
+    heads, experts, kuv = network["num_heads"], network.get("num_experts"), network["num_kuv_heads"] or network["num_heads"]
+    kv = d // config["num_attention_heads"] * config["num_key_value_heads"]
+    state = {"model.embed_tokens.weight": draw(vocabulary, d) * d**0.5, "model.norm.weight": 1 + draw(d)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        state[prefix + "input_layernorm.weight"] = 1 + draw(d)
+        if not network.get("disable_original_mlp_rmsnorm"):
+            state[prefix + "post_attention_layernorm.weight"] = 1 + draw(d)
+        for name, rows in (("q", d), ("k", kv), ("v", kv), ("o", d)):
+            state[f"{prefix}self_attn.{name}_proj.weight"] = draw(rows, d)
+        if not network["skip_linear"]:
+            state[prefix + "mlp.w_self.weight"], state[prefix + "mlp.w_self_2.weight"] = draw(d, d), draw(d, d)
+        for name in ("gate", "up", "down"):
+            state[f"{prefix}mlp.{name}_weight"] = draw(d_ff, d // heads * kuv) * kuv**0.5
+        if experts:
+            state[prefix + "mlp.router"] = draw(heads, d // heads, experts) * 3
+        used = network["apply_rmsnorm"]
+        state[prefix + "mlp.q_norm.weight"] = 1 + draw(heads, d // heads) if used else torch.ones(heads, d // heads, dtype=torch.float64)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] if config["tie_word_embeddings"] else draw(vocabulary, d)
+    return state
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """[L, heads, d]: the pairs (i, i + d/2) turned by position * theta**(-2i/d)."""
+    length, _, d = x.shape
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def feed_forward(x: Tensor, weights: dict[str, Tensor], config: dict) -> Tensor:
+    """Head by head and expert by expert from the official layout: row e d_e + j, column h d_h + i. The PyTorch path's definition."""
+    network = settings_of(config)
+    heads, experts = network["num_heads"], network.get("num_experts", 1)
+    group = heads // (network["num_kuv_heads"] or heads)
+    d_h, d_e = x.shape[-1] // heads, config["intermediate_size"] // experts
+    dot = 1.0
+    if network.get("apply_dot_scaling"):
+        dot = heads if network.get("apply_dot_scaling_theory") else heads**0.5
+    final = (3 / 8) ** 0.5 if network.get("apply_final_scaling") else 1.0
+    projected, mixed = x if network["skip_linear"] else x @ weights["w_self.weight"].T, []
+    for h in range(heads):
+        q = projected[:, h * d_h : (h + 1) * d_h]
+        if network["apply_rmsnorm"]:
+            q = rms_norm(q, weights["q_norm.weight"][h], config["rms_norm_eps"])
+        gate = torch.ones(len(q), 1, dtype=q.dtype)
+        if "router" in weights:
+            gate = (q @ weights["router"][h]).sigmoid()
+            gate = gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
+        total = torch.zeros_like(q)
+        columns = slice(h // group * d_h, (h // group + 1) * d_h)
+        for e in range(experts):
+            rows = slice(e * d_e, (e + 1) * d_e)
+            k, u, v = (weights[f"{name}_weight"][rows, columns] for name in ("gate", "up", "down"))
+            p = ACTIVATIONS[config["hidden_act"]](q @ k.T * dot) * (q @ u.T * dot)
+            total += gate[:, e : e + 1] * (p @ v * final)
+        mixed.append(total)
+    joined = torch.cat(mixed, -1)
+    return joined if network["skip_linear"] else joined @ weights["w_self_2.weight"].T
+
+
+def official_logits(ids: Tensor, state: dict[str, Tensor], config: dict) -> Tensor:
+    """ids [L] -> logits [L, vocabulary] of the official model."""
+    eps, heads, kv_heads = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
+    x = state["model.embed_tokens.weight"][ids]
+    length, d = x.shape
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for layer in range(config["num_hidden_layers"]):
+        weights = {name.removeprefix(f"model.layers.{layer}."): w for name, w in state.items() if name.startswith(f"model.layers.{layer}.")}
+        normed = rms_norm(x, weights["input_layernorm.weight"], eps)
+        q = rotate((normed @ weights["self_attn.q_proj.weight"].T).view(length, heads, -1), config["rope_theta"])
+        k = rotate((normed @ weights["self_attn.k_proj.weight"].T).view(length, kv_heads, -1), config["rope_theta"])
+        v = (normed @ weights["self_attn.v_proj.weight"].T).view(length, kv_heads, -1)
+        k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (d // heads) ** -0.5
+        attended = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), v).reshape(length, d)
+        x = x + attended @ weights["self_attn.o_proj.weight"].T
+        mlp = {name.removeprefix("mlp."): w for name, w in weights.items() if name.startswith("mlp.")}
+        disabled = settings_of(config).get("disable_original_mlp_rmsnorm")
+        x = x + feed_forward(x if disabled else rms_norm(x, weights["post_attention_layernorm.weight"], eps), mlp, config)
+    return rms_norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T
+
+
+def write(directory, config: dict, state: dict[str, Tensor]) -> None:
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: w.contiguous().clone() for name, w in state.items()}, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mhffnmoe_apply_rmsnorm": False},
+        {"mhffnmoe_disable_original_mlp_rmsnorm": True},
+        {"tie_word_embeddings": True, "mhffnmoe_num_experts": 1},
+        {"num_key_value_heads": 4, "mhffnmoe_num_heads": 1, "mhffnmoe_num_kuv_heads": None},
+        {"mhffnmoe_num_heads": 6, "mhffnmoe_num_kuv_heads": 2},
+        {"mhffnmoe_skip_linear": True, "hidden_act": "gelu"},
+        {"hidden_act": "relu2", "mhffnmoe_num_kuv_heads": 1},
+    ],
+    ids=[
+        "q_norm",
+        "unused q_norm",
+        "no norm before the network",
+        "tied, one expert",
+        "one head",
+        "grouped heads",
+        "no projections, gelu",
+        "relu2",
+    ],
+)
+def test_equal_logits_and_round_trip(settings, tmp_path):
+    """Conversion, then our forward, against the formulae; and back to the very same tensors."""
+    config = OFFICIAL | settings
+    state = official_state(config)
+    source, target = tmp_path / "official", tmp_path / "back"
+    source.mkdir()
+    write(source, config, state)
+    model = conversion.load_official(source)
+    assert model.dtype == torch.float64 and not model.training
+    ids = torch.randint(61, (19,), generator=torch.Generator().manual_seed(3))
+    # transformers' rotary embedding and norms compute in float32 whatever the model's dtype
+    torch.testing.assert_close(model(ids[None]).logits[0], official_logits(ids, state, config), atol=1e-5, rtol=1e-5)
+
+    conversion.save_official(model, target)
+    written = load_file(target / "model.safetensors")
+    expected = {name: w for name, w in state.items() if name != "lm_head.weight" or not config["tie_word_embeddings"]}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(w, written[name]) for name, w in expected.items())
+    rewritten = json.loads((target / "config.json").read_text())
+    again, ours = (conversion.config_from_official(x).to_dict() for x in (rewritten, config))
+    assert {name for name in ours if again[name] != ours[name]} <= {"dtype"}
+    for name in ("rope_theta", "rope_scaling", "hidden_size", "mhffnmoe_num_experts", "mhffnmoe_apply_rmsnorm", "tie_word_embeddings"):
+        assert rewritten[name] == config[name]
+
+
+MHFFN = {name.replace("mhffnmoe", "mhffn"): value for name, value in OFFICIAL.items() if name != "mhffnmoe_num_experts"}
+MHFFN |= {"model_type": "mhffn"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OFFICIAL | {"mhffnmoe_apply_dot_scaling": True},
+        OFFICIAL | {"mhffnmoe_apply_dot_scaling": True, "mhffnmoe_apply_dot_scaling_theory": True},
+        OFFICIAL | {"mhffnmoe_apply_dot_scaling_theory": True},
+        OFFICIAL | {"mhffnmoe_apply_final_scaling": True, "mhffnmoe_apply_dot_scaling": True, "hidden_act": "relu"},
+        MHFFN,
+        MHFFN | {"mhffn_num_kuv_heads": 1, "mhffn_apply_dot_scaling": True, "mhffn_apply_rmsnorm": False},
+        MHFFN | {"mhffn_skip_linear": True, "mhffn_apply_final_scaling": True},
+    ],
+    ids=["dot", "dot theory", "theory alone", "final and dot", "mhffn", "mhffn grouped and dot", "mhffn without projections"],
+)
+def test_scalings_are_taken_into_the_weights(config, tmp_path):
+    """Equal logits; the checkpoint that is written back has no scalings and the same function."""
+    state = official_state(config)
+    write(tmp_path, config, state)
+    model = conversion.load_official(tmp_path)
+    ids = torch.randint(61, (19,), generator=torch.Generator().manual_seed(3))
+    expected = official_logits(ids, state, config)
+    torch.testing.assert_close(model(ids[None]).logits[0], expected, atol=1e-5, rtol=1e-5)
+    conversion.save_official(model, tmp_path / "back")
+    rewritten = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not any("scaling" in name and value for name, value in rewritten.items())
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    torch.testing.assert_close(official_logits(ids, written, rewritten), expected, atol=1e-9, rtol=1e-9)
+
+
+def test_scales_and_gains_of_the_initialisation():
+    """std * gain of the official module, with the scale that the weights take in."""
+    theory = OFFICIAL | {"mhffnmoe_apply_dot_scaling": True, "mhffnmoe_apply_dot_scaling_theory": True, "mhffnmoe_num_heads": 4}
+    theory |= {"mhffnmoe_num_kuv_heads": 4, "mhffnmoe_init_gate_gain": 0.5, "initializer_range": 0.04, "mhffnmoe_init_w_self_2_gain": 0.707}
+    gains = conversion.config_from_official(theory).official_init
+    # gate: 0.04 * 0.5 / sqrt(4), times the scale 4; the others have the gain 1
+    assert (gains.k, gains.u, gains.v, gains.router) == (2.0, 4.0, 2.0, 2.0)
+    assert (gains.in_proj, gains.out_proj, gains.identity) == (0.707, 0.707, False)
+    assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_init_wself_identity": True}).official_init.identity
+    assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_custom_init": False}).ffn_init == "normal"
+    config = conversion.config_from_official(theory)
+    again = conversion.config_from_official(conversion.config_to_official(config))
+    assert again.official_init == config.official_init
+
+
+@pytest.mark.parametrize(
+    ("name", "ffn", "d_model", "heads", "subnets", "subnet_dim", "layers", "q_norm"),
+    [
+        ("configure-1-tinymhffnmoe", "flashmhf", 768, 8, 8, 256, 10, False),
+        ("configure-2-mhffnmoe-TriDao-350M", "flashmhf", 1024, 8, 11, 256, 20, True),
+        ("configure-3-mhffnmoe-TriDao-1.3B", "flashmhf", 2048, 16, 22, 256, 20, True),
+        ("configure7-tinymhffn", "mh_ffn", 768, 8, None, None, 10, False),
+        ("configure8-TriDao-350M-noskip", "mh_ffn", 1024, 8, None, None, 20, True),
+        ("configure8-tinyllama", "swiglu", 768, None, None, None, 12, False),
+        ("configure9-TriDao-350M-bf16-pile", "swiglu", 1024, None, None, None, 24, False),
+        ("configure10-TriDao-1.3B-bf16-pile", "swiglu", 2048, None, None, None, 24, False),
+    ],
+)
+def test_shipped_configurations_are_presets(name, ffn, d_model, heads, subnets, subnet_dim, layers, q_norm):
+    from transformers import AutoModelForCausalLM
+
+    config = preset(name).config()
+    found = (config.ffn_type, config.hidden_size, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim)
+    assert (*found, config.num_hidden_layers, config.ffn_q_norm) == (ffn, d_model, heads, subnets, subnet_dim, layers, q_norm)
+    assert config.ffn_init == ("normal" if ffn == "swiglu" else "official")
+    assert config.official_init.in_proj == (1.0 if name == "configure7-tinymhffn" else 0.707)
+    assert preset(name).config(num_hidden_layers=1).num_hidden_layers == 1
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_our_format_after_conversion(tmp_path):
+    """A converted model saves and loads as one of ours, and reads PyTorch files too."""
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
+    torch.save({name: w.float() for name, w in official_state(OFFICIAL).items()}, tmp_path / "pytorch_model.bin")
+    model = conversion.load_official(tmp_path)
+    model.save_pretrained(tmp_path / "ours")
+    ids = torch.arange(10)[None]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")(ids).logits, model(ids).logits)
+    assert conversion.load_official(tmp_path, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_with_other_heads(head, tied, tmp_path):
+    """The head's numbers on the last hidden state of the language model with the same weights; and back to the very same tensors."""
+    from flashmhf import models as lm
+
+    config = OFFICIAL | {"tie_word_embeddings": tied, "architectures": [f"MHFFNMoEFor{head}"]}
+    state, answering = official_state(config), head == "QuestionAnswering"
+    write(tmp_path, config, state)
+    ids = torch.randint(61, (1, 19), generator=torch.Generator().manual_seed(3))
+    last = conversion.load_official(tmp_path).model(ids).last_hidden_state
+    labels = {} if answering else {"id2label": {str(i): f"label {i}" for i in range(3)}, "problem_type": "single_label_classification"}
+    name, count = ("qa_outputs", 2) if answering else ("score", 3)
+    weight, bias = torch.randn(count, 48, dtype=torch.float64), torch.randn(count, dtype=torch.float64)
+    if head == "SequenceClassification":
+        bias = torch.zeros_like(bias)
+    official = {n.replace("model.", "transformer.", 1) if answering else n: w for n, w in state.items() if n != "lm_head.weight"}
+    official |= {f"{name}.weight": weight} | ({} if head == "SequenceClassification" else {f"{name}.bias": bias})
+    write(tmp_path, config | labels, official)
+    model = conversion.load_official(tmp_path, model_class=getattr(lm, f"FlashMHFFor{head}"))
+    out, expected = model(ids), last @ weight.T + bias
+    if answering:
+        found = torch.stack((out.start_logits, out.end_logits), -1)
+    else:
+        found, expected = out.logits, expected[:, -1] if head == "SequenceClassification" else expected
+        assert model.config.num_labels == 3 and model.config.id2label[2] == "label 2"
+    torch.testing.assert_close(found, expected)
+    conversion.save_official(model, tmp_path / "back")
+    written, rewritten = load_file(tmp_path / "back" / "model.safetensors"), json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written.keys() == official.keys() and all(torch.equal(w, written[n]) for n, w in official.items())
+    assert rewritten["architectures"] == config["architectures"]
+    assert labels.items() <= rewritten.items()
+
+
+def test_rotary_frequencies_of_a_16_bit_checkpoint_stay_float32(tmp_path):
+    """Rounded frequencies put the angles of positions 2048-4096 wrong by more than a radian."""
+    config = OFFICIAL | {"max_position_embeddings": 4096}
+    write(tmp_path, config, {name: w.bfloat16() for name, w in official_state(config).items()})
+    exact, model = conversion.load_official(tmp_path, torch.float32), conversion.load_official(tmp_path)
+    assert model.dtype == torch.bfloat16
+    for name, buffer in exact.named_buffers():
+        assert model.get_buffer(name).dtype == torch.float32 and torch.equal(model.get_buffer(name), buffer), name
+    ids = torch.randint(61, (1, 32), generator=torch.Generator().manual_seed(3))
+    for start in (0, 2048, 4064):
+        positions = torch.arange(start, start + 32)[None]
+        with torch.no_grad():
+            logits, expected = (m(ids, position_ids=positions).logits.double() for m in (model, exact))
+        # Relative positions alone matter, so the error at 0 is what bf16 products cost anywhere.
+        error = ((logits - expected).norm() / expected.norm()).item()
+        assert error < 0.02, (start, error)
+
+
+def test_swish_is_silu(tmp_path):
+    """transformers' other name of the same activation, in official configurations and in ours."""
+    write(tmp_path, OFFICIAL | {"hidden_act": "swish"}, official_state(OFFICIAL))
+    assert conversion.load_official(tmp_path).config.hidden_act == "silu"
+    assert FlashMHFConfig(hidden_act="swish").hidden_act == "silu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"mhffnmoe_num_kuv_heads": 2}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
+        ({"mhffnmoe_num_heads": "3"}, TypeError, "num_heads must be an int, got str"),
+        ({"mhffnmoe_new_idea": 1}, NotImplementedError, "new_idea"),
+        ({"hidden_act": "tanh"}, NotImplementedError, "hidden_act='tanh'"),
+        ({"model_type": "mamba"}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(settings, error, message):
+    with pytest.raises(error, match=message):
+        conversion.config_from_official(OFFICIAL | settings)
+
+
+def test_incomplete_or_contradictory_checkpoints(tmp_path):
+    state = official_state(OFFICIAL)
+    write(tmp_path, OFFICIAL, {name: w for name, w in state.items() if name != "model.norm.weight"})
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
+        conversion.load_official(tmp_path)
+    for tied in (False, True):
+        kept = {name: w for name, w in state.items() if name != "model.embed_tokens.weight" and not (tied and name == "lm_head.weight")}
+        write(tmp_path, OFFICIAL | {"tie_word_embeddings": tied}, kept)
+        with pytest.raises(ValueError, match=r"missing \['model.embed_tokens.weight'\]"):
+            conversion.load_official(tmp_path)
+    write(tmp_path, OFFICIAL, {name: w for name, w in state.items() if not name.endswith("1.mlp.router")})
+    with pytest.raises(KeyError, match="router"):
+        conversion.load_official(tmp_path)
+    write(tmp_path, OFFICIAL | {"tie_word_embeddings": True}, state)
+    with pytest.raises(ValueError, match="lm_head.weight differs"):
+        conversion.load_official(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="neither"):
+        conversion.load_official(tmp_path)
+    with pytest.raises(NotImplementedError, match="got 'swiglu'"):
+        conversion.config_to_official(preset("swiglu-tiny").config())
+
+
+def test_another_router_eps_is_refused():
+    """The official code has a constant there: the checkpoint would be another function."""
+    config = preset("flashmhf-tiny").config(ffn_router_eps=1e-3)
+    with pytest.raises(NotImplementedError, match="ffn_router_eps is 0.001; the official code supports at most 1e-20"):
+        conversion.config_to_official(config)
+
+
+def test_an_fp8_model_is_no_official_checkpoint(tmp_path):
+    from flashmhf import quantize
+
+    model = FlashMHFForCausalLM(preset("flashmhf-tiny").config())
+    quantize.quantize_(model)
+    with pytest.raises(ValueError, match="unknown names in the state dict: .*'k8'"):
+        conversion.save_official(model, tmp_path)

@@ -1,0 +1,165 @@
+"""Generation with a static cache against transformers' own loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, CompileConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StaticCache
+
+from flashmhf.models import FFN_TYPES, decoding
+from flashmhf.models.presets import preset
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tiny(ffn: str = "flashmhf", **overrides):
+    """Random weights of such a size that the likeliest token changes from step to step."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(preset(f"{ffn}-tiny").config(tie_word_embeddings=False, **overrides)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(2, 512, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> list[int]:
+    """The numbers of prompts that :func:`decoding.decode` got."""
+    calls, decode = [], decoding.decode
+
+    def counting(model, input_ids, *args):
+        calls.append(len(input_ids))
+        return decode(model, input_ids, *args)
+
+    monkeypatch.setattr(decoding, "decode", counting)
+    return calls
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ffn", FFN_TYPES)
+def test_greedy_equals_transformers(ffn, device, decoded):
+    model, ids = tiny(ffn).to(device), prompt().to(device)
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    expected = model.generate(ids, **settings)
+    assert not decoded
+    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
+    assert decoded == [2]
+    assert len(expected[:, 9:].unique()) > 12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_left_padding_and_end_of_text(device, decoded):
+    model, ids = tiny().to(device), prompt(3).to(device)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
+    free = model.generate(ids, eos_token_id=None, **settings)
+    ends = [int(free[row, 9 + step]) for row, step in enumerate((5, 11, 3))]
+    expected = model.generate(ids, eos_token_id=ends, **settings)
+    assert expected.shape[1] < 9 + 30
+    assert torch.equal(model.generate(ids, eos_token_id=ends, cache_implementation="static", **settings), expected)
+    assert decoded == [3]
+
+
+@pytest.mark.parametrize("given", ["right padding", "float mask", "positions", "one row of positions"])
+def test_masks_and_positions_are_the_callers(given, decoded):
+    """transformers' positions of a padded prompt, and those that a caller gives."""
+    model, ids = tiny(), prompt(3)
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    further_apart = 2 * torch.arange(9)
+    settings = {
+        "right padding": {"attention_mask": mask},
+        "float mask": {"attention_mask": mask.flip(1).float()},
+        "positions": {"position_ids": further_apart.expand(3, -1)},
+        "one row of positions": {"position_ids": further_apart[None]},
+    }[given] | {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    expected = model.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
+    assert decoded == [3]
+
+
+def test_a_cache_that_is_too_short():
+    model, ids = tiny(), prompt()
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    with pytest.raises(ValueError, match="past_key_values has 17 places; 19 tokens need 18"):
+        model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=17), **settings)
+    cache = StaticCache(config=model.config, max_cache_len=18)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
+
+
+def test_one_token_and_a_streamer(decoded):
+    class Streamer:
+        def __init__(self):
+            self.parts, self.ended = [], False
+
+        def put(self, value):
+            self.parts.append(value.reshape(-1).tolist())
+
+        def end(self):
+            self.ended = True
+
+    model, ids = tiny(), prompt(1)
+    for count in (1, 2, 7):
+        streamer = Streamer()
+        out = model.generate(
+            ids, max_new_tokens=count, do_sample=False, eos_token_id=None, cache_implementation="static", streamer=streamer
+        )
+        assert streamer.ended and sum(streamer.parts, []) == out[0].tolist() and out.shape[1] == 9 + count
+    assert decoded == [1, 1, 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_follow_the_probabilities(device, decoded):
+    """300 draws of the first token after one prompt, and the same draws with the same seed."""
+    model, ids = tiny().to(device), prompt(1).expand(300, -1).to(device)
+    settings = {"max_new_tokens": 5, "do_sample": True, "top_k": 3, "temperature": 2.0, "eos_token_id": None}
+    torch.manual_seed(0)
+    first = model.generate(ids, cache_implementation="static", **settings)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), first)
+    with torch.no_grad():
+        top = (model(ids[:1]).logits[0, -1].float() / 2).topk(3)
+    shares = torch.stack([(first[:, 9] == token).float().mean() for token in top.indices])
+    assert shares.sum() == 1
+    assert (shares - top.values.softmax(0)).abs().max() < 0.12
+    assert len(first[:, 10:].unique()) > 3 and decoded == [300, 300]
+
+
+def test_what_transformers_loop_keeps(decoded):
+    """Arguments that a captured step cannot honour go to transformers."""
+    model, ids = tiny(), prompt()
+    settings = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True, "eos_token_id": None}
+    model.generate(ids, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2)]), **settings)
+    model.generate(ids, return_dict_in_generate=True, output_scores=True, **settings)
+    model.generate(ids, max_time=100.0, **settings)
+    model.generate(ids, compile_config=CompileConfig(), **settings)
+    assert not decoded
+
+
+def test_not_finite():
+    model = tiny()
+    model.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        model.generate(prompt(), max_new_tokens=4, do_sample=True, cache_implementation="static")
+
+
+def test_norm_of_inference_rounds_no_worse():
+    model = tiny()
+    norm = model.model.norm
+    for dtype in (torch.float32, torch.bfloat16):
+        norm.to(dtype)
+        x = torch.randn(64, 64).to(dtype)
+        exact = x.double() * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
+        trained = norm(x)
+        with torch.no_grad():
+            inferred = norm(x)
+        assert (inferred.double() - exact).norm() <= 1.05 * (trained.double() - exact).norm()
+        assert inferred.dtype == dtype

@@ -1,0 +1,139 @@
+"""K, U and V as parameters of three dimensions, and LoRA on them with PEFT (docs/lora.md)."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import flashmhf
+from flashmhf import convert
+
+SIZES = (32, 2, 3, 16)  # d_model, H, E, d_e
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "lora.md"
+
+
+def make(**options) -> flashmhf.FlashMHF:
+    module = flashmhf.FlashMHF(*SIZES, **options)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)
+    return module
+
+
+def test_stacked_weights_are_the_same_memory_and_function():
+    module, x = make(), torch.randn(5, 32)
+    expected, before = module(x), module.k.data_ptr()
+    gradient = torch.autograd.grad(expected.sum(), module.k)[0]
+    assert module.stack_weights() is module
+    assert module.k.shape == module.v.shape == (6, 16, 16) and module.k.data_ptr() == before
+    actual = module(x)
+    assert torch.equal(actual, expected)
+    assert torch.equal(torch.autograd.grad(actual.sum(), module.k)[0], gradient.view(6, 16, 16))
+    with torch.no_grad():
+        assert torch.equal(module(x), expected)
+    assert module.stack_weights(False).k.shape == (2, 3, 16, 16) and torch.equal(module(x), expected)
+
+
+def test_state_dicts_hold_four_dimensions_either_way():
+    plain, stacked = make(), make().stack_weights()
+    assert {name: x.shape for name, x in stacked.state_dict().items()} == {name: x.shape for name, x in plain.state_dict().items()}
+    for assign in (False, True):
+        stacked.load_state_dict(plain.state_dict(), assign=assign)
+        assert stacked.k.shape == (6, 16, 16) and torch.equal(stacked.k.flatten(), plain.k.flatten())
+    nested = nn.Sequential(make())
+    nested.load_state_dict(nn.Sequential(stacked).state_dict())
+    assert torch.equal(nested[0].u, plain.u)
+    assert torch.equal(convert.to_official(stacked.state_dict())["gate_weight"], convert.to_official(plain.state_dict())["gate_weight"])
+    with pytest.raises(RuntimeError, match="size mismatch for k"):
+        stacked.load_state_dict(flashmhf.FlashMHF(32, 2, 4, 16).state_dict())
+
+
+def test_frozen_weights_stay_frozen_and_main_grad_is_refused():
+    module = make()
+    module.k.requires_grad_(False)
+    assert not module.stack_weights().k.requires_grad and module.u.requires_grad
+    with pytest.raises(ValueError, match="accumulate_main_grad is True"):
+        make(accumulate_main_grad=True).stack_weights()
+    with pytest.raises(TypeError, match="stacked must be a bool"):
+        module.stack_weights(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ffn = make()
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(x + self.ffn(x))
+
+
+def adapted(model: Block):
+    peft = pytest.importorskip("peft")
+    for module in model.modules():
+        if isinstance(module, flashmhf.FlashMHF):
+            module.stack_weights()
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=["ffn.k", "ffn.u", "ffn.v"])
+    return peft.get_peft_model(model, config)
+
+
+def test_lora_of_every_weight_trains_and_merges(tmp_path):
+    torch.manual_seed(1)
+    base = Block()
+    x, target = torch.randn(64, 32), torch.randn(64, 4)
+    before = base(x)
+    model = adapted(copy.deepcopy(base))
+    torch.testing.assert_close(model(x), before)  # B starts at zero
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trainable) == 10 and all("lora_" in name for name in trainable)
+    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.02)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    after = model(x)
+
+    peft = pytest.importorskip("peft")
+    model.save_pretrained(tmp_path)
+    again = copy.deepcopy(base)
+    again.ffn.stack_weights()
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(again, tmp_path)(x), after)
+
+    model.merge_and_unload()  # PEFT leaves layers inside a module whose parameters it adapts: the second call takes these
+    merged = model.merge_and_unload()
+    merged.ffn.stack_weights(False)
+    torch.testing.assert_close(merged(x), after, rtol=1e-4, atol=1e-5)
+    fresh = Block()
+    fresh.load_state_dict(merged.state_dict())
+    assert torch.equal(fresh(x), merged(x))
+    for name in ("k", "u", "v"):  # every head and sub-network has a low-rank update of its own
+        change = (getattr(merged.ffn, name) - getattr(base.ffn, name)).detach()
+        assert all(torch.linalg.matrix_rank(change[h, e], rtol=1e-4) == 4 for h in range(2) for e in range(3))
+
+
+def test_lora_of_mhffn():
+    """Its weights [H, intermediate_dim, d_h] have three dimensions as they are."""
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(flashmhf.MHFFN(32, 2, 16))
+    x = torch.randn(5, 32)
+    before = model(x)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=["0.k", "0.u", "0.v"]))
+    torch.testing.assert_close(model(x), before)
+    model(x).sum().backward()
+    assert sum(p.grad is not None for p in model.parameters()) == 6
+
+
+def test_the_document_runs():
+    pytest.importorskip("peft")
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)
+    exec(compile(code, str(DOCUMENT), "exec"), {})  # noqa: S102

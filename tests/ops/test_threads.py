@@ -1,0 +1,458 @@
+"""Operators and modules in threads and processes that have not used CUDA, Triton or the library, and where another device is current.
+
+A fresh thread has no CUDA context until something makes one current, and memory that PyTorch has cached is handed out without any call of
+CUDA: every test caches the memory of its results before the thread begins.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashmhf
+from flashmhf.backends import driver, hopper
+from flashmhf.testing import problem
+
+ops = torch.ops.flashmhf
+THREADS = 8
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+OTHER_DEVICE = [pytest.param(0, 1, id="cuda:0 while cuda:1 is current"), pytest.param(1, 0, id="cuda:1 while cuda:0 is current")]
+
+
+def in_thread(function: Callable[[], object]) -> object:
+    """The result of ``function`` in a fresh thread; its exception is raised here."""
+    outcome: list[object] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+def module_step(make: Callable[..., torch.nn.Module], backend: str, device: str, seed: int) -> Callable[[], tuple]:
+    torch.manual_seed(seed)
+    module = make(backend=backend, device=device, dtype=torch.bfloat16, deterministic=True)
+    x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
+
+    def step() -> tuple:
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        return (out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], torch.ones_like(out)))
+
+    return step
+
+
+def inference(backend: str, device: str, seed: int) -> Callable[[], tuple]:
+    """Few tokens, which on hopper go through the projection kernel."""
+    torch.manual_seed(seed)
+    module = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(5, 256, device=device, dtype=torch.bfloat16)
+    return lambda: (module(x),)
+
+
+def operator(name: str, backend: str, device: str, seed: int) -> Callable[[], tuple]:
+    p = problem(300, 2, 128, 3, 64, torch.bfloat16, device, seed=seed)
+    settings = {"backend": backend, "deterministic": True}
+    calls = {
+        "forward": lambda: (ops.forward(*p.operands, p.r, **settings),),
+        "gated_forward": lambda: (ops.gated_forward(*p.operands, p.w, p.eps, **settings),),
+        "backward": lambda: ops.backward(p.grad_out, *p.operands, p.r, **settings),
+        "gated_backward": lambda: ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, **settings),
+    }
+    if name in calls:
+        return calls[name]
+    buffers = [torch.zeros(p.k.shape, device=device) for _ in range(3)]
+
+    def accumulate() -> tuple:
+        for buffer in buffers:
+            buffer.zero_()
+        return (*ops.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers, **settings), *(x.clone() for x in buffers))
+
+    return accumulate
+
+
+def projection(backend: str, device: str, seed: int) -> Callable[[], tuple]:
+    if backend != "hopper":
+        pytest.skip(f"{backend} has no projection kernel")
+    generator = torch.Generator(device).manual_seed(seed)
+    x, w = (torch.randn(shape, generator=generator, device=device).bfloat16() for shape in ((8, 128), (64, 128)))
+    return lambda: (hopper.project(x, w),)
+
+
+STEPS = {
+    **{
+        name: lambda backend, device, seed=0, name=name: operator(name, backend, device, seed)
+        for name in ("forward", "gated_forward", "backward", "gated_backward", "backward_accumulate_")
+    },
+    "project": lambda backend, device, seed=0: projection(backend, device, seed),
+    "FlashMHF": lambda backend, device, seed=0: module_step(
+        lambda **kwargs: flashmhf.FlashMHF(256, 2, 3, 64, **kwargs), backend, device, seed
+    ),
+    "FlashMHF, few tokens": lambda backend, device, seed=0: inference(backend, device, seed),
+    "MHFFN": lambda backend, device, seed=0: module_step(lambda **kwargs: flashmhf.MHFFN(256, 2, 64, **kwargs), backend, device, seed),
+}
+
+
+def expected_of(step: Callable[[], tuple]) -> list[torch.Tensor]:
+    """The step's results on the CPU; the memory of those on the GPU is PyTorch's again, cached."""
+    return [x.cpu() for x in step()]
+
+
+def check(results: tuple, expected: list[torch.Tensor], *, exact: bool = True) -> None:
+    """``exact`` is for operators; a module's products are cuBLAS's, which may choose another algorithm in another thread."""
+    for a, e in zip(results, expected, strict=True):
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2 * e.abs().max().item()}
+        torch.testing.assert_close(a.cpu(), e, **tolerance)
+
+
+def is_exact(name: str) -> bool:
+    return hasattr(ops, name) or name == "project"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_first_thing_in_a_fresh_thread(name, gpu_backend):
+    step = STEPS[name](gpu_backend, "cuda")
+    expected = expected_of(step)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        check(in_thread(step), expected, exact=is_exact(name))
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize(("device", "current"), OTHER_DEVICE)
+@pytest.mark.parametrize("name", STEPS)
+def test_another_device_is_current(name, gpu_backend, device, current):
+    with torch.cuda.device(device):
+        step = STEPS[name](gpu_backend, f"cuda:{device}")
+        expected = expected_of(step)
+        torch.cuda.synchronize()
+
+    def elsewhere() -> tuple:
+        torch.cuda.set_device(current)
+        results = step()
+        assert torch.cuda.current_device() == current
+        assert all(x.device.index == device for x in results)
+        return results
+
+    check(in_thread(step), expected, exact=is_exact(name))  # the fresh thread's device is cuda:0
+    check(in_thread(elsewhere), expected, exact=is_exact(name))
+    with torch.cuda.device(current):
+        check(elsewhere(), expected, exact=is_exact(name))
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_threads_on_two_devices_at_once(gpu_backend):
+    steps = [STEPS["FlashMHF"](gpu_backend, f"cuda:{i % 2}", i) for i in range(THREADS)]
+    expected = [expected_of(step) for step in steps]
+    check_all_at_once(steps, expected, exact=False)
+
+
+def check_all_at_once(functions: list[Callable[[], tuple]], expected: list[list[torch.Tensor]], *, exact: bool) -> None:
+    """Every function in a thread of its own, ten times, all beginning together."""
+    barrier, failures = threading.Barrier(len(functions)), []
+
+    def run(function, right) -> None:
+        try:
+            barrier.wait()
+            for _ in range(10):
+                check(function(), right, exact=exact)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(functions, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["forward", "backward", "gated_backward", "FlashMHF", "FlashMHF, few tokens"])
+def test_eight_threads_with_a_stream_each(name, gpu_backend):
+    steps = [STEPS[name](gpu_backend, "cuda", seed) for seed in range(THREADS)]
+    expected = [expected_of(step) for step in steps]
+    torch.cuda.synchronize()
+
+    def on_a_stream(step: Callable[[], tuple]) -> Callable[[], tuple]:
+        stream = torch.cuda.Stream()
+
+        def run() -> tuple:
+            with torch.cuda.stream(stream):
+                results = step()
+            stream.synchronize()
+            return results
+
+        return run
+
+    check_all_at_once([on_a_stream(step) for step in steps], expected, exact=is_exact(name))
+
+
+# In processes of their own: what comes first there
+
+
+def run_script(script: str, *arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+BACKWARD_FIRST = """
+import sys, torch
+import flashmhf
+backend, what, device = sys.argv[1:]
+torch.cuda.set_device(0)
+x = torch.randn(300, 256, device=device).bfloat16().requires_grad_()
+if what == "operator":
+    k, u, v = (torch.randn(2, 3, 64, 128, device=device).bfloat16().requires_grad_() for _ in range(3))
+    parameters = [k, u, v]
+    out = flashmhf.flash_mhf(x.view(300, 2, 128), k, u, v, backend=backend, deterministic=True)
+else:
+    k, u, v = (torch.randn(2, 3, 64, 128, device=device).bfloat16().requires_grad_() for _ in range(3))
+    w = torch.randn(2, 128, 3, device=device).requires_grad_()
+    parameters = [k, u, v, w]
+    out = torch.ops.flashmhf.gated_forward(x.view(300, 2, 128), k, u, v, w, 1e-20, backend=backend, deterministic=True)
+grad_out = torch.randn_like(out)
+cached = [torch.empty(size, dtype=torch.uint8, device=device) for size in (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24) for _ in range(8)]
+del cached
+torch.cuda.synchronize(device)
+out.backward(grad_out)  # the first thing that the autograd thread does
+actual = [x.grad, *(p.grad for p in parameters)]
+if what == "operator":
+    expected = torch.ops.flashmhf.backward(grad_out, x.detach().view(300, 2, 128), k, u, v, None, True, backend=backend)[:4]
+else:
+    expected = torch.ops.flashmhf.gated_backward(grad_out, x.detach().view(300, 2, 128), k, u, v, w, 1e-20, True, backend=backend)
+for a, e in zip(actual, expected, strict=True):
+    assert torch.equal(a, e.detach().view(a.shape)), "the autograd thread's gradients differ"
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["operator", "gated"])
+def test_backward_is_the_first_thing_in_the_autograd_thread(gpu_backend, what):
+    run_script(BACKWARD_FIRST, gpu_backend, what, "cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@two_gpus
+@pytest.mark.parametrize("what", ["operator", "gated"])
+def test_backward_is_the_first_thing_in_the_autograd_thread_of_another_device(gpu_backend, what):
+    run_script(BACKWARD_FIRST, gpu_backend, what, "cuda:1")
+
+
+EIGHT_AT_FIRST = """
+import sys, threading, torch
+import flashmhf
+backend, device = sys.argv[1:]
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+torch.manual_seed(0)
+sizes = (40, 2, 64, 2, 32) if device == "cuda" else (16, 1, 16, 1, 16)
+problems = [flashmhf.testing.problem(*sizes, dtype, device, seed=seed) for seed in range(8)]
+barrier, results, failures = threading.Barrier(8), [None] * 8, []
+
+def run(i):
+    try:
+        p = problems[i]
+        barrier.wait()
+        q = p.q.clone().requires_grad_()
+        out = flashmhf.flash_mhf(q, p.k, p.u, p.v, p.r, backend=backend, deterministic=True)
+        results[i] = out.detach(), *torch.autograd.grad(out, q, p.grad_out)
+    except BaseException as error:
+        failures.append(error)
+
+threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+if failures: raise failures[0]
+for p, actual in zip(problems, results):
+    out = torch.ops.flashmhf.forward(*p.operands, p.r, backend=backend, deterministic=True)
+    dq = torch.ops.flashmhf.backward(p.grad_out, *p.operands, p.r, True, backend=backend)[0]
+    assert torch.equal(actual[0], out) and torch.equal(actual[1], dq), "a thread's results are not those of one thread"
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_eight_threads_are_the_first_to_use_the_back_end(gpu_backend):
+    run_script("import flashmhf.testing\n" + EIGHT_AT_FIRST, gpu_backend, "cuda")
+
+
+def test_eight_threads_under_tritons_interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run_script("import flashmhf.testing\n" + EIGHT_AT_FIRST, "triton", "cpu")
+
+
+FORK = """
+import os, sys, traceback, torch
+torch.set_num_threads(1)  # a thread pool of OpenMP does not survive a fork
+import flashmhf
+from flashmhf.backends import hopper
+backend = sys.argv[1]
+module = flashmhf.FlashMHF(256, 2, 3, 64)
+module(torch.randn(5, 256))
+hopper.library()
+assert not torch.cuda.is_initialized(), "importing flashmhf or using it on the CPU has initialised CUDA"
+
+def use_cuda():
+    ours = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ours(x).float().sum().backward()
+    torch.cuda.synchronize()
+    assert torch.isfinite(x.grad).all()
+
+child = os.fork()
+if child == 0:
+    status = 1
+    try:
+        use_cuda()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child's step failed"
+use_cuda()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_process_that_was_forked_before_cuda_was_used(gpu_backend):
+    run_script(FORK, gpu_backend)
+
+
+NO_CUDA_CALLS = """
+import torch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("CUDA was asked for")
+
+for name in ("_lazy_init", "is_available", "device_count", "current_device", "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, refuse)
+import flashmhf
+module = flashmhf.FlashMHF(64, 2, 3, 16)
+x = torch.randn(5, 64, requires_grad=True)
+module(x).sum().backward()
+with torch.no_grad():
+    module(x)
+flashmhf.backends.hopper.library()
+"""
+
+
+def test_import_and_use_on_a_cpu_do_not_touch_cuda():
+    """A process that forks workers must not have initialised CUDA before."""
+    run_script(NO_CUDA_CALLS)
+
+
+# The helper that makes a context current, against a driver that records
+
+
+class Driver:
+    """libcuda as a thread sees it whose current context is that of device ``current`` (None: no context)."""
+
+    def __init__(self, current: int | None, failing: str | None = None):
+        self.current, self.failing, self.calls = current, failing, []
+
+    def __getattr__(self, name: str):
+        def call(*args) -> int:
+            self.calls.append(name)
+            if name == self.failing:
+                return 3
+            if name == "cuDeviceGet":
+                args[0]._obj.value = args[1]
+            if name == "cuCtxGetDevice":
+                if self.current is None:
+                    return 201
+                args[0]._obj.value = self.current
+            if name == "cuDevicePrimaryCtxRetain":
+                args[0]._obj.value = 1000 + args[1].value
+            if name == "cuCtxSetCurrent":
+                self.current = args[0].value - 1000
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize("current", [None, 0, 1])
+def test_the_context_of_the_device_is_made_current(monkeypatch, current):
+    fake = Driver(current)
+    monkeypatch.setattr(driver, "_library", lambda: fake)
+    driver.make_context_current(1)
+    assert fake.current == 1
+    assert ("cuDevicePrimaryCtxRetain" in fake.calls) == (current != 1)  # a context of the device, the caller's own perhaps, stays
+
+
+@pytest.mark.parametrize("failing", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
+def test_a_driver_error_is_named(monkeypatch, failing):
+    monkeypatch.setattr(driver, "_library", lambda: Driver(None, failing))
+    with pytest.raises(RuntimeError, match=f"{failing} failed with CUDA error 3"):
+        driver.make_context_current(0)
+
+
+# The same in the op library, against a runtime and a driver that record
+
+CONTEXTS = r"""
+#include <cstdio>
+#include <cstdlib>
+#include <cuda.h>
+#include "common/driver.h"
+
+static int current;  // the device of the thread's context; -1: no context
+static CUresult device_of_context(CUdevice *device) {
+    *device = current;
+    return current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+static cudaError_t entry(void **function, cudaDriverEntryPointQueryResult *found) {
+    *function = reinterpret_cast<void *>(device_of_context);
+    *found = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+extern "C" cudaError_t cudaSetDevice(int device) { return std::printf("primary context of device %d\n", device), cudaSuccess; }
+#if CUDART_VERSION >= 12050
+extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
+                                                        cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+#else
+extern "C" cudaError_t cudaGetDriverEntryPoint(const char *, void **function, unsigned long long,
+                                               cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+#endif
+int main(int, char **arguments) {
+    current = std::atoi(arguments[1]);
+    return flashmhf::ensure_context(1);
+}
+"""
+
+
+def test_the_op_library_keeps_a_context_of_the_device(tmp_path):
+    """A green context's default stream is another one than the primary context's: a kernel there would not wait for q."""
+    folder, nvcc = Path(__file__).resolve().parents[2] / "csrc", shutil.which("nvcc")
+    if nvcc is None or not folder.exists():
+        pytest.skip("no nvcc, or the sources are not here")
+    source, program = tmp_path / "contexts.cpp", tmp_path / "contexts"
+    source.write_text(CONTEXTS)
+    flags = ["-std=c++20", "-cudart=none", f"-I{folder}"]
+    subprocess.run([nvcc, *flags, "-o", program, source, folder / "common" / "driver.cpp"], check=True)
+    for current, expected in ((-1, "primary context of device 1\n"), (0, "primary context of device 1\n"), (1, "")):
+        assert subprocess.run([program, str(current)], capture_output=True, text=True, check=True).stdout == expected

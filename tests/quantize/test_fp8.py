@@ -1,0 +1,449 @@
+"""flashmhf.quantize: packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flashmhf
+from flashmhf import quantize, reference
+from flashmhf.backends.eager import fp8 as eager
+from flashmhf.graphs import capturing
+from flashmhf.ops import fp8 as operators
+from flashmhf.quantize.modules import quantise_rows
+from flashmhf.quantize.packing import E4M3, permutation, to_e4m3
+from flashmhf.testing import SMALL, relative_l2
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+EXACT_FACTOR = 1.05  # of the error that the quantisation points alone cause
+KERNEL_DISTANCE = 1.2e-2  # from exact sums of the same quantised operands: fp16 roundings
+ONE_SIGN = 1.2e-2
+
+
+def problem(
+    tokens=200, heads=2, subnets=3, subnet_dim=80, head_dim=64, *, group=1, dtype=torch.bfloat16, device="cpu", signs=False, seed=0
+):
+    """(q, k, u, v, r); with ``signs`` the terms of a sum all have one sign."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (heads // group, subnets, subnet_dim, head_dim)
+    k, u, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    k, u, v = k / math.sqrt(head_dim), u / math.sqrt(head_dim), v / math.sqrt(subnets * subnet_dim)
+    if signs:
+        u, v = k.clone(), v.abs()
+    q = torch.randn(tokens, heads, head_dim, generator=generator)
+    r = torch.rand(tokens, heads, subnets, generator=generator)
+    r = r / r.sum(-1, keepdim=True)
+    return tuple(x.to(device, dtype) for x in (q, k, u, v)) + (r.to(device),)
+
+
+def exact(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tensor:
+    return reference.forward(*(None if x is None else x.double() for x in (q, k, u, v, r)))
+
+
+def quantised_points(q: Tensor, packed: quantize.PackedWeights, r: Tensor | None) -> Tensor:
+    """The same quantised operands, summed in float64."""
+    points = eager._forward(q, *packed.tensors, None if r is None else r.double(), torch.float64)[0]
+    return points
+
+
+def assert_as_its_points(actual: Tensor, q: Tensor, packed: quantize.PackedWeights, r: Tensor | None, truth: Tensor) -> None:
+    """The rule: no more error than 1.05 of what the quantisation points cause with exact sums."""
+    points = quantised_points(q, packed, r)
+    assert torch.isfinite(actual).all()
+    assert relative_l2(actual, truth) <= EXACT_FACTOR * relative_l2(points, truth)
+    assert relative_l2(actual, points) <= KERNEL_DISTANCE * (3 if actual.numel() < SMALL else 1)
+
+
+def test_the_rule_rejects_wrong_kernels():
+    q, k, u, v, r = problem()
+    packed, truth = quantize.pack_fp8(k, u, v), exact(q, k, u, v, r)
+    good = quantize.forward(q, packed, r)
+    assert_as_its_points(good, q, packed, r, truth)
+    wrong = {
+        "a gate of the wrong sub-network": quantize.forward(q, packed, r.roll(1, -1)),
+        "a lost sub-network": quantize.forward(q, packed, r * torch.tensor([1.0, 1.0, 0.0])),
+        "a biased sum": good * 0.97,
+        "a swapped column": good[..., permutation(64)],
+        "a token that nobody wrote": torch.cat([good[:-1], torch.full_like(good[:1], math.nan)]),
+    }
+    for name, bad in wrong.items():
+        with pytest.raises(AssertionError):
+            assert_as_its_points(bad, q, packed, r, truth)
+            pytest.fail(f"passed: {name}")
+
+
+def test_packing_and_unpacking():
+    _, k, u, v, _ = problem(dtype=torch.float32)
+    packed = quantize.pack_fp8(k, u, v)
+    assert packed.k8.dtype == packed.v8.dtype == E4M3 and packed.v8.shape == (2, 3, 64, 80) and packed.scales.shape == (3, 2, 3)
+    for weight, unpacked in zip((k, u, v), quantize.unpack(packed), strict=True):
+        assert relative_l2(unpacked, weight.double()) < 0.03
+    assert torch.equal(packed.scales[0], packed.scales[0, :, :1].expand(2, 3))
+    for weight in (packed.k8, packed.u8):
+        assert weight.float().norm(dim=-1).max() <= 181
+    place = permutation(16).tolist()
+    assert place[:4] == [0, 1, 8, 9] and sorted(place) == list(range(16))
+    plain = to_e4m3(k / packed.scales[0][..., None, None]).float()
+    assert torch.equal(packed.k8.float(), plain[..., permutation(64)])
+
+
+def test_outlier_weights_keep_the_others_bits():
+    _, k, u, v, _ = problem(dtype=torch.float32)
+    v[0, 0, 0, 0] = 50 * v.std()
+    _, _, unpacked = quantize.unpack(quantize.pack_fp8(k, u, v))
+    assert quantize.pack_fp8(k, u, 9 * v).v8.float().abs().max() <= 50.1  # an outlier of 50 standard deviations
+    v[0, 0, 0, 0] *= 4
+    assert quantize.pack_fp8(k, u, v).v8.float().abs().max() <= 112  # else one product may leave fp16
+    rest = torch.ones_like(v, dtype=torch.bool)
+    rest[0, 0, 0, 0] = False
+    assert relative_l2(unpacked[rest], v[rest].double()) < 0.03
+
+
+def test_the_largest_of_a_row_of_q8_is_a_power_of_two():
+    """And the norm of the row before its rounding is more than 2 and at most 4, whatever the row: A then needs no factor for its range."""
+    rows = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
+    rows[0], rows[1, 1:], rows[2, 5] = 3.7, 0, 400.0  # equal values, a single one, one of the others' 400 fold
+    for scale in (1e-12, 1.0, 1e12):
+        q8, unit = eager.quantise_q(rows * scale, torch.float64)
+        exponent = q8.abs().amax(-1).log2()
+        assert torch.equal(exponent, exponent.round())
+        norm = (rows.double() * scale / unit.double()).norm(dim=-1)
+        assert (norm > 2).all() and (norm <= 4 * (1 + 1e-6)).all()
+        assert relative_l2(q8 * unit, rows.double() * scale) < 0.03
+    q8, unit = eager.quantise_q(torch.zeros(1, 128), torch.float64)
+    assert (q8 == 0).all() and 0 < unit < 1e-17
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("head_dim, subnet_dim, group", [(64, 80, 1), (96, 48, 2), (128, 384, 1), (256, 16, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gate", ["r", "ones", "w"])
+def test_error(device, head_dim, subnet_dim, group, dtype, gate):
+    for tokens in (1, 77, 300):
+        q, k, u, v, r = problem(tokens, 2 * group, 5, subnet_dim, head_dim, group=group, dtype=dtype, device=device)
+        packed = quantize.pack_fp8(k, u, v)
+        if gate == "w":
+            w = torch.randn(2 * group, head_dim, 5, generator=torch.Generator().manual_seed(7)).to(device) / math.sqrt(head_dim)
+            r, out = flashmhf.gate(q, w), torch.ops.flashmhf.fp8_gated_forward(q, *packed.tensors, w, 1e-20)
+        else:
+            r = r if gate == "r" else None
+            out = quantize.forward(q, packed, r)
+        assert out.dtype == dtype and out.shape == q.shape
+        assert_as_its_points(out, q, packed, r, exact(q, k, u, v, r))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_sums_of_one_sign(device):
+    q, k, u, v, r = problem(300, 2, 22, 384, 128, device=device, signs=True)
+    assert relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r)) <= ONE_SIGN
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_magnitudes_outliers_and_strides(device):
+    for scale in (1e-6, 1e4):
+        q, k, u, v, r = problem(dtype=torch.bfloat16, device=device)
+        q = q * scale
+        packed = quantize.pack_fp8(k, u, v)
+        assert_as_its_points(quantize.forward(q, packed, r), q, packed, r, exact(q, k, u, v, r))
+    q, k, u, v, r = problem(device=device)
+    q[..., 5] *= 20
+    packed = quantize.pack_fp8(k, u, v)
+    assert_as_its_points(quantize.forward(q, packed, r), q, packed, r, exact(q, k, u, v, r))
+    strided = torch.stack([q, q], 1).transpose(0, 1)  # [2, T, H, d_h], tokens at another stride
+    out = quantize.forward(strided, packed, torch.stack([r, r]))
+    torch.testing.assert_close(out[1], quantize.forward(q, packed, r), atol=0, rtol=0 if device == "cpu" else 2e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_values_that_are_not_finite_stay_in_their_rows(device):
+    q, k, u, v, r = problem(device=device)
+    q[3, 1, 0], q[5, 0, 2], q[9] = math.nan, math.inf, 0
+    out = quantize.forward(q, quantize.pack_fp8(k, u, v), r)
+    assert out[3, 1].isnan().all() and not out[5, 0].isfinite().all() and (out[9] == 0).all()
+    finite = torch.ones(200, 2, dtype=torch.bool, device=device)
+    finite[3, 1] = finite[5, 0] = False
+    assert out[finite].isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "value"), [("k", math.nan), ("k", math.inf), ("u", -math.inf), ("v", math.nan), ("v", math.inf)])
+def test_weights_that_are_not_finite_leave_the_outputs_finite_that_the_definition_leaves(name, value):
+    """A scale that had them made every output of the head NaN, where a column of V concerns one column of the output."""
+    q, *kuv, r = problem()
+    weights = dict(zip("kuv", kuv, strict=True))
+    weights[name][1, 2, 5, 7] = value
+    exact = reference.forward(q.double(), *(w.double() for w in weights.values()), r.double())
+    out = quantize.forward(q, quantize.pack_fp8(**weights), r)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = out.isfinite()
+    assert relative_l2(out.where(finite, 0), exact.where(finite, 0)) < 0.08
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_error_is_that_of_an_fp8_swiglu(device):
+    """Of equal size (the 370M model's layer), rows scaled by their largest value: the usual FP8 recipe."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, d_model, width = 128, 1024, 2752
+    x = torch.randn(tokens, d_model, generator=generator).to(device)
+    gate_proj, up_proj = (torch.randn(width, d_model, generator=generator).to(device) / math.sqrt(d_model) for _ in range(2))
+    down_proj = torch.randn(d_model, width, generator=generator).to(device) / math.sqrt(width)
+
+    def linear(x, weight):
+        (x8, a), (w8, b) = quantise_rows(x), quantise_rows(weight)
+        return (x8.double() @ w8.double().T) * a.double() * b.T.double()
+
+    inner = (nn.functional.silu(linear(x, gate_proj)) * linear(x, up_proj)).float()
+    swiglu = relative_l2(
+        linear(inner, down_proj),
+        (nn.functional.silu(x.double() @ gate_proj.double().T) * (x.double() @ up_proj.double().T)) @ down_proj.double().T,
+    )
+    q, k, u, v, r = problem(tokens, 8, 7, 384, 128, device=device)
+    ours = relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r))
+    assert ours <= 1.005 * swiglu  # equal: the roundings of either kernel move the fourth digit
+
+
+def test_saturation_is_counted():
+    q, k, u, v, r = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    counts = quantize.count_saturated(q, packed)
+    assert counts["a"] == (0, 200 * 2 * 3 * 80) and counts["k"] == (0, k.numel())
+    spiked = q.clone()
+    spiked[0] = 0
+    spiked[0, :, 0] = 1  # one column has all of q
+    k = k.clone()
+    k[..., 0] *= 30
+    u = k.clone()
+    assert quantize.count_saturated(spiked, quantize.pack_fp8(k, u, v))["a"][0] > 0
+    assert torch.isfinite(quantize.forward(spiked, quantize.pack_fp8(k, u, v), r)).all()
+
+
+def test_state_dict_and_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    q, k, u, v, r = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    safetensors.save_file(packed.state_dict(), tmp_path / "packed.safetensors")
+    state = safetensors.load_file(tmp_path / "packed.safetensors")
+    again = quantize.PackedWeights.from_state_dict(state)
+    assert torch.equal(quantize.forward(q, again, r), quantize.forward(q, packed, r))
+    with pytest.raises(ValueError, match=r"layout is \[2\]; supported: \[1\]"):
+        quantize.PackedWeights.from_state_dict(state | {"layout": torch.tensor([2], dtype=torch.uint8)})
+    with pytest.raises(KeyError, match="state has no v8, scales"):
+        quantize.PackedWeights.from_state_dict({name: state[name] for name in ("k8", "u8", "layout")})
+
+
+class Doubled(flashmhf.FlashMHF):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_a_subclass_computes_is_not_lost():
+    with pytest.raises(NotImplementedError, match="network is a Doubled with a forward of its own"):
+        quantize.quantize_(nn.Sequential(Doubled(128, 2, 3, 32)))
+    network, x = flashmhf.FlashMHF(128, 2, 3, 32), torch.randn(5, 128)
+    adapted = copy.deepcopy(network)
+    adapted.out_proj = Adapted(128, 128, bias=False)
+    adapted.out_proj.weight = network.out_proj.weight
+    with torch.no_grad():
+        served = quantize.to_fp8(adapted)
+        assert isinstance(served.in_proj, quantize.Fp8Linear) and relative_l2(served(x), adapted(x).double()) < 0.12
+
+
+def test_equality_is_identity():
+    _, k, u, v, _ = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    assert packed == packed and packed != copy.deepcopy(packed)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [("k8", torch.float32), ("scales", torch.bfloat16), ("in_proj.weight8", torch.bfloat16)])
+def test_a_state_of_other_dtypes_is_refused(name, dtype, assign):
+    """copy_ would round values of another dtype without their scale."""
+    served = nn.Sequential(quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32)))
+    state = served.state_dict()
+    state[f"0.{name}"] = state[f"0.{name}"].to(dtype)
+    with pytest.raises(TypeError, match=f"0.{name} has dtype {str(dtype)[6:]}; supported: float"):
+        served.load_state_dict(state, assign=assign)
+
+
+def test_modules(tmp_path):
+    torch.manual_seed(0)
+    network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16).eval()
+    x = torch.randn(4, 50, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        truth = copy.deepcopy(network).double()(x.double())
+        kept, whole = (quantize.to_fp8(network, projections=projections) for projections in (False, True))
+        assert relative_l2(kept(x), truth) < 0.075 and relative_l2(whole(x), truth) < 0.12
+        other = quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16))
+        other.load_state_dict(whole.state_dict())
+        assert torch.equal(other(x), whole(x))
+        state = whole.state_dict() | {"layout": torch.tensor([9], dtype=torch.uint8)}
+        with pytest.raises(ValueError, match="layout is"):
+            other.load_state_dict(state)
+        halved = copy.deepcopy(whole).half()
+        assert halved.k8.dtype == halved.in_proj.weight8.dtype == E4M3 and halved.router.dtype == torch.float16
+        assert halved.scales.dtype == halved.out_proj.scale.dtype == torch.float32
+        assert relative_l2(halved(x.half()), truth) < 0.12
+
+
+@pytest.mark.parametrize("settings", [{"skip_linear": True}, {"num_kv_heads": 1}])
+def test_modules_with_other_settings(settings):
+    torch.manual_seed(0)
+    network = flashmhf.FlashMHF(128, 2, 3, 80, **settings).eval()
+    x = torch.randn(40, 128)
+    with torch.no_grad():
+        assert relative_l2(quantize.to_fp8(network)(x), copy.deepcopy(network).double()(x.double())) < 0.12
+
+
+def test_the_source_stays_as_it_was():
+    network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True)
+    before = copy.deepcopy(network.state_dict())
+    served = quantize.to_fp8(network, projections=False)
+    assert network.training and network.in_proj.training and all(each.requires_grad for each in network.parameters())
+    with torch.no_grad():
+        for tensor in served.state_dict().values():
+            tensor.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_no_tokens_and_shared_networks():
+    network = flashmhf.FlashMHF(128, 2, 3, 80)
+    model = nn.ModuleList([network, nn.Linear(2, 2), network])
+    assert quantize.quantize_(model) == ["0", "2"]
+    assert model[0] is model[2] and model[0](torch.randn(3, 0, 128)).shape == (3, 0, 128)
+
+
+def test_quantize_a_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), flashmhf.FlashMHF(128, 2, 3, 80), nn.Sequential(flashmhf.FlashMHF(128, 1, 2, 64)))
+    x = torch.randn(10, 128)
+    with torch.no_grad():
+        truth = copy.deepcopy(model).double()(x.double())
+        assert quantize.quantize_(model, projections=False) == ["1", "2.0"]
+        assert relative_l2(model(x), truth) < 0.15 and isinstance(model[1], quantize.Fp8FlashMHF)
+    bytes_before = 3 * 2 * 3 * 80 * 64 * 2  # of K, U and V in bf16
+    packed = model[1].packed
+    assert sum(x.numel() * x.element_size() for x in packed.tensors) < 0.51 * bytes_before
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_compile_and_export(device):
+    q, k, u, v, r = problem(device=device)
+    packed = quantize.pack_fp8(k, u, v)
+
+    class Operator(nn.Module):
+        def forward(self, q, r):
+            return quantize.forward(q, packed, r) * 2
+
+    expected = quantize.forward(q, packed, r) * 2
+    compiled = torch.compile(Operator(), fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    torch.testing.assert_close(compiled(q, r), expected)
+    exported = torch.export.export(Operator(), (q, r), strict=False)
+    torch.testing.assert_close(exported.module()(q, r), expected)
+    torch.library.opcheck(
+        torch.ops.flashmhf.fp8_forward, (q, *packed.tensors, r), test_utils=("test_faketensor",)
+    )  # others add e4m3 tensors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 700])
+def test_graphs_and_repetition(tokens):
+    """A captured module gives the values of the call, and the kernel equal bits each time."""
+    torch.manual_seed(0)
+    network = quantize.to_fp8(flashmhf.FlashMHF(512, 4, 5, 384, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = network(x)
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            out = network(x)
+        graph.replay()
+        torch.testing.assert_close(out, expected)
+        compiled = torch.compile(network, fullgraph=True)
+        assert relative_l2(compiled(x), expected.double()) < 0.03
+    q, k, u, v, r = problem(tokens, 4, 5, 384, 128, device="cuda")
+    packed = quantize.pack_fp8(k, u, v)
+    first = quantize.forward(q, packed, r, backend="hopper")
+    assert all(torch.equal(first, quantize.forward(q, packed, r, backend="hopper")) for _ in range(20))
+
+
+def test_empty_and_leading_dimensions():
+    q, k, u, v, r = problem(24)
+    packed = quantize.pack_fp8(k, u, v)
+    assert quantize.forward(q[:0], packed, r[:0]).shape == (0, 2, 64)
+    shaped = quantize.forward(q.view(2, 3, 4, 2, 64), packed, r.view(2, 3, 4, 2, 3))
+    assert torch.equal(shaped.view(24, 2, 64), quantize.forward(q, packed, r))
+
+
+def test_autocast_casts_q():
+    q, k, u, v, r = problem(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert quantize.forward(q, quantize.pack_fp8(k, u, v), r).dtype == torch.bfloat16
+
+
+def test_refusals():
+    q, k, u, v, r = problem()
+    packed = quantize.pack_fp8(k, u, v)
+    k8, u8, v8, scales = packed.tensors
+    op = torch.ops.flashmhf.fp8_forward
+    for error, message, call in (
+        (TypeError, "k must be a torch.Tensor", lambda: quantize.pack_fp8(None, u, v)),
+        (TypeError, "u has dtype float32", lambda: quantize.pack_fp8(k, u.float(), v)),
+        (ValueError, "multiples of 16, d_e is 20", lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u, v)))),
+        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.forward(q, (k, u, v))),
+        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.unpack((k, u, v))),
+        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.count_saturated(q, (k, u, v))),
+        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.forward(q, quantize.PackedWeights(*packed.tensors, layout=2))),
+        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.unpack(quantize.PackedWeights(*packed.tensors, layout=2))),
+        (TypeError, "dtype is torch.int32; supported: bfloat16", lambda: quantize.unpack(packed, torch.int32)),
+        (TypeError, "dtype is float32; supported: bfloat16", lambda: quantize.unpack(packed, "float32")),
+        (TypeError, "device must be a torch.device or a str, got dtype", lambda: packed.to(torch.float16)),
+        (TypeError, "state must be a mapping of tensors, got NoneType", lambda: quantize.PackedWeights.from_state_dict(None)),
+        (
+            TypeError,
+            "layout must be a torch.Tensor, got int",
+            lambda: quantize.PackedWeights.from_state_dict(packed.state_dict() | {"layout": 1}),
+        ),
+        (
+            ValueError,
+            r"layout is \[1.5\]",
+            lambda: quantize.PackedWeights.from_state_dict(packed.state_dict() | {"layout": torch.tensor([1.5])}),
+        ),
+        (ValueError, r"q has shape \[200, 2, 32\]", lambda: quantize.count_saturated(q[..., :32], packed)),
+        (ValueError, r"q has shape \[200, 3, 64\]", lambda: quantize.count_saturated(q[:, :1].expand(200, 3, 64), packed)),
+        (TypeError, "q has dtype int32", lambda: quantize.count_saturated(q.int(), packed)),
+        (NotImplementedError, "q is on meta", lambda: quantize.count_saturated(q.to("meta"), packed.to("meta"))),
+        (TypeError, "k has dtype int32; supported: bfloat16", lambda: quantize.pack_fp8(k.int(), u, v)),
+        (ValueError, "u is on meta but k is on cpu", lambda: quantize.pack_fp8(k, u.to("meta"), v)),
+        (TypeError, r"u has dtype float32; supported: bfloat16 \(k's dtype\)", lambda: quantize.pack_fp8(k, u.float(), v)),
+        (TypeError, "backend must be a str, got NoneType", lambda: quantize.forward(q, packed, r, backend=None)),
+        (TypeError, "r must be a torch.Tensor, got list", lambda: quantize.forward(q, packed, [1.0])),
+        (TypeError, "k8 has dtype bfloat16; supported: float8_e4m3fn", lambda: op(q, k, u8, v8, scales)),
+        (ValueError, r"v8 has shape .*expected \[2, 3, 64, 80\]", lambda: op(q, k8, u8, k8, scales)),
+        (ValueError, r"scales has shape .*expected \[3, 2, 3\]", lambda: op(q, k8, u8, v8, scales[:2].contiguous())),
+        (TypeError, "scales has dtype float64", lambda: op(q, k8, u8, v8, scales.double())),
+        (ValueError, r"q has shape .*H a multiple of H_kv = 2", lambda: op(q[:, :1], k8, u8, v8, scales)),
+        (TypeError, "q has dtype int32", lambda: op(q.int(), k8, u8, v8, scales)),
+        (ValueError, r"r has shape", lambda: op(q, k8, u8, v8, scales, r[..., :2])),
+        (ValueError, "backend is 'cuda'", lambda: op(q, k8, u8, v8, scales, backend="cuda")),
+        (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: op(q, k8, u8, v8, scales, backend="hopper")),
+        (NotImplementedError, "an input requires a gradient", lambda: quantize.forward(q.clone().requires_grad_(), packed)),
+        (TypeError, "network must be a flashmhf.FlashMHF, got Linear", lambda: quantize.to_fp8(nn.Linear(2, 2))),
+        (TypeError, "network must be a flashmhf.FlashMHF, got int", lambda: quantize.Fp8FlashMHF(3)),
+        (TypeError, "linear must be a torch.nn.Linear, got int", lambda: quantize.Fp8Linear.from_linear(3)),
+        (TypeError, "weight8 must be a torch.Tensor, got int", lambda: quantize.Fp8Linear(3, scales, None)),
+        (TypeError, "scale must be a torch.Tensor, got NoneType", lambda: quantize.Fp8Linear(k8, None, None)),
+        (TypeError, "bias must be a torch.Tensor, got int", lambda: quantize.Fp8Linear(k8, scales, 5)),
+        (TypeError, "k8 must be a torch.Tensor, got int", lambda: quantize.PackedWeights(1, 2, 3, 4)),
+        (ValueError, "activation is 'gelu'", lambda: quantize.Fp8FlashMHF(flashmhf.FlashMHF(64, 1, 1, 16, activation="gelu"))),
+        (ValueError, "model holds no FlashMHF", lambda: quantize.quantize_(nn.Sequential(nn.Linear(2, 2)))),
+        (ValueError, r"supported: to_fp8\(model\)", lambda: quantize.quantize_(flashmhf.FlashMHF(64, 1, 1, 16))),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    assert operators.select("auto", q.device, q.dtype, 64, 80) is eager

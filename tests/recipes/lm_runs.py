@@ -1,0 +1,72 @@
+"""Tiny training runs for tests: text, options, callbacks, and when two runs are the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from flashmhf_recipes import metrics
+from flashmhf_recipes.training import Options
+
+WORDS = "the head mixes what each sub network finds and the gate weighs it for every token".split()
+ROOT = Path(__file__).parents[2]
+
+
+def write_text(path: Path) -> Path:
+    """Sentences with a pattern to learn."""
+    path.write_text("".join(f"{' '.join(WORDS[i % 5 : i % 5 + 9])} {i % 10}.\n" for i in range(3000)))
+    return path
+
+
+def options(output: Path, text: Path, **settings) -> Options:
+    small = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
+    small["device"] = "cpu"
+    return Options(**{**small, "output": str(output), "data": [str(text)], **settings})
+
+
+def flashmhf(*arguments: object, cwd: Path | None = None, timeout: float = 200) -> subprocess.CompletedProcess:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "flashmhf_recipes", *map(str, arguments)]
+    return subprocess.run(command, env=environment(), cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+class Batches(TrainerCallback):
+    """Notes the tokens that a run's model sees."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.register_forward_pre_hook(lambda module, _, inputs: self.seen.append(inputs["input_ids"].clone()), with_kwargs=True)
+
+
+class StopAt(TrainerCallback):
+    """Ends the run without saving, as a crash does."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def same_run(output: Path, expected: Path) -> None:
+    """Asserts that two finished runs have the same weights and metrics, bit by bit."""
+    ours, theirs = (load_file(run / "model.safetensors") for run in (output, expected))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    timeless = [
+        [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in metrics.read_rows(run)] for run in (output, expected)
+    ]
+    assert timeless[0] == timeless[1]

@@ -1,0 +1,373 @@
+"""Held-out loss, tasks through lm-eval, generation, and the three commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+from safetensors.torch import load_file, save_file
+
+import flashmhf
+from flashmhf.models import FFN_TYPES, conversion, decoding, generation
+from flashmhf.models.presets import preset
+from flashmhf_recipes import cli, data, evaluation, training
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"the cat number {i % 7} sat on the mat and the dog ran away from the cat.\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(text, tmp_path_factory) -> dict[str, Path]:
+    """A short run of every network."""
+    parent = tmp_path_factory.mktemp("runs")
+    settings = dict(
+        preset="tiny", device="cpu", data=[str(text)], vocab_size=300, length=64, batch=8, steps=40, log_every=20, save_every=40
+    )
+    return {ffn: training.start(training.Options(output=str(parent / ffn), ffn=ffn, **settings), bar=False).output for ffn in FFN_TYPES}
+
+
+@pytest.fixture(scope="module")
+def trained(runs):
+    return evaluation.load(str(runs["flashmhf"]), device="cpu")
+
+
+def token_losses(model, ids: np.ndarray, window: int, stride: int) -> list[float]:
+    """Every token's loss, one at a time, with the context that the sliding window gives it."""
+    losses, end, previous = [], min(window, len(ids)), 1
+    while True:
+        for target in range(previous, end):
+            context = torch.from_numpy(ids[max(0, end - window) : target + 1])[None]
+            with torch.no_grad():
+                logits = model(context).logits[0, -2].double()
+            losses.append((logits.logsumexp(0) - logits[ids[target]]).item())
+        if end == len(ids):
+            return losses
+        previous, end = end, min(end + stride, len(ids))
+
+
+@pytest.mark.parametrize(("tokens", "window", "stride"), [(50, 16, 8), (50, 16, 15), (49, 16, 1), (10, 16, 8), (16, 16, 5), (2, 16, 8)])
+def test_window_losses_score_every_token_once(trained, tokens, window, stride):
+    model, _ = trained
+    ids = np.random.default_rng(0).integers(0, 300, tokens)
+    scored = list(evaluation.window_losses(model, ids, window, stride, batch=3))
+    expected = token_losses(model, ids, window, stride)
+    assert sum(count for _, count in scored) == len(expected) == tokens - 1
+    assert sum(nats for nats, _ in scored) == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_held_out_loss(trained, tmp_path):
+    """Documents one by one, each after an end-of-text token; a measure per byte beside that per token."""
+    model, tokenizer = trained
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat sat"}\nbad\n{"text": "on the mat, ä"}\n')
+    found = evaluation.held_out_loss(model, tokenizer, [tmp_path], window=32, stride=8)
+    expected = []
+    for document in ("the cat sat", "on the mat, ä"):
+        expected += token_losses(model, np.array([0, *tokenizer(document)["input_ids"]]), 32, 8)
+    assert found.tokens == len(expected) and found.bytes == 11 + 14
+    assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    assert found.bits_per_byte == pytest.approx(sum(expected) / 25 / math.log(2), rel=1e-5)
+    assert found.report.skipped == {"record not JSON": 1}
+
+
+def test_held_out_refusals(trained, text, tmp_path):
+    model, tokenizer = trained
+    with pytest.raises(ValueError, match="window is 1; it must be at least 2 and at most the model's 128"):
+        evaluation.held_out_loss(model, tokenizer, [text], window=1)
+    with pytest.raises(ValueError, match="stride is 64; it must be at least 1 and below the window of 64"):
+        evaluation.held_out_loss(model, tokenizer, [text], window=64, stride=64)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(data.DataError, match="no text is left to evaluate on.*1 × empty file"):
+        evaluation.held_out_loss(model, tokenizer, [tmp_path])
+
+
+def test_what_can_be_loaded(runs, trained, tmp_path):
+    """A run, a checkpoint, an unfinished run (its last complete checkpoint), an official checkpoint with a tokenizer elsewhere."""
+    model, tokenizer = trained
+    ids = torch.arange(9)[None]
+    expected = model(ids).logits
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "checkpoint-40").symlink_to(runs["flashmhf"] / "checkpoint-40")
+    for path in (runs["flashmhf"] / "checkpoint-40", unfinished):
+        assert torch.equal(evaluation.load(str(path), device="cpu")[0](ids).logits, expected)
+    conversion.save_official(model, tmp_path / "official")
+    official, _ = evaluation.load(str(tmp_path / "official"), tokenizer_name=str(runs["flashmhf"]), device="cpu")
+    torch.testing.assert_close(official(ids).logits, expected)
+    without_router = evaluation.load(str(runs["mh_ffn"]), device="cpu")[0]
+    conversion.save_official(without_router, tmp_path / "mhffn")
+    official, _ = evaluation.load(str(tmp_path / "mhffn"), tokenizer_name=str(runs["mh_ffn"]), device="cpu")
+    torch.testing.assert_close(official(ids).logits, without_router(ids).logits)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        evaluation.load(str(tmp_path / "nothing"))
+
+
+def test_damaged_official_checkpoints(trained, tmp_path):
+    """ValueErrors that name the directory, also where Python's own parsers fail."""
+    conversion.save_official(trained[0], tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    weights, config = tmp_path / "pytorch_model.bin", tmp_path / "config.json"
+    for content in (b"", b"no weights"):
+        weights.write_bytes(content)
+        with pytest.raises(ValueError, match=f"the weights in {re.escape(str(tmp_path))} do not load: .+"):
+            evaluation.load_model(str(tmp_path), torch.float32)
+    written = config.read_text()
+    for damaged, message in (
+        (written.replace('"mhffnmoe_num_experts": 2', '"mhffnmoe_num_experts": 5'), "ffn_num_subnets is 5"),
+        (written.replace('"hidden_size": 64', '"hidden_size": "64"'), "'hidden_size' expected int, got str"),
+        (written[:50], "line"),
+    ):
+        assert damaged != written
+        config.write_text(damaged)
+        with pytest.raises(ValueError, match=f"the configuration in {re.escape(str(tmp_path))} is not that of a model: .*{message}"):
+            evaluation.load_model(str(tmp_path), torch.float32)
+
+
+def test_generation(trained):
+    model, tokenizer = trained
+    settings = dict(max_new_tokens=12, seed=3)
+    greedy = generation.generate(model, tokenizer, "the cat number", temperature=0.0, **settings)
+    assert greedy == generation.generate(model, tokenizer, "the cat number", temperature=0.0, **settings) != ""
+    hot = dict(temperature=2.0, top_p=1.0, max_new_tokens=12)
+    sampled = [generation.generate(model, tokenizer, "the cat", seed=seed, **hot) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert isinstance(generation.generate(model, tokenizer, "", **settings), str)
+    for temperature in (-1, 1e-40, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"temperature is {temperature}; supported: 0, and finite numbers from 1e-06 on"):
+            generation.generate(model, tokenizer, "x", temperature=temperature)
+    assert generation.generate(model, tokenizer, "the cat number", temperature=1e-6, **settings) == greedy
+    with pytest.raises(ValueError, match="the model has 128 positions"):
+        generation.generate(model, tokenizer, "cat dog " * 200)
+
+
+def test_generation_of_what_no_model_takes(trained, monkeypatch):
+    model, tokenizer = trained
+    with pytest.raises(ValueError, match="the prompt is not UTF-8"):
+        generation.generate(model, tokenizer, "\udcff")
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), math.nan))
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="the model's logits are not finite: its weights are damaged, or its dtype"):
+            generation.generate(model, tokenizer, "the cat", temperature=temperature)
+
+
+def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
+    model, tokenizer = trained
+    text = generation.generate(model, tokenizer, "the cat", seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer))
+    assert capsys.readouterr().out == text + "\n"
+    command = ["generate", "--model", str(runs["flashmhf"]), "--device", "cpu", "the cat", "--seed", "3", "--max-new-tokens", "12"]
+    for stream in ("--stream", "--no-stream"):
+        assert cli.main([*command, stream]) == 0
+        assert capsys.readouterr().out == f"the cat{text}\n"
+
+
+def test_streaming_prints_as_tokens_come(runs, monkeypatch):
+    """Whoever reads the output sees the prompt and words before the model is done; a terminal does by default."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    seen = []
+    step = decoding.RefuseNotFinite.__call__
+    monkeypatch.setattr(decoding.RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args))
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "the cat", "--temperature", "0"]) == 0
+    assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
+
+
+def test_models_of_other_families_and_incomplete_ones(runs, text, tmp_path):
+    """Weights that a model lacks would be drawn at random; a replaced network is no missing one; a model may know no maximum."""
+    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
+    flashmhf.replace_ffn(model, num_heads=2)
+    model.save_pretrained(tmp_path)
+    tokenizer_name = str(runs["flashmhf"])
+    loaded, tokenizer = evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+    ids = torch.arange(9)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: w for name, w in weights.items() if "layers.1.mlp" not in name}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 6 weights of its model: model.layers.1.mlp.in_proj.weight, .*…$"):
+        evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+    save_file(weights | {"model.norm.weight": torch.ones(65)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="the weights in .* do not load"):
+        evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+    with pytest.raises(ValueError, match="dtype is 'int8'; supported: auto, float32"):
+        evaluation.load(str(tmp_path), device="cpu", dtype="int8")
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ValueError, match="give window: the model's configuration has no maximum"):
+        evaluation.held_out_loss(bloom, tokenizer, [text])
+    (tmp_path / "short.txt").write_text("the cat sat")
+    assert evaluation.held_out_loss(bloom, tokenizer, [tmp_path / "short.txt"], window=16).tokens > 0
+    assert isinstance(generation.generate(bloom, tokenizer, "the cat", max_new_tokens=3), str)
+
+
+def test_training_goes_on_from_a_model_with_replaced_networks(runs, text, tmp_path):
+    """The run stores it, loads it again, and what it leaves loads as well."""
+    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=1, max_position_embeddings=32)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    flashmhf.replace_ffn(model, num_heads=2)
+    model.save_pretrained(tmp_path / "model")
+    settings = dict(init_from=str(tmp_path / "model"), tokenizer=str(runs["swiglu"]), data=[str(text)], batch=2, device="cpu")
+    result = training.start(training.Options(output=str(tmp_path / "run"), steps=2, learning_rate=1e-4, **settings), bar=False)
+    trained, _ = evaluation.load(str(result.output), device="cpu")
+    assert isinstance(trained.model.layers[0].mlp, flashmhf.FlashMHF)
+    before, after = (m.model.layers[0].mlp.k for m in (model, trained))
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(before, after, atol=1e-3, rtol=0)
+
+
+TASK = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {path}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1.0
+"""
+
+
+@pytest.fixture
+def task(tmp_path) -> Path:
+    """A local task in lm-eval's own format: which continuation the training text had."""
+    pytest.importorskip("lm_eval")
+    rows = [{"question": "the cat number 3 sat on the", "choices": ["mat", "xqz"], "answer": 0} for _ in range(4)]
+    rows.append({"question": "the dog ran away from the", "choices": ["QQQQ", "cat"], "answer": 1})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "tiny_choice.yaml").write_text(TASK.format(path=tmp_path / "rows.jsonl"))
+    return folder
+
+
+@pytest.mark.slow
+def test_tasks_through_lm_eval(trained, task):
+    """The harness's own log-likelihoods on our model, without a network."""
+    model, tokenizer = trained
+    scores = evaluation.task_scores(model, tokenizer, ["tiny_choice"], include_path=str(task))
+    assert scores["tiny_choice"]["acc"] == 1.0 and "acc_norm" in scores["tiny_choice"]
+    with pytest.raises(ValueError, match="lm-eval has no tasks \\['tiny_chioce'\\]"):
+        evaluation.task_scores(model, tokenizer, ["tiny_chioce"], include_path=str(task))
+
+
+def test_the_papers_tasks_exist_in_lm_eval():
+    manager = pytest.importorskip("lm_eval.tasks").TaskManager()
+    assert set(evaluation.PAPER_TASKS) <= set(manager.all_tasks)
+
+
+# Commands
+
+
+@pytest.mark.parametrize("ffn", FFN_TYPES)
+def test_every_network_evaluates_and_generates(ffn, runs, text, capsys):
+    model = ["--model", str(runs[ffn]), "--device", "cpu"]
+    assert cli.main(["eval", *model, "--data", str(text), "--window", "128"]) == 0
+    loss = float(capsys.readouterr().out.split("loss ")[1].split()[0])
+    assert loss < 3.5  # ln 300 = 5.7 before training
+    assert cli.main(["generate", *model, "the cat", "--max-new-tokens", "5", "--seed", "0"]) == 0
+    assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_train_command_and_resume(text, tmp_path, capsys):
+    output = tmp_path / "run"
+    command = ["train", "--output", str(output), "--preset", "tiny", "--ffn", "flashmhf", "--data", str(text), "--steps", "3"]
+    settings = ["--vocab-size", "300", "--length", "32", "--batch", "4", "--device", "cpu", "--eval-fraction", "0.1"]
+    settings += ["--log-every", "2"]
+    assert cli.main([*command, *settings, "--model-set", "ffn_q_norm=true"]) == 0
+    captured = capsys.readouterr()
+    assert "3 steps, loss" in captured.out and "held out" in captured.out
+    assert json.loads((output / "config.json").read_text())["ffn_q_norm"] is True
+    assert cli.main(["train", "--output", str(output), "--resume"]) == 0
+    assert "3 steps" in capsys.readouterr().out
+    assert cli.main([*command, *settings]) == 2
+    assert "holds a run already; continue it with --resume" in capsys.readouterr().err
+    assert cli.main(["train", "--output", str(output), "--resume", "--batch", "9", "--set", "x=1"]) == 2
+    assert "--resume takes the run's own options but --steps, --tp and --dp-shard; leave out: --set, --batch" in capsys.readouterr().err
+    assert cli.main(["train", "--output", str(output), "--resume", "--steps", "2"]) == 2
+    assert "--steps is 2; the run has done 3 steps" in capsys.readouterr().err
+    assert cli.main(["train", "--output", str(output), "--resume", "--steps", "5"]) == 0
+    assert "5 steps, loss" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
+    figures = tmp_path / "figures.json"
+    arguments = ["--tasks", "tiny_choice", "--include-path", str(task), "--data", str(text), "--window", "64", "--json", str(figures)]
+    assert cli.main(["eval", "--model", str(runs["swiglu"]), "--device", "cpu", *arguments]) == 0
+    written = json.loads(figures.read_text())
+    assert written["tasks"]["tiny_choice"]["acc"] == 1.0 and 0 < written["held_out"]["loss"] < 4
+    assert "tiny_choice: acc 1.0000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--model", "./nothing", "x"], "does not exist"),
+        (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
+        (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
+        (["train", "--output", "./run"], "give one of --data, --dataset and --tokens"),
+        (["train", "--output", "./run", "--resume"], "holds no run"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and error.count("\n") == 1
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_interruption_says_how_to_continue(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "start", interrupted)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    assert cli.main(["train", "--output", str(tmp_path / "run"), "--data", "x"]) == 130
+    assert f"continue with: flashmhf train --resume --output {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+def test_missing_extra_is_named():
+    """Without transformers the commands say what to install, and the package still works."""
+    program = "import sys; sys.modules['transformers'] = None; from flashmhf_recipes.first_run import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "generate", "--model", "x", "y"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
+    assert found.returncode == 2 and "needs transformers: pip install 'flashmhf[lm]'" in found.stderr
+
+
+def test_presets_cover_the_commands_defaults():
+    assert training.Options(output="x", data=["x"]).resolve()[0] == preset("flashmhf-128m")

@@ -1,0 +1,161 @@
+"""Training runs on several processes over gloo: by heads, with sharded parameters, both; failing and killed processes; resumption."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from lm_runs import environment, options, write_text
+from safetensors.torch import load_file
+
+from flashmhf_recipes import metrics, training
+from flashmhf_recipes.errors import OptionError
+from flashmhf_recipes.layout import Layout, layout_of
+
+FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1 --save-every 4"
+FLAGS += " --eval-fraction 0.1 --eval-every 6 --device cpu"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "environment", "expected"),
+    [
+        ((None, None), 4, {}, (4, 1, 1)),
+        ((2, None), 4, {}, (1, 2, 2)),
+        ((None, 2), 4, {}, (2, 2, 1)),
+        ((2, 2), 8, {}, (2, 2, 2)),
+        ((4, 1), 4, {}, (1, 1, 4)),
+        ((None, None), 4, {"ACCELERATE_USE_FSDP": "true"}, (1, 4, 1)),
+        ((None, None), 1, {"ACCELERATE_USE_FSDP": "true"}, (1, 1, 1)),
+        (
+            (None, None),
+            4,
+            {
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                "PARALLELISM_CONFIG_TP_SIZE": "2",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+            },
+            (1, 2, 2),
+        ),
+        ((1, 4), 4, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, (1, 4, 1)),
+    ],
+)
+def test_layouts(sizes, processes, environment, expected):
+    layout = layout_of(*sizes, processes, environment)
+    assert layout == Layout(*expected) and layout.processes == processes
+    assert [layout.data_index(rank) for rank in range(processes)] == [rank // expected[2] for rank in range(processes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "message"),
+    [
+        ((3, None), 4, "tp is 3; it must divide the 4 processes"),
+        ((2, 3), 4, r"dp_shard is 3; it must divide the 2 groups of tp processes \(4 in all\)"),
+        ((2, 1), 4, "dp_shard is 1 with tp = 2 on 4 processes"),
+    ],
+)
+def test_layouts_that_there_are_not(sizes, processes, message):
+    with pytest.raises(OptionError, match=message):
+        layout_of(*sizes, processes, {})
+
+
+def test_sharded_runs_have_no_muon(tmp_path, monkeypatch):
+    _, resolved = options(tmp_path / "run", tmp_path, tp=2, optimizer="muon").resolve()
+    monkeypatch.setattr(type(resolved), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
+    with pytest.raises(OptionError, match="optimizer is 'muon'; a run with tp or dp_shard above 1 supports 'adamw'"):
+        training.training_arguments(resolved)
+
+
+@pytest.mark.parametrize(
+    ("ffn", "model", "message"),
+    [
+        ("pkv", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
+        ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
+        ("flashmhf", {"ffn_num_heads": 1}, r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H"),
+        ("flashmhf", {"num_key_value_heads": 1}, "tp is 2: model.layers.0.self_attn.k_proj has 1 heads"),
+    ],
+)
+def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(tmp_path, monkeypatch, ffn, model, message):
+    chosen = options(tmp_path / "run", write_text(tmp_path / "text.txt"), tp=2, ffn=ffn, model=model)
+    monkeypatch.setattr(type(chosen), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
+    with pytest.raises(OptionError, match=message):
+        training.start(chosen, bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    text = write_text(folder / "text.txt")
+    small = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.1, eval_every=6)
+    return training.start(options(folder / "run", text, **small), bar=False).output
+
+
+def torchrun(processes: int, *arguments: object, script: bool = False, **variables: str) -> subprocess.CompletedProcess:
+    program = [str(Path(__file__).with_name("failing_rank.py"))] if script else ["-m", "flashmhf_recipes"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [*launcher, *program, *map(str, arguments)]
+    return subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=240)
+
+
+def assert_same(run: Path, expected: Path) -> None:
+    """The same losses and weights to rounding."""
+    ours, theirs = metrics.read_rows(run), metrics.read_rows(expected)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
+        assert [row[key] for row in ours if key in row] == pytest.approx([row[key] for row in theirs if key in row], rel=1e-5), key
+    weights, others = (load_file(folder / "model.safetensors") for folder in (run, expected))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)
+    assert (run / "config.json").read_text() == (expected / "config.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on_one(one_process, tmp_path):
+    """Heads over two processes and FSDP2 over two; killed amid step 6. Then FSDP2 on two to step 12; then one process, step 8 to 12."""
+    run = tmp_path / "run"
+    start = time.monotonic()
+    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", run, "--tp", 2, script=True, DIE_AT="5")
+    assert done.returncode and "Signal 9 (SIGKILL)" in done.stderr and time.monotonic() - start < 200
+    assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-4"]
+    done = torchrun(2, "train", "--resume", "--output", run, "--dp-shard", 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("12 steps, loss") == 1
+    assert_same(run, one_process)
+    for path in run.glob("checkpoint-12/*"):
+        path.unlink()
+    (run / "checkpoint-12").rmdir()
+    training.resume(run, tp=1, bar=False)
+    assert_same(run, one_process)
+
+
+@pytest.mark.slow
+def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp_path):
+    start = time.monotonic()
+    arguments = *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
+    done = torchrun(2, *arguments, script=True, FAIL_AT="3")
+    assert done.returncode and "flashmhf: error: this process has a fault of its own" in done.stderr and time.monotonic() - start < 200
+    assert "rank      : 1" in done.stderr and "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_sizes_that_the_processes_are_no_multiple_of(one_process, tmp_path):
+    done = torchrun(2, *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 4)
+    assert done.returncode and "flashmhf: error: --tp is 4; it must divide the 2 processes" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_hold_out_as_one_process(one_process, tmp_path):
+    """Two replicas of two shards. Their held-out batches have different lengths."""
+    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--dp-shard", 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same(tmp_path / "run", one_process)

@@ -1,0 +1,156 @@
+"""Options of a run: what is ours is refused by its name, what is unknown is refused, a step is made up for any number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from lm_runs import environment
+from transformers import TrainingArguments
+
+from flashmhf_recipes import options as module
+from flashmhf_recipes.options import Options, model_config, training_arguments
+
+
+def resolved(**settings) -> Options:
+    return Options(**{"output": "run", "preset": "tiny", "data": ["x"], "device": "cpu", **settings}).resolve()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option"),
+    [
+        ("gradient_accumulation_steps", 4, "batch"),
+        ("seed", 5, "seed"),
+        ("per_device_train_batch_size", 1, "micro_batch"),
+        ("output_dir", "elsewhere", "output"),
+        ("save_total_limit", 1, "keep"),
+        ("max_steps", 3, "steps"),
+        ("num_train_epochs", 3, "steps"),
+        ("learning_rate", 1.0, "learning_rate"),
+        ("bf16", True, "precision"),
+        ("use_cpu", True, "device"),
+        ("torch_compile", True, "compile"),
+        ("logging_steps", 2, "log_every"),
+        ("resume_from_checkpoint", "x", "resume"),
+    ],
+)
+def test_arguments_of_our_options_are_refused(name, value, option):
+    with pytest.raises(ValueError, match=f"arguments cannot set {name}: use {option}$"):
+        resolved(arguments={name: value})
+
+
+def test_every_own_argument_names_an_option():
+    """The tables name what exists, and all that training_arguments sets but a few is in them."""
+    known = {entry.name for entry in dataclasses.fields(TrainingArguments)} | {"activation_checkpointing"}  # transformers 5.17 lacks it
+    options = {entry.name for entry in dataclasses.fields(Options)}
+    assert module._OWN_ARGUMENTS.keys() | module._REFUSED_ARGUMENTS.keys() <= known
+    assert set(module._OWN_ARGUMENTS.values()) - {"resume"} <= options and set(module._OWN_SETTINGS.values()) <= options
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arguments": {"weight_dekay": 1}}, "no setting 'weight_dekay'; did you mean weight_decay"),
+        ({"arguments": {"nosuch": 1}}, "no setting 'nosuch'$"),
+        ({"arguments": {"enable_jit_checkpoint": True}}, "enable_jit_checkpoint: SIGTERM and SIGINT save a checkpoint without it"),
+        ({"arguments": {"save_only_model": True}}, "save_only_model: the run could not be resumed"),
+        ({"arguments": {"adam_epsilon": "x"}}, "arguments sets adam_epsilon to 'x'; it must be a number"),
+        ({"arguments": {"logging_first_step": 3}}, "arguments sets logging_first_step to 3; it must be true or false"),
+        ({"model": {"vocab_size": 9999}}, "model cannot set vocab_size: use vocab_size"),
+        ({"model": {"ffn_type": "pkv"}}, "model cannot set ffn_type: use ffn"),
+        ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id: the tokenizer decides"),
+        ({"model": {"hiden_size": 64}}, "no setting 'hiden_size'; did you mean hidden_size"),
+        ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
+    ],
+)
+def test_refused_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((name, (0, -3, 2.5, "5")) for name in ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every", "save_every")),
+        ("learning_rate", (0.0, math.inf, math.nan, "high")),
+        ("warmup", (-1.0, math.nan, math.inf, "long")),
+        ("weight_decay", (-0.1, math.nan, math.inf)),
+        ("betas", ((1.0, 0.9), (0.9, math.nan), (0.9,), 0.9)),
+        ("max_grad_norm", (-1.0, math.nan)),
+        ("eval_fraction", (-0.1, 1.0, math.nan)),
+        ("seed", (-1, 1 << 32, 0.5)),
+    ],
+)
+def test_numbers_out_of_range_are_named(name, values):
+    """Some of them took the preset's value or switched off what they set; others failed once the run's directory was made."""
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; supported: "):
+            resolved(**{name: value})
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3}])
+def test_sizes_that_no_model_has(settings):
+    chosen, options = Options(output="run", preset="tiny", data=["x"], model=settings).resolve()
+    with pytest.raises(ValueError, match="^model: "):
+        model_config(chosen, options)
+
+
+def test_a_report_needs_its_package():
+    if importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    with pytest.raises(ValueError, match="arguments: WandbCallback requires wandb"):
+        training_arguments(resolved(arguments={"report_to": "wandb"}))
+
+
+def test_another_schedule():
+    arguments = training_arguments(resolved(arguments={"lr_scheduler_type": "linear"}))
+    assert arguments.lr_scheduler_type == "linear" and not arguments.lr_scheduler_kwargs
+
+
+@pytest.mark.parametrize(
+    ("batch", "bound", "processes", "expected"),
+    [
+        (64, None, 1, 8),
+        (64, None, 8, 8),
+        (64, None, 16, 4),
+        (64, 16, 2, 16),
+        (6, 4, 1, 3),
+        (6, 4, 2, 3),
+        (7, None, 7, 1),
+        (3, 8, 1, 3),
+        (22, 8, 2, 1),
+    ],
+)
+def test_the_micro_batch_follows_the_processes(batch, bound, processes, expected):
+    """The batch is what was asked for on any number of processes, and no device gets more at once than it may."""
+    options = resolved(batch=batch, micro_batch=bound)
+    assert options.micro_batch_for(processes) == expected
+    assert f"a step: {batch} sequences of 128 tokens = {batch * 128:,} tokens; {expected} sequences at once" in options.accumulation(
+        processes
+    )
+
+
+def test_a_batch_that_the_processes_do_not_divide():
+    with pytest.raises(ValueError, match="batch is 64; it must be a multiple of the 3 processes"):
+        resolved(batch=64).micro_batch_for(3)
+
+
+@pytest.mark.slow
+def test_an_indivisible_batch_under_torchrun(tmp_path):
+    """One line, status 2 and no run.json, so that the corrected command may use the directory."""
+    (tmp_path / "text.txt").write_text("some text\n" * 2000)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "flashmhf_recipes", "train"]
+    settings = ["--output", tmp_path / "run", "--preset", "tiny", "--data", tmp_path / "text.txt", "--device", "cpu", "--batch", "3"]
+    done = subprocess.run([str(part) for part in [*launcher, *settings]], env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode and "flashmhf: error: --batch is 3; it must be a multiple of the 2 processes" in done.stderr
+    assert "exitcode  : 2" in done.stderr and not os.path.exists(tmp_path / "run")

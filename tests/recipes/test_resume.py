@@ -1,0 +1,556 @@
+"""Runs that are stopped, damaged, moved or lengthened go on without loss, and nothing is removed that a run did not write."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from lm_runs import ROOT, StopAt, environment, options, same_run, write_text
+from transformers import TrainerCallback
+
+from flashmhf.models import conversion
+from flashmhf_recipes import callbacks, cli, data, evaluation, metrics, training
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
+
+
+@pytest.fixture(scope="module")
+def no_pictures():
+    """loss.png takes a quarter of such a short run; test_lm_training.py looks at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks, "draw_losses", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
+
+
+@pytest.fixture(scope="module")
+def expected(text, tmp_path_factory) -> Path:
+    """The directory of an uninterrupted run."""
+    return training.start(options(tmp_path_factory.mktemp("run") / "run", text, **HELD_OUT), bar=False).output
+
+
+@pytest.fixture
+def run(expected, tmp_path) -> Path:
+    """A copy of that run without its final model: checkpoints of steps 10 and 20."""
+    output = tmp_path / "run"
+    shutil.copytree(expected, output)
+    for name in ("model.safetensors", "config.json"):
+        (output / name).unlink()
+    return output
+
+
+def interrupted(options, step: int) -> Path:
+    """A run that ends at ``step`` without saving."""
+    with pytest.raises(KeyboardInterrupt):
+        training.start(options, bar=False, callbacks=[StopAt(step)])
+    return Path(options.output)
+
+
+@pytest.mark.parametrize("change", ["moved", "touched", "deleted"])
+def test_a_resumed_run_needs_no_data(change, text, expected, tmp_path, monkeypatch):
+    """With a relative path to the data, resumed from another directory."""
+    (tmp_path / "there").mkdir()
+    copy = tmp_path / "there" / "copy.txt"
+    shutil.copy(text, copy)
+    monkeypatch.chdir(tmp_path / "there")
+    output = interrupted(options(tmp_path / "run", Path("copy.txt"), **HELD_OUT), 12)
+    if change == "touched":
+        os.utime(copy, (1, 1))
+    elif change == "moved":
+        copy.rename(tmp_path / "elsewhere.txt")
+    else:
+        copy.unlink()
+    monkeypatch.chdir(tmp_path)
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+def test_a_run_killed_while_tokenising_finds_relative_data(text, expected, tmp_path, monkeypatch):
+    shutil.copy(text, tmp_path / "copy.txt")
+    monkeypatch.chdir(tmp_path)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "encode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.start(options(tmp_path / "run", Path("copy.txt"), **HELD_OUT), bar=False)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    training.resume(tmp_path / "run", bar=False)
+    same_run(tmp_path / "run", expected)
+
+
+def test_a_resumed_run_needs_no_source_of_its_tokens(text, expected, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(expected, source)
+    output = interrupted(options(tmp_path / "run", text, data=[], tokens=str(source), **HELD_OUT), 12)
+    shutil.rmtree(source)
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+class SignalAt(TrainerCallback):
+    """Sends this process a signal in a step, in an evaluation or while it saves."""
+
+    def __init__(self, number: int, event: str, step: int):
+        self.number, self.event, self.step = number, event, step
+
+    def _signal(self, event: str, state) -> None:
+        if (event, state.global_step) == (self.event, self.step):
+            os.kill(os.getpid(), self.number)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._signal("step", state)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._signal("evaluated", state)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self._signal("evaluation", state)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._signal("save", state)
+
+
+@pytest.mark.parametrize(
+    ("number", "event", "step", "saved"),
+    [
+        (signal.SIGTERM, "step", 6, 7),
+        (signal.SIGINT, "step", 6, 7),
+        (signal.SIGTERM, "step", 9, 10),  # an evaluation is due
+        (signal.SIGTERM, "evaluation", 10, 10),
+        (signal.SIGTERM, "save", 10, 11),
+        (signal.SIGTERM, "evaluation", 20, 20),  # the last step
+    ],
+)
+def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, text, expected, tmp_path):
+    handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
+    output = tmp_path / "run"
+    with pytest.raises(training.Stopped, match=f"stopped by {number.name} after step {saved}, which is saved") as stopped:
+        training.start(options(output, text, **HELD_OUT), bar=False, callbacks=[SignalAt(number, event, step)])
+    assert stopped.value.signum == number and (output / f"checkpoint-{saved}" / "complete").exists()
+    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_process_group_leaves_data_loaders_alive(text, expected, tmp_path):
+    """Batch systems signal every process of a job."""
+
+    class SignalWorkers(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                workers = [str(process.pid) for process in multiprocessing.active_children()]
+                subprocess.run(["kill", "-TERM", *workers, str(os.getpid())], check=True)  # torch's workers heed who sends it
+                assert len(workers) == 2
+                time.sleep(0.5)
+
+    output = tmp_path / "run"
+    arguments = {"dataloader_num_workers": 2}
+    with pytest.raises(training.Stopped, match="after step 7"):
+        training.start(options(output, text, arguments=arguments, **HELD_OUT), bar=False, callbacks=[SignalWorkers()])
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+def test_an_ignored_signal_stays_ignored(text, tmp_path):
+    """As SIGINT in a background job of a shell."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        result = training.start(options(tmp_path / "run", text, steps=3), bar=False, callbacks=[SignalAt(signal.SIGINT, "step", 1)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.steps == 3
+
+
+def test_a_signal_in_the_first_evaluation_of_a_resumed_run(text, expected, tmp_path):
+    output = tmp_path / "run"
+    with pytest.raises(training.Stopped):
+        training.start(options(output, text, **HELD_OUT), bar=False, callbacks=[SignalAt(signal.SIGTERM, "evaluation", 10)])
+    with pytest.raises(training.Stopped, match="after step 10"):
+        training.resume(output, bar=False, callbacks=[SignalAt(signal.SIGTERM, "evaluation", 10)])
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+SIGNALLED = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from transformers import Trainer
+from flashmhf_recipes.first_run import cli
+from flashmhf.models import data
+
+where, number, times = sys.argv[1], getattr(signal, sys.argv[2]), int(sys.argv[3])
+
+def send(step):
+    for _ in range(times):
+        os.kill(os.getpid(), number)
+
+training_step, encode = Trainer.training_step, data.encode
+
+def signalled_step(self, *args, **kwargs):
+    if self.state.global_step == 2:
+        send(2)
+    return training_step(self, *args, **kwargs)
+
+def signalled_encode(*args):
+    send(0)
+    return encode(*args)
+
+if where == "step":
+    Trainer.training_step = signalled_step
+else:
+    data.encode = signalled_encode
+sys.exit(cli.main(sys.argv[4:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "number", "times", "status", "message"),
+    [
+        ("step", "SIGTERM", 1, 143, "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
+        ("step", "SIGINT", 1, 130, "stopped by SIGINT after step 3, which is saved; continue with: flashmhf train --resume --output"),
+        ("step", "SIGTERM", 2, 143, "a second signal ends at once"),
+        ("tokenising", "SIGTERM", 1, 143, "stopped by SIGTERM before the first step; continue with: flashmhf train --resume --output"),
+    ],
+)
+def test_the_command_stops_on_signals(where, number, times, status, message, text, tmp_path):
+    settings = ["--preset", "tiny", "--vocab-size", 300, "--length", 32, "--steps", 5, "--device", "cpu", "--data", text]
+    command = [sys.executable, "-c", SIGNALLED, where, number, times, "train", "--output", tmp_path / "run", *settings]
+    done = subprocess.run([str(part) for part in command], env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == status and message in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "checkpoint-3" / "complete").exists() == (where == "step" and times == 1)
+
+
+@pytest.mark.slow
+def test_runs_killed_at_random_times():
+    """Fewer repetitions of what kill_runs.py does by default."""
+    command = [sys.executable, str(ROOT / "tests" / "kill_runs.py"), "--repeats", "1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 runs ended as the uninterrupted one") == 3
+
+
+@pytest.mark.parametrize("mark", ["sizes", "empty"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_set_aside(name, mark, run, expected, caplog):
+    path = run / "checkpoint-20" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    if mark == "empty":  # as version 0.1 wrote it
+        (run / "checkpoint-20" / "complete").write_text("")
+    training.resume(run, bar=False)
+    same_run(run, expected)
+    assert re.search(rf"checkpoint-20 is damaged: {name}.*it is now damaged-checkpoint-20", caplog.text)
+    assert (run / "damaged-checkpoint-20" / name).exists()
+
+
+@pytest.mark.parametrize("content", ["x", "[]", "{}"])
+def test_a_damaged_mark_is_damage(content, run, expected, caplog):
+    (run / "checkpoint-20" / "complete").write_text(content)
+    training.resume(run, bar=False)
+    same_run(run, expected)
+    assert "checkpoint-20 is damaged: complete does not load" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("manifest.json", None, "data has no manifest.json: checkpoint-20 cannot go on with the run's own batches"),
+        ("manifest.json", b"x", "manifest.json is damaged: JSONDecodeError"),
+        ("manifest.json", b"{}", "manifest.json is damaged: KeyError"),
+        ("tokens.bin", None, r"tokens.bin is damaged: it has 0 bytes, and by manifest.json [\d,]+ tokens of 2 bytes"),
+        ("tokens.bin", b"short", "tokens.bin is damaged: it has 5 bytes"),
+    ],
+)
+def test_damaged_tokens_are_refused(name, content, message, run):
+    """Tokens made anew could be others: more are wanted for more steps."""
+    path = run / "data" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(data.DataError, match=message):
+        training.resume(run, steps=40, bar=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 100])
+def test_zeros_and_nothing_are_damage(content, run, expected):
+    path = run / "checkpoint-20" / "model.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(content * (size // 100) + b"\0" * (size % 100) if content else b"")
+    training.resume(run, bar=False)
+    same_run(run, expected)
+
+
+def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
+    (run / "checkpoint-10" / "optimizer.pt").unlink()
+    (run / "checkpoint-20" / "model.safetensors").write_bytes(b"short")
+    for _ in range(2):  # not from the first step at the second attempt either
+        with pytest.raises(
+            training.TrainingError, match="no checkpoint that loads; damaged are: damaged-checkpoint-10, damaged-checkpoint-20"
+        ):
+            training.resume(run, bar=False)
+    assert not list(run.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"output": "x", "later": 1}'])
+def test_options_that_cannot_be_read(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match="run.json holds no options that this version knows"):
+        training.resume(tmp_path, bar=False)
+
+
+@pytest.mark.parametrize("step", [7, 15])  # before and after the first checkpoint
+def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(step, text, tmp_path):
+    """run.json of 0.1.0 knows no param_groups; its model was "normal", and its optimizer had transformers' two groups."""
+    earlier = dict(param_groups=False, model={"ffn_init": "normal"})
+    uninterrupted = training.start(options(tmp_path / "expected", text, **earlier), bar=False).output
+    stopped = interrupted(options(tmp_path / "run", text, **earlier), step)
+    stored = json.loads((stopped / "run.json").read_text())
+    del stored["param_groups"]
+    stored["model"] = {}
+    (stopped / "run.json").write_text(json.dumps(stored))
+    training.resume(stopped, bar=False)
+    same_run(stopped, uninterrupted)
+
+
+def test_only_what_a_run_wrote_is_touched(run, expected):
+    """Directories of the user keep their names; a checkpoint that was cut off is renamed, and twice under another name."""
+    for name in ("checkpoint-mine", "checkpoint-best", "checkpoint-15", "incomplete-checkpoint-15"):
+        (run / name).mkdir()
+        (run / name / "notes.txt").write_text(name)
+    training.resume(run, bar=False)
+    same_run(run, expected)
+    for name in ("checkpoint-mine", "checkpoint-best", "incomplete-checkpoint-15"):
+        assert (run / name / "notes.txt").read_text() == name
+    assert (run / "incomplete-checkpoint-15-2" / "notes.txt").read_text() == "checkpoint-15"
+
+
+def test_old_checkpoints_go_when_a_newer_one_is_complete(text, tmp_path):
+    output = training.start(options(tmp_path / "run", text, save_every=3, keep=3, arguments={"report_to": []}), bar=False).output
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-15", "checkpoint-18", "checkpoint-20"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True)
+    if not mounted or mounted.returncode:
+        pytest.skip("mounting a small file system takes root" if not mounted else f"cannot mount: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk: Path, free: int) -> Path:
+    """A file that leaves ``free`` bytes of ``disk``."""
+    stats = os.statvfs(disk)
+    filler = disk / "filler"
+    filler.write_bytes(b"\0" * max(0, stats.f_bavail * stats.f_frsize - free))
+    return filler
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_nothing(text, expected, small_disk):
+    """At every write of a save: less and less space is left, from none to all but one page of it."""
+    settings = dict(HELD_OUT, arguments={"report_to": []})
+    output = interrupted(options(small_disk / "run", text, **settings), 12)
+    size = sum(path.stat().st_size for path in (output / "checkpoint-10").iterdir())
+    saves = 0
+    for tenth in range(10):
+        filler = fill(small_disk, 4096 + size * tenth // 10)
+        with pytest.raises((training.TrainingError, OSError), match="No space left|could not be written") as failure:
+            training.resume(output, bar=False)
+        saves += isinstance(failure.value, training.TrainingError)
+        left = sorted(path.name for path in output.glob("*checkpoint-*"))
+        assert left == ["checkpoint-10"] or (left == ["checkpoint-10", "checkpoint-20"] and (output / left[1] / "complete").exists())
+        filler.unlink()
+        if len(left) == 2:
+            break  # only the finished model did not fit
+    assert saves >= 6
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+BAD_STARTS = [
+    (["--set", "nosuch=1"], "no setting 'nosuch'"),
+    (["--set", "optim=nosuch"], "--set: nosuch is not a valid OptimizerNames"),
+    (["--set", "report_to=swanlab"], "--set: "),
+    (["--set", "report_to=nosuch"], "nosuch is not supported"),
+    (["--set", "adam_epsilon=small"], "--set sets adam_epsilon to 'small'; it must be a number"),
+    (["--model-set", "hidden_size=65"], "--model-set: The hidden size (65) is not a multiple"),
+    (["--model-set", "hidden_size=wide"], "--model-set: Field 'hidden_size' expected int"),
+    (["--model-set", "hiden_size=64"], "did you mean hidden_size?"),
+    (["--length", "100000"], "less than one block"),
+    (["--tokenizer", "nosuch.json"], "no tokenizer could be loaded"),
+    (["--data", "broken.txt.gz"], "broken.txt.gz"),
+]
+
+
+def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, capsys):
+    """Every error is one line with status 2, and the corrected command works in the same directory."""
+    monkeypatch.chdir(tmp_path)
+    whole = subprocess.run(["gzip", "-c", text], capture_output=True, check=True).stdout
+    Path("broken.txt.gz").write_bytes(whole[:200] + bytes(200) + whole[400:])
+    command = ["train", "--output", "run", "--preset", "tiny", "--data", str(text), "--steps", "2", "--device", "cpu"]
+    command += ["--vocab-size", "300", "--length", "32", "--batch", "4"]
+    for arguments, message in BAD_STARTS:
+        assert cli.main([*command, *arguments]) == 2, arguments
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error, error
+        assert error.splitlines()[-1].startswith("flashmhf: error: ") and not Path("run", "run.json").exists(), error
+    assert cli.main(command) == 0
+
+
+def test_a_failed_start_keeps_complete_tokens(text, tmp_path, monkeypatch):
+    """An error in the first step, as of memory, does not cost the tokens, unless they are of other options."""
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    output = tmp_path / "run"
+    for settings, damaged, kept in (({}, False, True), ({"vocab_size": 280}, False, False), ({}, True, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(training.RunTrainer, "training_step", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                training.start(options(output, text), bar=False)
+        assert not (output / "run.json").exists()
+        if damaged:
+            (output / "failed-start.json").write_text("x")
+        before = (output / "data" / "tokens.bin").stat().st_ino
+        training.start(options(output, text, steps=20, **settings), bar=False, callbacks=[])
+        assert ((output / "data" / "tokens.bin").stat().st_ino == before) == kept
+        shutil.rmtree(output)
+
+
+def test_a_failed_start_removes_nothing_of_the_user(tmp_path):
+    """The data lies where a run keeps its tokens."""
+    (tmp_path / "data").mkdir()
+    corpus = tmp_path / "data" / "corpus.txt"
+    corpus.write_text("too short")
+    with pytest.raises((data.DataError, FileExistsError)):
+        training.start(options(tmp_path, corpus), bar=False)
+    assert corpus.read_text() == "too short"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5"])
+def test_a_start_overwrites_nothing(name, text, tmp_path):
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / name).mkdir() if name.startswith("checkpoint") else (output / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=f"holds {name}, which a run would overwrite"):
+        training.start(options(output, text), bar=False)
+    assert [path.name for path in output.iterdir()] == [name]
+
+
+def test_a_longer_run_states_its_schedule(run, text, tmp_path, caplog):
+    """Learning rates from the resumption on are those of a run of that length."""
+    result = training.resume(run, steps=30, bar=False)
+    assert result.steps == 30
+    assert "the run ends after 30 steps instead of 20, and its schedule with it: the learning rate of step 21 is" in caplog.text
+    settings = json.loads((run / "run.json").read_text())
+    assert settings["steps"] == 30 and [(change["after_step"], change["steps"]) for change in settings["changes"]] == [(20, [20, 30])]
+    whole = training.start(options(tmp_path / "whole", text, steps=30, **HELD_OUT), bar=False).output
+    rates = [
+        {row["step"]: row["learning_rate"] for row in metrics.read_rows(output) if row["step"] > 20 and "loss" in row}
+        for output in (run, whole)
+    ]
+    assert rates[0] == rates[1] and list(rates[0]) == [25, 30]
+    assert training.resume(run, bar=False).steps == 30
+    with pytest.raises(ValueError, match="steps is 30; the run has done 30 steps"):
+        training.resume(run, steps=30, bar=False)
+
+
+def test_the_first_step_of_a_longer_run_has_the_new_learning_rate(run, text, tmp_path):
+    training.resume(run, steps=21, bar=False)
+    whole = training.start(options(tmp_path / "whole", text, steps=21, log_every=1, **HELD_OUT), bar=False).output
+    last = [[row for row in metrics.read_rows(output) if "loss" in row][-1] for output in (run, whole)]
+    assert [row["step"] for row in last] == [21, 21] and last[0]["learning_rate"] == last[1]["learning_rate"]
+
+
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("other") / "other.txt"
+    path.write_text("".join(f"{i % 10} the gate weighs what each head finds.\n" for i in range(2000)))
+    return path
+
+
+def further(output: Path, text: Path, start: Path, **settings):
+    given = dict(preset=None, ffn=None, vocab_size=None, init_from=str(start), length=None, learning_rate=1e-3, steps=4, log_every=1)
+    return options(output, text, **{**given, **settings})
+
+
+def test_further_training_of_a_run(expected, other_text, tmp_path):
+    """The first loss is that of the model on the new data; a resumed run needs neither."""
+    source, copy = tmp_path / "source", tmp_path / "copy.txt"
+    shutil.copytree(expected, source)
+    shutil.copy(other_text, copy)
+    whole = training.start(further(tmp_path / "whole", other_text, expected), bar=False)
+    model, text = evaluation.load(str(expected), device="cpu")
+    tokens = data.load(whole.output / "data")
+    blocks = data.Blocks(tokens, 128, 32, 0)
+    ids = [blocks[i]["input_ids"] for i in range(8)]
+    first = sum(model(row[None], labels=row[None]).loss.item() for row in ids) / 8
+    assert metrics.read_rows(whole.output)[0]["loss"] == pytest.approx(first, rel=1e-4)
+    assert (whole.output / "tokenizer" / "tokenizer.json").read_text() == (expected / "tokenizer" / "tokenizer.json").read_text()
+    output = interrupted(further(tmp_path / "run", copy, source), 2)
+    shutil.rmtree(source)
+    copy.unlink()
+    training.resume(output, bar=False)
+    same_run(output, whole.output)
+
+
+def test_further_training_of_an_official_checkpoint(expected, other_text, tmp_path):
+    model, text = evaluation.load(str(expected), device="cpu")
+    conversion.save_official(model, tmp_path / "official")
+    settings = dict(tokenizer=str(expected / "tokenizer"))
+    official = training.start(further(tmp_path / "run", other_text, tmp_path / "official", **settings), bar=False)
+    ours = training.start(further(tmp_path / "ours", other_text, expected), bar=False)
+    assert official.loss == pytest.approx(ours.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "tiny"}, "preset cannot be given with init_from"),
+        ({"model": {"ffn_q_norm": True}}, "model cannot be given with init_from"),
+        ({"vocab_size": 300}, "vocab_size cannot be given with init_from"),
+        ({"steps": None}, "steps must be given with init_from"),
+        ({"learning_rate": None}, "learning_rate must be given with init_from"),
+        ({"tokenizer": "x"}, "tokenizer cannot be given with init_from: .* has a tokenizer"),
+        ({"length": 256}, "length is 256; the model of init_from has 128 positions"),
+    ],
+)
+def test_refused_further_training(settings, message, expected, other_text, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        training.start(further(tmp_path / "run", other_text, expected, **settings), bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_further_training_on_tokens_of_another_tokenizer(expected, other_text, tmp_path):
+    other = training.start(options(tmp_path / "other", other_text, vocab_size=270, steps=1), bar=False).output
+    with pytest.raises(ValueError, match="tokens has tokens of another tokenizer"):
+        training.start(further(tmp_path / "run", other_text, expected, data=[], tokens=str(other)), bar=False)

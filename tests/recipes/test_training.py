@@ -1,0 +1,421 @@
+"""Training runs: every feed-forward network learns, a killed run resumes to the same bits, refusals, metrics, command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from lm_runs import Batches, StopAt, environment, options, same_run, write_text
+from safetensors.torch import load_file
+from transformers import TrainerCallback, TrainingArguments
+
+import flashmhf
+from flashmhf.models import FFN_TYPES
+from flashmhf_recipes import checkpoints, data, metrics, tokenizer, training
+from flashmhf_recipes.training import Options
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text, tmp_path_factory):
+    """A run from start to end, with the batches it saw."""
+    batches = Batches()
+    output = tmp_path_factory.mktemp("run") / "run"
+    result = training.start(options(output, text, eval_fraction=0.1, eval_every=10), bar=False, callbacks=[batches])
+    return result, batches.seen
+
+
+@pytest.mark.parametrize("ffn", [ffn for ffn in FFN_TYPES if ffn != "flashmhf"])
+def test_every_network_learns(ffn, text, tmp_path):
+    result = training.start(options(tmp_path / "run", text, ffn=ffn, steps=30), bar=False)
+    rows = metrics.read_rows(result.output)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1.5
+    assert (result.output / "model.safetensors").exists()
+
+
+def test_what_a_run_leaves(uninterrupted):
+    result, seen = uninterrupted
+    rows = metrics.read_rows(result.output)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 5, 10, 15, 20]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [10, 20]
+    assert result.loss == rows[-2]["loss"] < rows[0]["loss"] - 1 and result.eval_loss == rows[-1]["eval_loss"] and result.steps == 20
+    assert rows[2]["tokens"] == 10 * 8 * 32 and rows[2]["tokens_per_second"] > 0
+    assert "mfu" not in rows[2]  # no peak is known for a CPU
+    assert (result.output / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in checkpoints.complete_checkpoints(result.output)] == ["checkpoint-10", "checkpoint-20"]
+    weights = load_file(result.output / "model.safetensors")
+    final = load_file(result.output / "checkpoint-20" / "model.safetensors")
+    assert all(torch.equal(tensor, final[name]) for name, tensor in weights.items())
+    if importlib.util.find_spec("tensorboard"):
+        assert list(result.output.rglob("events.out.tfevents.*"))
+    bpe = tokenizer.load(str(result.output))
+    assert (bpe.eos_token_id, bpe.pad_token_id, bpe.model_max_length) == (0, 1, 128)
+    # micro-batches of 4 in the order that the seed fixes, held-out tokens never among them
+    tokens = data.load(result.output / "data")
+    train_tokens, held_out = training.split(tokens, Options(**json.loads((result.output / "run.json").read_text())), 0)
+    assert len(held_out) / len(tokens) == pytest.approx(0.1, abs=0.02)
+    blocks = data.Blocks(train_tokens, 32, 160, 0)
+    trained = [x for x in seen if len(x) == 4][:40]
+    expected = [torch.stack([blocks[i]["input_ids"] for i in range(j, j + 4)]) for j in range(0, 160, 4)]
+    assert [x.tolist() for x in trained[:20]] == [x.tolist() for x in expected[:20]]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from transformers import Trainer, TrainerCallback
+from flashmhf.models import data, training
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class DieAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            die()
+
+def start():
+    encode = data.encode
+
+    def encode_some(*args):
+        yield next(encode(*args))[:100]
+        die()
+
+    data.encode = encode_some
+    settings = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
+    training.start(training.Options(output=output, data=[text], eval_fraction=0.1, eval_every=10, device="cpu", **settings), bar=False)
+
+def step():
+    training.resume(output, bar=False, callbacks=[DieAt()])
+
+def save():
+    Trainer._save_rng_state = die  # weights and optimiser are written by then
+    training.resume(output, bar=False)
+
+output, text = sys.argv[1:]
+for death in (start, step, save):
+    process = os.fork()  # the libraries are imported once
+    if not process:
+        death()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    found = sorted(name for folder in (output, output + "/data") if os.path.isdir(folder) for name in os.listdir(folder))
+    print(death.__name__, status, *found, flush=True)  # or the next child writes the line again
+"""
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_to_the_same_bits(uninterrupted, text, tmp_path):
+    """SIGKILL while tokenising, before the first checkpoint and amid writing one; then weights, losses and batches are as without."""
+    expected, seen = uninterrupted
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", KILLED, str(output), str(text)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = {line.split()[0]: line.split()[2:] for line in done.stdout.splitlines()}
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [[death, "-9"] for death in ("start", "step", "save")], done.stderr
+    assert "run.json" in found["start"] and "manifest.json" not in found["start"]
+    assert "manifest.json" in found["step"] and "checkpoint-10" not in found["step"]
+    assert (output / "checkpoint-10" / "model.safetensors").exists() and not checkpoints.complete_checkpoints(output)
+    batches = Batches()
+    result = training.resume(output, bar=False, callbacks=[batches])
+    same_run(result.output, expected.output)
+    assert [x.tolist() for x in batches.seen] == [x.tolist() for x in seen]
+
+
+def test_resuming_between_checkpoints(uninterrupted, text, tmp_path):
+    """What was trained after the last checkpoint is trained again, on the same batches; its rows are not doubled."""
+    expected, seen = uninterrupted
+    output = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        training.start(options(output, text, eval_fraction=0.1, eval_every=10), bar=False, callbacks=[StopAt(17)])
+    assert metrics.read_rows(output)[-1]["step"] == 15
+    with (output / "metrics.jsonl").open("a") as out:
+        out.write('{"step": 16, "lo')  # torn by a kill
+    batches = Batches()
+    result = training.resume(output, bar=False, callbacks=[batches])
+    same_run(result.output, expected.output)
+    remaining = len(batches.seen)
+    assert [x.tolist() for x in batches.seen] == [x.tolist() for x in seen[-remaining:]] and remaining < len(seen)
+    again = training.resume(output, bar=False)  # a finished run: nothing left to do
+    assert again.steps == 20 and again.loss == result.loss
+
+
+def test_the_papers_settings(tmp_path):
+    """Appendix "Training Hyperparameters" at every scale, as the Trainer gets them."""
+    for scale, rate, steps in (("128m", 3e-3, 245_000), ("370m", 1.5e-3, 245_000), ("1.3b", 1e-3, 409_000)):
+        chosen, resolved = Options(output=str(tmp_path), preset=scale, data=["x"]).resolve()
+        arguments = training.training_arguments(resolved)
+        assert isinstance(arguments, TrainingArguments) and chosen.name == f"flashmhf-{scale}" and resolved.length == 4096
+        assert (arguments.learning_rate, arguments.max_steps) == (rate, steps)
+        assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 64
+        assert (arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr": 1e-5})
+        assert (arguments.adam_beta1, arguments.adam_beta2, arguments.weight_decay) == (0.9, 0.95, 0.1)
+        assert arguments.get_warmup_steps(steps) == pytest.approx(0.015 * steps, abs=1)
+
+
+def test_presets_and_networks_combine(tmp_path):
+    def name(**settings):
+        return Options(output=str(tmp_path), data=["x"], **settings).resolve()[0].name
+
+    assert name(preset="370m", ffn="pkv") == name(preset="flashmhf-370m", ffn="pkv") == "pkv-370m"
+    assert name(preset="flashmhf-1.3b-dh64") == "flashmhf-1.3b-dh64" and name(preset="tiny") == "flashmhf-tiny"
+
+
+def test_compiled_and_checkpointed_training(text, tmp_path):
+    """Both switches reach the model: the same loss from the same seed."""
+    plain = training.start(options(tmp_path / "plain", text, steps=2), bar=False)
+    checkpointed = training.start(options(tmp_path / "checkpointed", text, steps=2, checkpointing=True), bar=False)
+    assert checkpointed.loss == plain.loss
+    torch._dynamo.reset()
+    compiled = training.start(
+        options(tmp_path / "compiled", text, steps=2, compile=True, arguments={"torch_compile_backend": "aot_eager"}), bar=False
+    )
+    assert compiled.loss == pytest.approx(plain.loss, rel=1e-4)
+
+
+def test_compiled_training_under_autocast(text, tmp_path):
+    """bf16 autocast over float32 weights, as on a GPU: one graph, no break, near the float32 loss."""
+    plain = training.start(options(tmp_path / "plain", text, steps=2), bar=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = {"torch_compile_backend": "aot_eager"}
+    result = training.start(options(tmp_path / "bf16", text, steps=2, precision="bf16", compile=True, arguments=settings), bar=False)
+    assert result.loss == pytest.approx(plain.loss, rel=1e-2) and result.loss != plain.loss
+    assert load_file(result.output / "model.safetensors")["model.layers.0.mlp.k"].dtype == torch.float32
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.gpu
+def test_compiled_training_on_a_gpu(text, tmp_path):
+    """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without compilation."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "ffn_num_heads": 2, "ffn_num_subnets": 2}
+    settings = dict(device="auto", model=sizes, steps=20)
+    plain = training.start(options(tmp_path / "plain", text, precision="fp32", **settings), bar=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    result = training.start(options(tmp_path / "bf16", text, compile=True, **settings), bar=False)
+    assert result.loss == pytest.approx(plain.loss, rel=0.05)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert metrics.read_rows(result.output)[-1]["peak_memory_bytes"] > 0
+
+
+def test_gpu_benchmark_runs(tmp_path, monkeypatch, capsys):
+    """The script for the GPU, with its tiny setting."""
+    monkeypatch.setattr(sys, "argv", ["train_h200.py", "--smoke", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit) as status:
+        runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "train_h200.py"), run_name="__main__")
+    assert status.value.code == 0, capsys.readouterr().out
+    document = json.loads((tmp_path / "lm_training_smoke.json").read_text())
+    assert [run["model"] for run in document["runs"]] == ["flashmhf-tiny", "swiglu-tiny"]
+    for run in document["runs"]:
+        assert len(run["losses"]) == 6 and run["tokens_per_second"]["median"] > 0 and not run["graph_breaks"] and run["graphs"] >= 1
+    assert (tmp_path / "lm_training_smoke.png").exists()
+
+
+def test_model_and_trainer_settings_reach_them(text, tmp_path):
+    result = training.start(
+        options(
+            tmp_path / "run", text, steps=1, model={"ffn_q_norm": True, "ffn_init": "official"}, arguments={"label_smoothing_factor": 0.1}
+        ),
+        bar=False,
+    )
+    config = json.loads((result.output / "config.json").read_text())
+    assert config["ffn_q_norm"] and config["ffn_init"] == "official" and config["pad_token_id"] == 1
+    assert any("q_norm" in name for name in load_file(result.output / "model.safetensors"))
+
+
+@pytest.mark.parametrize("ffn", ["flashmhf", "swiglu"])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_groups_of_the_optimizer(ffn, grouped, text, tmp_path):
+    """param_groups' rates, decays and schedule reach the optimizer; without them there are transformers' two groups."""
+    seen = []
+
+    class Groups(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+
+    settings = dict(ffn=ffn, steps=3, warmup=1, learning_rate=2e-3, weight_decay=0.3, param_groups=grouped)
+    output = training.start(options(tmp_path / "run", text, **settings), bar=False, callbacks=[Groups()]).output
+    decays, ratio = ([0.3, 1.0, 0.0], [1, 0.3, 1]) if grouped and ffn == "flashmhf" else ([0.3, 0.0], [1, 1])
+    for groups in seen:
+        assert [decay for _, decay in groups] == pytest.approx(decays)
+        assert [rate / groups[0][0] for rate, _ in groups] == pytest.approx(ratio)
+    assert json.loads((output / "run.json").read_text())["param_groups"] is grouped
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_muon_trains_and_resumes(grouped, text, tmp_path):
+    """Its groups have param_groups' rates; a run that was interrupted ends with the weights of one that was not."""
+    seen = []
+
+    class Groups(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            assert isinstance(optimizer.optimizer, flashmhf.Muon)  # in accelerate's wrapper
+            seen.append({(group["muon"], round(group["lr"] / optimizer.param_groups[0]["lr"], 6)) for group in optimizer.param_groups})
+
+    settings = dict(optimizer="muon", steps=4, warmup=1, learning_rate=2e-3, save_every=2, param_groups=grouped)
+    whole = training.start(options(tmp_path / "whole", text, **settings), bar=False, callbacks=[Groups()]).output
+    assert all(rules == ({(True, 1.0), (False, 1.0)} | ({(True, 0.3)} if grouped else set())) for rules in seen) and seen
+    parts = options(tmp_path / "parts", text, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        training.start(parts, bar=False, callbacks=[StopAt(3)])
+    training.resume(tmp_path / "parts", bar=False)
+    first, second = (load_file(output / "model.safetensors") for output in (whole, tmp_path / "parts"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_muon_with_an_optimizer_of_transformers_is_refused(text, tmp_path):
+    for settings, message in (
+        (dict(optimizer="muon", arguments={"optim": "adafactor"}), "cannot set optim with optimizer 'muon'"),
+        (dict(optimizer="lion"), "optimizer is 'lion'; supported: adamw, muon"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training.start(options(tmp_path / "run", text, **settings), bar=False)
+
+
+def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypatch):
+    own = lambda self, *_: (torch.optim.AdamW, {"params": list(self.model.parameters())})  # noqa: E731 - as GaLore's
+    monkeypatch.setattr(training.RunTrainer, "get_optimizer_cls_and_kwargs", own)
+    with pytest.raises(ValueError, match="param_groups is True; optim=.* makes its own groups, turn it off"):
+        training.start(options(tmp_path / "run", text, steps=1), bar=False)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "warns"),
+    [
+        ("flashmhf-128m", dict(steps=100), True),
+        ("flashmhf-128m", dict(steps=100, warmup=99), True),
+        ("flashmhf-128m", dict(steps=100, warmup=100), False),
+        ("flashmhf-128m", dict(), False),  # 0.015 of 245,000
+        ("flashmhf-128m", dict(steps=100, learning_rate=1e-3), False),
+        ("tiny", dict(steps=100), False),
+    ],
+)
+def test_a_short_warmup_at_the_papers_rate_is_warned_of(preset, settings, warns, caplog, monkeypatch, text, tmp_path):
+    monkeypatch.setattr(training._Run, "train", lambda *_: None)
+    training.start(Options(output=str(tmp_path / "run"), preset=preset, data=[str(text)], device="cpu", **settings), bar=False)
+    assert [record.message.startswith("the warm-up is ") for record in caplog.records] == [True] * warns
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "flashmhf-7b", "ffn": None}, "no preset 'flashmhf-7b'"),
+        ({"ffn": "mlp"}, "supported: swiglu"),
+        ({"data": []}, "give one of data, dataset and tokens"),
+        ({"dataset": "pile"}, "give one of data, dataset and tokens"),
+        ({"steps": 0}, "steps is 0; supported: integers from 1 on"),
+        ({"keep": 1}, "keep is 1"),
+        ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
+        ({"learning_rate": 1e-6}, "min_learning_rate is 1e-05; it must be above 0 and at most learning_rate = 1e-06"),
+        ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+    ],
+)
+def test_refused_options(settings, message, text, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        training.start(options(tmp_path / "run", text, **settings), bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_unusable_data_leaves_the_directory_free(text, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    for name, message in (
+        ("missing.txt", "does not exist"),
+        ("empty.txt", "no text is left to train on"),
+        ("short.txt", "less than one block"),
+    ):
+        with pytest.raises(data.DataError, match=message):
+            training.start(options(tmp_path / "run", tmp_path / name), bar=False)
+    assert training.start(options(tmp_path / "run", text, steps=1), bar=False).steps == 1
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        training.start(options(tmp_path / "run", text), bar=False)
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        training.resume(tmp_path / "nothing")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(text, tmp_path):
+    """Data parallel over gloo: the same batches in total, so the same losses to rounding; one process writes.
+
+    The held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one shorter.
+    """
+    settings = dict(eval_fraction=0.1, eval_every=10, arguments={"eval_on_start": True})
+    single = metrics.read_rows(training.start(options(tmp_path / "single", text, **settings), bar=False).output)
+    settings = "train --preset tiny --ffn flashmhf --vocab-size 300 --length 32 --batch 8 --micro-batch 4 --steps 20 --log-every 5".split()
+    settings += ["--save-every", "10", "--eval-fraction", "0.1", "--eval-every", "10", "--device", "cpu", "--set", "eval_on_start=true"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "flashmhf_recipes"]
+    process = subprocess.run(
+        [*launcher, *settings, "--data", str(text), "--output", str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("20 steps, loss") == 1
+    rows = metrics.read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [row["step"] for row in single]
+    held_out = len(training.split(data.load(tmp_path / "run" / "data"), Options(output="", length=32, eval_fraction=0.1), 0)[1]) // 32
+    assert held_out % 8 not in (0, 4) and rows[0] == single[0] and rows[0]["step"] == 0
+    for key in ("loss", "eval_loss"):
+        assert [row[key] for row in rows if key in row] == pytest.approx([row[key] for row in single if key in row], rel=1e-4)
+
+
+def test_tokens_of_another_run(uninterrupted, text, tmp_path):
+    """Several networks on one set of tokens: the same batches, the text tokenised once."""
+    expected, _ = uninterrupted
+    shared = dict(data=[], tokens=str(expected.output), eval_fraction=0.1, eval_every=10)
+    same_run(training.start(options(tmp_path / "run", text, **shared), bar=False).output, expected.output)
+    assert (tmp_path / "run" / "data" / "tokens.bin").samefile(expected.output / "data" / "tokens.bin")  # a link takes no space
+    with pytest.raises(data.DataError, match="holds no tokens: there is no data/manifest.json"):
+        training.start(options(tmp_path / "other", text, data=[], tokens=str(tmp_path)), bar=False)
+
+
+def test_a_diverging_run_stops_with_its_step(text, tmp_path):
+    class Spoil(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:
+                model.lm_head.weight.data.fill_(float("nan"))
+
+    with pytest.raises(training.TrainingError, match="the loss is nan at step 5; try a lower learning_rate or a longer warmup"):
+        training.start(options(tmp_path / "run", text), bar=False, callbacks=[Spoil()])
+
+
+def test_operations_a_token():
+    """6 N and the causal half of attention; an untied input embedding is no product."""
+    from transformers import AutoModelForCausalLM
+
+    from flashmhf.models.presets import preset
+    from flashmhf_recipes.flops import training_flops_per_token
+
+    def flops(name: str) -> float:
+        with torch.device("meta"):
+            return training_flops_per_token(AutoModelForCausalLM.from_config(preset(name).config()), 4096)
+
+    layer = 4 * 768**2 + 3 * 768 * 2048
+    assert flops("swiglu-128m") == 6 * (12 * layer + 50_432 * 768) + 6 * 12 * 768 * 4096
+    layer = 4 * 1024**2 + 2 * 1024**2 + 3 * 1024 * 2688 + 1024 * 7
+    assert flops("flashmhf-370m") == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096

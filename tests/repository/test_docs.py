@@ -1,0 +1,81 @@
+"""The documentation site builds without a warning, and its tutorials run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+
+pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="the sources are not here")
+
+
+def python_blocks(page: Path) -> str:
+    """The Python code of a page, each line at its place in it, so that a traceback points into the page."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append("" if fence or not inside else line)
+        if fence:
+            inside = line == "```python"
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("page", [DOCS / "index.md", *TUTORIALS], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    if page.stem in ("swap", "train", "convert"):
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+    code = python_blocks(page)
+    assert code.strip()
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(page), "exec"), {"__name__": "tutorial"})
+
+
+def test_the_navigation_lists_pages_that_exist():
+    listed = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {"index.md", "reference.md", *(f"tutorials/{page.name}" for page in TUTORIALS)} <= listed
+    assert [name for name in listed if not (DOCS / name).exists()] == []
+
+
+def test_the_reference_has_every_public_name():
+    import flashmhf
+
+    named = set(re.findall(r"^::: flashmhf\.(?:nn\.)?(\w+)", (DOCS / "reference.md").read_text(), re.MULTILINE))
+    assert set(flashmhf.__all__) <= named
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    program = shutil.which("mkdocs", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+    if program is None:
+        pytest.skip("mkdocs is not installed: pip install 'flashmhf[docs]'")
+    done = subprocess.run(
+        [program, "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    reference = (tmp_path / "site" / "reference" / "index.html").read_text()
+    assert "q_norm_eps" in reference and "concat_H" in reference  # a signature and a docstring
+
+
+@pytest.mark.parametrize("name", ["flashmhf", "flashmhf.nn", "flashmhf.quantize", "flashmhf.distributed", "flashmhf.models"])
+def test_every_public_name_has_a_docstring(name):
+    if name == "flashmhf.models":
+        pytest.importorskip("transformers")
+    module = importlib.import_module(name)
+    public = {public: getattr(module, public) for public in module.__all__}
+    assert not [public for public, value in public.items() if callable(value) and not value.__doc__]

@@ -1,0 +1,90 @@
+"""The core as a kernel for Hugging Face's ``kernels``: relative imports, torch and the standard library only, loadable under any name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_release import ROOT, script
+
+pytestmark = pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="the sources are not here")
+
+LOAD = """
+import importlib.util, sys
+for name in ("flashmhf", "numpy", "tqdm", "matplotlib", "transformers", "triton"):
+    sys.modules[name] = None
+import torch
+spec = importlib.util.spec_from_file_location({name!r}, {path!r})
+kernel = sys.modules[{name!r}] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+ffn = kernel.FlashMHF(32, 2, 2, 16)
+x = torch.randn(3, 32, requires_grad=True)
+ffn(x).sum().backward()
+assert x.grad.isfinite().all()
+q, w = torch.randn(3, 2, 16), ffn.k.detach()
+assert torch.allclose(kernel.flash_mhf(q, w, w, w), kernel.reference.forward(q, w, w, w), atol=1e-5)
+print(kernel.info(q, w).chosen, sorted(name for name in kernel.__all__ if not hasattr(kernel, name)))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    out = tmp_path_factory.mktemp("hub")
+    library = out / "libflashmhf_hopper.so"
+    library.write_bytes(b"a library")
+    assert script("hub_kernel").main([str(out), "--library", str(library), "--cuda", "12.9"]) == 0
+    return out
+
+
+def test_the_core_imports_torch_and_the_standard_library_only():
+    hub_kernel = script("hub_kernel")
+    modules = hub_kernel.core()
+    names = {str(path.relative_to(hub_kernel.PACKAGE)) for path in modules}
+    assert {"__init__.py", "ops.py", "nn/flashmhf.py", "backends/hopper.py", "backends/eager.py", "backends/triton/kernels.py"} <= names
+    assert not [name for name in names if name.startswith(("app", "lm", "bench"))]
+    allowed = sys.stdlib_module_names | {"torch"}
+    for path in modules:
+        absolute = {name.partition(".")[0] for level, name in hub_kernel.imports(path) if level == 0}
+        assert absolute <= (allowed | {"triton"} if path.parent.name == "triton" else allowed), path
+
+
+def test_an_absolute_import_would_be_noticed(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text("import flashmhf.ops.mix\nfrom .checks import tensors\n\ndef f():\n    from numpy import array\n")
+    assert script("hub_kernel").imports(path) == {(0, "flashmhf.ops.mix"), (1, "checks"), (1, "checks.tensors"), (0, "numpy")}
+    assert (0, "numpy") not in script("hub_kernel").imports(path, inside_functions=False)
+
+
+@pytest.mark.parametrize("variant", ["torch-cpu", "torch-cuda", "torch-stable-abi210-cu129-x86_64-linux"])
+def test_a_variant_has_its_metadata(hub, variant):
+    folder = hub / "build" / variant
+    metadata = json.loads((folder / "metadata.json").read_text())
+    assert metadata["backend"]["type"] == ("cpu" if variant.endswith("cpu") else "cuda")
+    assert (folder / "libflashmhf_hopper.so").exists() == ("stable" in variant)
+    assert (hub / "torch-ext" / "flashmhf" / "__init__.py").exists()
+
+
+def test_the_kernel_works_under_another_name(hub):
+    folder = hub / "build" / "torch-cpu"
+    name = json.loads((folder / "metadata.json").read_text())["id"]
+    code = LOAD.format(name=name, path=str(folder / "__init__.py"))
+    done = subprocess.run(
+        [sys.executable, "-I", "-Wignore:Failed to initialize NumPy", "-c", code], capture_output=True, text=True, timeout=240, cwd=hub
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["eager", "[]"]
+
+
+def test_the_tools_accept_it(hub):
+    """With the package ``kernels``: its parser of build.toml, of the metadata, and its loader."""
+    kernels = pytest.importorskip("kernels")
+    from kernels._rust import Backend, Build, Metadata
+
+    assert Backend.CUDA in Build.open(hub).general.backends
+    for folder in (hub / "build").iterdir():
+        assert Metadata.read_from_file(folder / "metadata.json").name.python_name == "flashmhf"
+    code = f"import kernels, pathlib\nprint(kernels.get_local_kernel(pathlib.Path({str(hub)!r}), backend='cpu').info().chosen)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{kernels.__version__}: {done.stderr}"

@@ -1,0 +1,120 @@
+"""The documents are what the records, the scripts and the tree say: tables, commands, links, paths."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+
+from flashmhf_recipes import cli
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "benchmarks" / "results"
+SKIPPED = {".venv", "build", "node_modules"}
+DOCUMENTS = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part in SKIPPED or part.startswith((".", "build")) for part in path.relative_to(ROOT).parts) and RECORDS not in path.parents
+)
+ids = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("write_readme", ROOT / "benchmarks" / "write_readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prose(text: str) -> str:
+    """Without fenced code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_tables_agree_with_the_records():
+    assert script().main(["--check"]) == 0
+
+
+def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
+    write_readme = script()
+    for name in write_readme.BLOCKS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(RECORDS, tmp_path / "benchmarks" / "results")
+    root = ["--root", str(tmp_path)]
+    assert write_readme.main([*root, "--check"]) == 0
+    for record, key, documents in (
+        ("h200/results.json", "stack_ms", ("README.md", "benchmarks/README.md")),
+        ("forward_h200.json", "tflops", ("benchmarks/README.md",)),
+    ):
+        path = tmp_path / "benchmarks" / "results" / record
+        changed = json.loads(path.read_text())
+        for row in changed["rows"]:
+            if row["status"] == "ok" and row["subject"] in ("flashmhf_hopper", "forward"):
+                row[key] *= 2
+        path.write_text(json.dumps(changed))
+        assert write_readme.main([*root, "--check"]) == 1
+        said = [line.split()[0] for line in capsys.readouterr().err.splitlines()]
+        assert said == list(documents)
+        assert write_readme.main(root) == 0 and write_readme.main([*root, "--check"]) == 0
+    (tmp_path / "README.md").write_text("no markers")
+    with pytest.raises(ValueError, match="lacks the markers"):
+        write_readme.main(root)
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.rglob("*.json")), ids=lambda path: str(path.relative_to(RECORDS)))
+def test_every_record_says_how_it_was_made(path):
+    record = json.loads(path.read_text())
+    where = record.get("environment", record)
+    needed = ("command",) if path.name == "compatibility.json" else ("command", "commit", "date", "device")  # the other has rows of CPUs
+    assert all(where[name] for name in needed)
+
+
+def test_readme_and_ci_run_the_same_tests():
+    command = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.endswith(".venv/bin/pytest"))
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+@each_document
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text())):
+        if "://" not in target and re.search("[./#]", target):  # [M|N](i+1) is a formula
+            name, _, anchor = target.partition("#")
+            found = path.parent / name if name else path
+            assert found.exists(), f"{path.name} links to {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+                assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+
+
+@each_document
+def test_named_files_exist(path):
+    written_by_a_tool = {"benchmarks/results/compatibility.json"}
+    folders = "benchmarks|csrc|docs|experiments|flashmhf|tests|thunderkittens"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", path.read_text()):
+        assert name in written_by_a_tool or (ROOT / name).exists() or (path.parent / name).exists(), f"{path.name} names {name}"
+
+
+@each_document
+def test_no_document_has_an_absolute_path(path):
+    found = re.findall(r"(?<![\w.$}/-])/(?:home|root|work|tmp|mnt|Users|usr|opt|var)/[\w./-]+", path.read_text())
+    assert not found
+
+
+@each_document
+def test_commands_name_scripts_options_and_subcommands_that_exist(path):
+    text = path.read_text()
+    for name, rest in re.findall(r"python3? (?:-m )?((?:benchmarks|csrc|experiments)/[\w/]+\.py)([^\n`|]*)", text):
+        source = (ROOT / name).read_text()
+        for option in re.findall(r"(?<!\S)(--[a-z][\w-]*)", rest):
+            assert f'"{option}"' in source, f"{path.name}: {name} has no {option}"
+    commands = next(action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    fenced = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
+    for command in re.findall(r"(?:`|-m )flashmhf ([a-z]+)\b", text) + re.findall(r"^flashmhf ([a-z]+)\b", fenced, re.MULTILINE):
+        assert command in commands, f"{path.name}: flashmhf {command}"

@@ -1,0 +1,212 @@
+"""What a release consists of: the wheel for every Python, the library's needs, the files that a public project has."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from test_packaging import setuptools_is_new_enough
+
+import flashmhf
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = ("bug", "performance", "feature", "config")
+LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # of manylinux_2_28
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the sources are not here")
+
+
+def newest_versions(library: Path) -> dict[str, tuple[int, ...]]:
+    """The newest version of each system interface that the library refers to."""
+    if shutil.which("readelf") is None:
+        pytest.skip("no readelf (binutils)")
+    text = subprocess.run(["readelf", "--wide", "--version-info", str(library)], capture_output=True, text=True, check=True).stdout
+    found: dict[str, tuple[int, ...]] = {}
+    for interface, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", text):
+        found[interface] = max(found.get(interface, ()), tuple(map(int, version.split("."))))
+    return found
+
+
+def too_new(library: Path) -> dict[str, tuple[int, ...]]:
+    return {name: version for name, version in newest_versions(library).items() if version > LIMITS[name]}
+
+
+def test_the_release_wheel_serves_every_python(tmp_path):
+    if not setuptools_is_new_enough():
+        pytest.skip("no setuptools 77 or later here, which pyproject.toml asks for")
+    library = tmp_path / "compiled_before.so"
+    library.write_bytes(b"a library")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build"]
+    done = subprocess.run(
+        [*map(str, command), "bdist_wheel", "--dist-dir", str(tmp_path / "dist")],
+        cwd=ROOT,
+        env=os.environ | {"FLASHMHF_WHEEL": "1", "FLASHMHF_LIBRARY": str(library)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert re.fullmatch(r"flashmhf-.*-py3-none-\w+\.whl", wheel.name) and not wheel.name.endswith("none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert archive.read("flashmhf/libflashmhf_hopper.so") == b"a library"
+        assert "Root-Is-Purelib: false" in archive.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
+    assert "flashmhf/py.typed" in names
+    assert not [name for name in names if "_plan" in name or not name.startswith("flashmhf")]
+
+
+SOURCE = """
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <iostream>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+static void* run(void*) { return nullptr; }
+static std::shared_ptr<std::string> describe(int number) {
+  std::ostringstream text;
+  std::stringstream both;
+  text << "number " << number << ' ' << both.str();
+  if (number > 2) throw std::runtime_error(text.str());
+  return std::make_shared<std::string>(std::move(text).str());
+}
+static bool load() {
+  pthread_t thread;
+  if (pthread_create(&thread, nullptr, run, nullptr) || pthread_join(thread, nullptr)) __builtin_abort();
+  if (dlsym(RTLD_DEFAULT, "malloc") == nullptr) __builtin_abort();
+  shm_unlink("/flashmhf-no-such-object");
+  auto copy = describe(2);
+  if (*copy != "number 2 ") __builtin_abort();
+  std::cout << *copy << std::flush;
+  return true;
+}
+static const bool loaded = load();
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="manylinux is Linux")
+def test_a_library_linked_for_manylinux_runs_on_older_systems(tmp_path):
+    """The same source links against new interfaces without cmake/manylinux.cmake, and against those of manylinux_2_28 with it."""
+    missing = [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"no {' and no '.join(missing)}")
+    (tmp_path / "code.cpp").write_text(SOURCE)
+    (tmp_path / "CMakeLists.txt").write_text(f"""
+cmake_minimum_required(VERSION 3.24)
+project(example LANGUAGES CXX)
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_FLAGS_RELEASE "-O0 -D_GLIBCXX_NO_ASSERTIONS") # as a release's -O3: GCC 15 checks preconditions at -O0
+include({ROOT}/cmake/manylinux.cmake)
+foreach(name new old)
+  add_library(${{name}} MODULE code.cpp)
+  target_link_options(${{name}} PRIVATE -Wl,--no-undefined)
+endforeach()
+link_for_manylinux(old)
+""")
+    for command in (["-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release"], ["--build", "build"]):
+        done = subprocess.run(["cmake", *command], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+    new, old = (tmp_path / "build" / f"lib{name}.so" for name in ("new", "old"))
+    assert too_new(old) == {}
+    if not too_new(new):
+        pytest.skip("this system is old itself: it cannot show what cmake/manylinux.cmake changes")
+    done = subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(old)!r})"], stdout=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"number 2 ")
+
+
+def script(name: str):
+    path = ROOT / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_compatibility_table_agrees_with_the_record():
+    assert script("matrix").main(["--check"]) == 0
+
+
+def test_a_set_without_an_interpreter_is_refused(capsys):
+    for versions, message in (
+        ("2.13/5.23/2.99", "there is no python2.99 in the PATH or in --interpreters"),
+        ("2.13/5.23", "not enough values"),
+    ):
+        with pytest.raises(SystemExit):
+            script("matrix").main(["--sets", versions])
+        assert message in capsys.readouterr().err
+
+
+def test_a_missing_library_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        script("build_wheel").main(["--library", "no_such_file.so"])
+    assert "no_such_file.so: there is no such file" in capsys.readouterr().err
+
+
+def test_an_isolated_build_gets_the_torch_of_this_environment(monkeypatch, tmp_path):
+    import torch
+
+    build_wheel, calls = script("build_wheel"), []
+    (tmp_path / "flashmhf-0.2.0-py3-none-linux_x86_64.whl").touch()
+    monkeypatch.setattr(build_wheel, "run", lambda *command, **variables: calls.append(variables))
+    monkeypatch.delenv("TORCH_ROOT", raising=False)
+    build_wheel.build(tmp_path, None, build_wheel.platform.machine())
+    assert calls == [{"FLASHMHF_WHEEL": "1", "TORCH_ROOT": str(Path(torch.__file__).parent)}]
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "name", "accepted"),
+    [
+        ("x86_64", "manylinux_2_28_x86_64", "manylinux_2_28_x86_64", True),
+        ("aarch64", "auto", "manylinux_2_26_aarch64", True),
+        ("aarch64", "auto", "manylinux_2_34_aarch64", False),
+        ("aarch64", "auto", "linux_aarch64", False),
+    ],
+)
+def test_a_wheel_for_another_machine_must_serve_the_same_systems(machine, asked, name, accepted, tmp_path, monkeypatch):
+    build_wheel = script("build_wheel")
+    monkeypatch.setattr(build_wheel.platform, "machine", lambda: "x86_64")
+
+    def auditwheel(*command):
+        assert command[command.index("--plat") + 1] == asked
+        (Path(command[command.index("--wheel-dir") + 1]) / f"flashmhf-0.2.0-py3-none-{name}.whl").touch()
+
+    monkeypatch.setattr(build_wheel, "run", auditwheel)
+    if accepted:
+        assert build_wheel.repair(tmp_path / "any.whl", tmp_path, machine) == tmp_path / f"flashmhf-0.2.0-py3-none-{name}.whl"
+    else:
+        with pytest.raises(RuntimeError, match="needs a newer system than manylinux_2_28"):
+            build_wheel.repair(tmp_path / "any.whl", tmp_path, machine)
+
+
+@pytest.mark.parametrize(
+    "path", [".github/workflows/ci.yml", "CITATION.cff", *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in TEMPLATES)]
+)
+def test_yaml_files_can_be_read(path):
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load((ROOT / path).read_text())
+
+
+def test_the_workflow_runs_what_there_is():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert set(jobs) == {"style", "cpu", "wheel", "gpu"}
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert set(jobs["cpu"]["strategy"]["matrix"]["python"]) < set(classifiers)
+    commands = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    files = set(re.findall(r"\S+\.(?:py|txt)\b", commands))
+    assert files and [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_version_is_the_same_everywhere():
+    assert f"\nversion: {flashmhf.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == flashmhf.__version__
