@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from flashmhf.models import conversion
+from flashmhf.models import loading
 from flashmhf.models.quantization import quantise
-from flashmhf.models.replaced import has_replaced, load_replaced
-from flashmhf.nn.convert import PREFIXES
 
 from . import checkpoints
 from .documents import DataError, Piece, Report, find_files, read_documents
@@ -51,7 +45,7 @@ def load(
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"dtype is {dtype!r}; supported: auto, {', '.join(_DTYPES)}")
     wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else _DTYPES[dtype]
-    model = load_model(location, wanted)
+    model = loading.load(location, wanted)
     tokenizer = load_tokenizer(tokenizer_name or location)
     largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
@@ -80,7 +74,7 @@ def save_fp8(
     """
     # float32, so that packed weights are rounded once.
     model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True, projections=projections)
-    stored = None if _is_official(Path(locate(name))) else AutoConfig.from_pretrained(locate(name)).dtype
+    stored = None if loading.is_official(locate(name)) else AutoConfig.from_pretrained(locate(name)).dtype
     model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype]).save_pretrained(output)
     tokenizer.save_pretrained(output)
 
@@ -96,30 +90,6 @@ def locate(name: str) -> str:
     if not path.exists() and (path.is_absolute() or name.startswith(".")):
         raise FileNotFoundError(f"{path} does not exist")
     return name
-
-
-def load_model(location: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A saved, official or changed model (:func:`flashmhf.replace_ffn`) with all of its weights, on the CPU.
-
-    Raises ValueError for sizes that no model has and for weights that do not load, do not fit the configuration, or are not all there.
-    """
-    try:
-        if _is_official(Path(location)):
-            return conversion.load_official(location, dtype)
-        config = AutoConfig.from_pretrained(location)
-        load_any = load_replaced if has_replaced(config) else AutoModelForCausalLM.from_pretrained
-        model, report = load_any(location, config=config, dtype=dtype, output_loading_info=True)
-    except torch.OutOfMemoryError:
-        raise
-    except (StrictDataclassError, json.JSONDecodeError) as error:
-        raise ValueError(f"the configuration in {location} is not that of a model: {error.__cause__ or error}") from error
-    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # RuntimeError: of other shapes
-        reason = str(error) or "a file is empty"
-        raise ValueError(f"the weights in {location} do not load: {reason}") from error
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise ValueError(f"{location} lacks {len(names):,} weights of its model: {', '.join(names[:3])}{', …' if names[3:] else ''}")
-    return model
 
 
 def positions(model: PreTrainedModel) -> int | None:
@@ -140,11 +110,6 @@ def _device(name: str) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}; this PyTorch sees {torch.cuda.device_count() or 'no'} CUDA GPUs")
     return chosen
-
-
-def _is_official(path: Path) -> bool:
-    config = path / "config.json"
-    return config.exists() and json.loads(config.read_text()).get("model_type") in PREFIXES
 
 
 @dataclass

@@ -28,6 +28,7 @@ from transformers import (
     set_seed,
 )
 
+from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, Preset
 
 from . import checkpoints, data, evaluation, metrics
@@ -349,7 +350,7 @@ class _Run:
 
     def _model(self, tokenizer) -> PreTrainedModel:
         if self.options.init_from:
-            return evaluation.load_model(str(self.output / INIT), torch.float32)
+            return loading.load(self.output / INIT, torch.float32)
         config = model_config(self.chosen, self.options)
         config.vocab_size = max(self.options.vocab_size, len(tokenizer))
         config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id

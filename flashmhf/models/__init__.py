@@ -12,6 +12,7 @@ import transformers  # noqa: E402  (the line above says what is missing)
 
 from . import modeling, tensor_parallel  # noqa: E402
 from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
+from .loading import load  # noqa: E402
 from .modeling import (  # noqa: E402
     FlashMHFForCausalLM,
     FlashMHFForQuestionAnswering,
@@ -39,5 +40,6 @@ __all__ = [
     "FlashMHFForTokenClassification",
     "FlashMHFModel",
     "FlashMHFPreTrainedModel",
+    "load",
     "load_replaced",
 ]

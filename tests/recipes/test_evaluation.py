@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import flashmhf
-from flashmhf.models import FFN_TYPES, conversion, decoding, generation
+from flashmhf.models import FFN_TYPES, conversion, decoding, generation, loading
 from flashmhf.models.presets import preset
 from flashmhf_recipes import cli, data, evaluation, training
 
@@ -130,7 +130,7 @@ def test_damaged_official_checkpoints(trained, tmp_path):
     for content in (b"", b"no weights"):
         weights.write_bytes(content)
         with pytest.raises(ValueError, match=f"the weights in {re.escape(str(tmp_path))} do not load: .+"):
-            evaluation.load_model(str(tmp_path), torch.float32)
+            loading.load(tmp_path, torch.float32)
     written = config.read_text()
     for damaged, message in (
         (written.replace('"mhffnmoe_num_experts": 2', '"mhffnmoe_num_experts": 5'), "ffn_num_subnets is 5"),
@@ -140,7 +140,7 @@ def test_damaged_official_checkpoints(trained, tmp_path):
         assert damaged != written
         config.write_text(damaged)
         with pytest.raises(ValueError, match=f"the configuration in {re.escape(str(tmp_path))} is not that of a model: .*{message}"):
-            evaluation.load_model(str(tmp_path), torch.float32)
+            loading.load(tmp_path, torch.float32)
 
 
 def test_generation(trained):
