@@ -8,6 +8,8 @@ from __future__ import annotations
 import numbers
 import operator
 
+import torch
+
 from .. import backends, checks
 
 
@@ -49,6 +51,13 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return value
+
+
+def check_dtype(dtype: object) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, got {type(dtype).__name__}")
+    if dtype is not None and dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"dtype is {checks.name_of(dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
 
 
 def backend_and_deterministic(backend: object, deterministic: object, *, more: tuple[str, ...] = ()) -> tuple[str, bool | None]:

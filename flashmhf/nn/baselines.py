@@ -12,8 +12,9 @@ from .. import reference
 from ..ops import gate as router
 from ..ops import mix as ops
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, SWIGLU_VARIANCE, OfficialInit, initialise, residual_std
-from .multihead import GroupedHeads, MultiHead, check_input
+from .init import SWIGLU_VARIANCE, Scheme
+from .multihead import GroupedHeads, MultiHead, check_input, check_matches
+from .network import Network
 
 
 class MHFFN(GroupedHeads):
@@ -28,9 +29,6 @@ class MHFFN(GroupedHeads):
     intermediate_dim: int
     backend: str
     deterministic: bool | None
-    k: nn.Parameter
-    u: nn.Parameter
-    v: nn.Parameter
 
     def __init__(
         self,
@@ -54,20 +52,10 @@ class MHFFN(GroupedHeads):
         self.backend, self.deterministic = backend_and_deterministic(backend, deterministic, more=("naive",))
         shape = (self.num_kv_heads, self.intermediate_dim, self.head_dim)
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
-        self.reset_parameters()
+        self._draw()
 
-    def reset_parameters(
-        self,
-        init: str = DEFAULT_INIT,
-        initializer_range: float = INITIALIZER_RANGE,
-        num_layers: int = 1,
-        official: OfficialInit | None = None,
-    ) -> None:
-        key, value = self.head_dim**-0.5, (GATED_VARIANCE[self.activation] * self.intermediate_dim) ** -0.5
-        weights = ((self.k, key), (self.u, key), (self.v, self.balanced_value(value, num_layers)))
-        initialise(weights, self.balanced_projections(num_layers), (), init, initializer_range, official)
-        if self.q_norm is not None:
-            nn.init.ones_(self.q_norm.weight)
+    def _draw(self) -> None:
+        self._draw_heads(self.intermediate_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
@@ -81,7 +69,7 @@ class MHFFN(GroupedHeads):
         return ops.flash_mhf(q, k, u, v, deterministic=self.deterministic, backend=self.backend, activation=self.activation)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Network):
     """W_down(SiLU(W_gate x) * W_up x): the baseline of the paper.
 
     State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
@@ -95,22 +83,18 @@ class SwiGLU(nn.Module):
     def __init__(
         self, d_model: int, intermediate_dim: int, *, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         self.d_model, self.intermediate_dim = positive("d_model", d_model), positive("intermediate_dim", intermediate_dim)
-        settings = {"bias": flag("bias", bias), "device": device, "dtype": dtype}
-        self.gate_proj = nn.Linear(self.d_model, self.intermediate_dim, **settings)
-        self.up_proj = nn.Linear(self.d_model, self.intermediate_dim, **settings)
-        self.down_proj = nn.Linear(self.intermediate_dim, self.d_model, **settings)
-        self.reset_parameters()
-
-    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
-        hidden = self.d_model**-0.5
-        down = residual_std(SWIGLU_VARIANCE * self.intermediate_dim, num_layers)
-        initialise((), ((self.gate_proj, hidden), (self.up_proj, hidden), (self.down_proj, down)), (), init, initializer_range)
+        settings = (flag("bias", bias), device, dtype)
+        for name in ("gate_proj", "up_proj"):
+            self._add_projection(name, (self.d_model, self.intermediate_dim), "in_proj", self.d_model, *settings)
+        fan_in = SWIGLU_VARIANCE * self.intermediate_dim
+        self._add_projection("down_proj", (self.intermediate_dim, self.d_model), "out_proj", fan_in, *settings)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
+        check_matches(x, self.gate_proj)
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -122,6 +106,7 @@ class ParametricKV(MultiHead):
     d_model that H does not divide. A call raises ValueError where the last dimension of x is not d_model.
     """
 
+    scheme = Scheme("normal")
     num_kv: int
     k: nn.Parameter
     v: nn.Parameter
@@ -133,12 +118,12 @@ class ParametricKV(MultiHead):
         self.num_kv = positive("num_kv", num_kv)
         shape = (self.num_heads, self.num_kv, self.head_dim)
         self.k, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(2))
-        self.reset_parameters()
+        self._draw()
 
-    def reset_parameters(self, init: str = "normal", initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
+    def _draw(self) -> None:
+        self.scheme.draw(self.k, "k", 1.0)
         # Logits of N(0, 1): the squares of num_kv softmax weights sum to E[e^2z] / E[e^z]^2 / num_kv = e / num_kv.
-        weights = ((self.k, 1.0), (self.v, math.sqrt(self.num_kv / math.e)))
-        initialise(weights, self.balanced_projections(num_layers), (), init, initializer_range)
+        self.scheme.draw(self.v, "v", math.sqrt(self.num_kv / math.e))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
@@ -149,7 +134,7 @@ class ParametricKV(MultiHead):
         return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], self.d_model))
 
 
-class DenseMoE(nn.Module):
+class DenseMoE(Network):
     """Gated parallel SwiGLU sub-networks without heads (paper, section 4, "Dense-MoE": H = 1, no W_in and W_out).
 
     All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
@@ -173,25 +158,25 @@ class DenseMoE(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         self.d_model, self.num_subnets = positive("d_model", d_model), positive("num_subnets", num_subnets)
         self.subnet_dim, self.router_eps = positive("subnet_dim", subnet_dim), epsilon("router_eps", router_eps)
         width = self.num_subnets * self.subnet_dim
-        self.gate_proj = nn.Linear(self.d_model, width, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(self.d_model, width, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(width, self.d_model, bias=False, device=device, dtype=dtype)
+        for name in ("gate_proj", "up_proj"):
+            self._add_projection(name, (self.d_model, width), "in_proj", self.d_model, False, device, dtype)
+        # The gates are near 1 / E, so the sum over E sub-networks has 1 / E of their variance.
+        fan_in = SWIGLU_VARIANCE * self.subnet_dim / self.num_subnets
+        self._add_projection("down_proj", (width, self.d_model), "out_proj", fan_in, False, device, dtype)
         self.router = nn.Parameter(torch.empty(self.d_model, self.num_subnets, device=device, dtype=dtype))
-        self.reset_parameters()
+        self._draw()
 
-    def reset_parameters(self, init: str = DEFAULT_INIT, initializer_range: float = INITIALIZER_RANGE, num_layers: int = 1) -> None:
-        hidden = self.d_model**-0.5  # the gates are near 1 / E, so the sum over E sub-networks has 1 / E of their variance
-        down = residual_std(SWIGLU_VARIANCE * self.subnet_dim / self.num_subnets, num_layers)
-        projections = ((self.gate_proj, hidden), (self.up_proj, hidden), (self.down_proj, down))
-        initialise((), projections, (self.router,), init, initializer_range)
+    def _draw(self) -> None:
+        self.scheme.draw(self.router, "router", self.scheme.initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
+        check_matches(x, self.gate_proj)
         r = router.gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)
         activation = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
         weighted = activation.unflatten(-1, (self.num_subnets, self.subnet_dim)) * r[..., None].to(activation.dtype)

@@ -16,7 +16,6 @@ from ..ops import gate as router
 from ..ops import mix as ops
 from ..reference import accumulate_dtype
 from .arguments import backend_and_deterministic, epsilon, flag, positive
-from .init import DEFAULT_INIT, GATED_VARIANCE, INITIALIZER_RANGE, OfficialInit, initialise
 from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_unobserved
 
 WEIGHTS = ("k", "u", "v")
@@ -91,7 +90,7 @@ def _signal_accumulated(parameter: Tensor) -> Tensor | None:
 
 def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     """Exactly what ``kind`` computes over ordinary tensors: not replaced, wrapped, patched, hooked or distributed."""
-    if type(module) is not kind:
+    if type(module).forward is not kind.forward:  # a subclass that computes what ``kind`` does, such as Projection, is plain
         return False
     # Not .weight: a microsecond of the host. Pruning and spectral_norm leave no parameter of that name.
     if type(module._parameters.get("weight")) is not nn.Parameter:
@@ -143,9 +142,6 @@ class FlashMHF(GroupedHeads):
     backend: str
     deterministic: bool | None
     accumulate_main_grad: bool
-    k: nn.Parameter
-    u: nn.Parameter
-    v: nn.Parameter
     router: nn.Parameter
 
     def __init__(
@@ -179,7 +175,7 @@ class FlashMHF(GroupedHeads):
         shape = self.weight_shape
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.router = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.num_subnets, device=device, dtype=dtype))
-        self.reset_parameters()
+        self._draw()
 
     @classmethod
     @torch.no_grad()
@@ -230,22 +226,9 @@ class FlashMHF(GroupedHeads):
         module.router.zero_()
         return module
 
-    def reset_parameters(
-        self,
-        init: str = DEFAULT_INIT,
-        initializer_range: float = INITIALIZER_RANGE,
-        num_layers: int = 1,
-        official: OfficialInit | None = None,
-    ) -> None:
-        """Draws the weights anew.
-
-        ``init`` is "balanced", which keeps unit variances and is ours, "official" or "normal" (see flashmhf.nn.init). num_layers: of the
-        model, for "balanced": each of its networks then adds 1 / (2 num_layers) to the residual stream's variance. official: gains of
-        "official". The constructor takes the defaults.
-        """
-        key, value = self.head_dim**-0.5, math.sqrt(self.num_subnets / (GATED_VARIANCE[self.activation] * self.subnet_dim))
-        weights = ((self.k, key), (self.u, key), (self.v, self.balanced_value(value, num_layers)))
-        initialise(weights, self.balanced_projections(num_layers), (self.router,), init, initializer_range, official)
+    def _draw(self) -> None:
+        self._draw_heads(self.subnet_dim / self.num_subnets)  # the gates are near 1 / E
+        self.scheme.draw(self.router, "router", self.scheme.initializer_range)
         if self.weight_shape[2] != self.subnet_dim:
             with torch.no_grad():
                 for weight in (self.k, self.u, self.v):
@@ -253,8 +236,6 @@ class FlashMHF(GroupedHeads):
                     # rank's rows from 1.
                     row = torch.ones_like(weight, dtype=torch.int32).cumsum(weight.dim() - 2)
                     weight.masked_fill_(row > self.subnet_dim, 0)
-        if self.q_norm is not None:
-            nn.init.ones_(self.q_norm.weight)
 
     def stack_weights(self, stacked: bool = True) -> FlashMHF:
         """Stores k, u and v as parameters [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) over the same memory.

@@ -18,10 +18,11 @@ hundreds of steps, and decoupled weight decay dominates what they learn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .arguments import epsilon, flag, positive
 
@@ -36,8 +37,8 @@ GATED_VARIANCE = {"silu": SWIGLU_VARIANCE, "gelu": 0.42522, "relu": 0.5, "relu2"
 class OfficialInit:
     """Gains of the official initialisation; the defaults are those of its shipped mixtures (``configs/mhffnmoe``).
 
-    in_proj, out_proj: of xavier_uniform; k, u, v, router: factors of the standard deviation. identity: W_in and W_out begin as identities.
-    Raises TypeError for gains that are no numbers and an identity that is no bool, ValueError for gains that are negative or not finite.
+    in_proj, out_proj: gains of xavier_uniform. k, u, v, router: factors of the standard deviation. identity: W_in and W_out begin as
+    identities. Raises TypeError if a gain is not a number or identity is not a bool, ValueError if a gain is negative or not finite.
     """
 
     in_proj: float = 0.707
@@ -53,44 +54,72 @@ class OfficialInit:
             (flag if name == "identity" else epsilon)(name, value)
 
 
-def residual_std(fan_in: float, num_layers: int) -> float:
-    """Of a last projection from ``fan_in`` unit-variance inputs: output variance 1 / (2 num_layers)."""
-    return 1 / math.sqrt(2 * positive("num_layers", num_layers) * fan_in)
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of a network are drawn: the arguments of its ``reset_parameters``."""
 
+    init: str = DEFAULT_INIT
+    initializer_range: float = INITIALIZER_RANGE
+    num_layers: int = 1
+    official: OfficialInit = OfficialInit()
 
-def initialise(
-    normal: Iterable[tuple[Tensor, float]],
-    projections: Iterable[tuple[nn.Linear, float]],
-    routers: Iterable[Tensor],
-    init: str,
-    initializer_range: float,
-    gains: OfficialInit | None = None,
-) -> None:
-    """Draws the weights; with each comes its standard deviation under "balanced".
+    def __post_init__(self) -> None:
+        if not isinstance(self.init, str):
+            raise TypeError(f"init must be a str, got {type(self.init).__name__}")
+        if self.init not in INITS:
+            raise ValueError(f"init is {self.init!r}; supported: {', '.join(map(repr, INITS))}")
+        if not isinstance(self.official, OfficialInit):
+            raise TypeError(f"official must be an OfficialInit, got {type(self.official).__name__}")
+        epsilon("initializer_range", self.initializer_range)
+        positive("num_layers", self.num_layers)
 
-    ``normal`` are K, U and V, or K and V; ``projections`` are W_in and W_out, or the linear layers of a network without heads.
-    """
-    if not isinstance(init, str):
-        raise TypeError(f"init must be a str, got {type(init).__name__}")
-    if init not in INITS:
-        raise ValueError(f"init is {init!r}; supported: {', '.join(map(repr, INITS))}")
-    epsilon("initializer_range", initializer_range)
-    official, balanced = init == "official", init == "balanced"
-    gains = gains or OfficialInit()
-    normal = tuple(normal)
-    for (weight, std), gain in zip(normal, (gains.k, gains.u, gains.v) if len(normal) == 3 else (gains.k, gains.v), strict=False):
-        nn.init.normal_(weight, std=std if balanced else INITIALIZER_RANGE * gain if official else initializer_range)
-    for weight in routers:
-        if official:
-            nn.init.trunc_normal_(weight, std=INITIALIZER_RANGE * gains.router, a=-2.0, b=2.0)
+    @property
+    def residual(self) -> float:
+        """Standard deviation of a network's output under "balanced"."""
+        return 1 / math.sqrt(2 * self.num_layers)
+
+    def draw(self, weight: Tensor, role: str, std: float) -> None:
+        """Draw ``weight`` in place. ``role`` is its gain in :class:`OfficialInit`, ``std`` its standard deviation under "balanced"."""
+        gain = getattr(self.official, role)
+        if self.init != "official":
+            nn.init.normal_(weight, std=std if self.init == "balanced" else self.initializer_range)
+        elif role in ("in_proj", "out_proj"):
+            nn.init.eye_(weight) if self.official.identity else nn.init.xavier_uniform_(weight, gain=gain)
+        elif role == "router":
+            nn.init.trunc_normal_(weight, std=INITIALIZER_RANGE * gain, a=-2.0, b=2.0)
         else:
-            nn.init.normal_(weight, std=initializer_range)
-    for i, (linear, std) in enumerate(projections):
-        if official and gains.identity:
-            nn.init.eye_(linear.weight)
-        elif official:
-            nn.init.xavier_uniform_(linear.weight, gain=gains.out_proj if i else gains.in_proj)
-        else:
-            nn.init.normal_(linear.weight, std=std if balanced else initializer_range)
+            nn.init.normal_(weight, std=INITIALIZER_RANGE * gain)
+
+    def draw_projection(self, linear: nn.Linear, role: str, fan_in: float) -> None:
+        """Draw the weight of a projection from ``fan_in`` inputs of unit variance, and make its bias zero."""
+        self.draw(linear.weight, role, (self.residual if role == "out_proj" else 1.0) * fan_in**-0.5)
         if linear.bias is not None:
             nn.init.zeros_(linear.bias)
+
+
+class Projection(nn.Linear):
+    """A linear layer whose own ``reset_parameters`` draws what its network documents.
+
+    FSDP and ``to_empty`` recipes call ``reset_parameters`` of every module in an order of their own, and ``deepspeed.zero.Init`` takes
+    the weights away when the layer's constructor ends: what a network draws into its children afterwards would be lost.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        role: str,
+        fan_in: float,
+        scheme: Scheme,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.role, self.fan_in, self.scheme = role, fan_in, scheme
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, as the network was last told to."""
+        if "scheme" in self.__dict__:  # nn.Linear's constructor calls this before there is one
+            self.scheme.draw_projection(self, self.role, self.fan_in)

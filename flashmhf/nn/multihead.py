@@ -9,7 +9,8 @@ from torch.types import Device
 from .. import checks, reference, torch_private
 from .arguments import activation as checked_activation
 from .arguments import divisor, epsilon, flag, positive
-from .init import residual_std
+from .init import GATED_VARIANCE
+from .network import Network
 
 
 def check_input(x: Tensor, d_model: int) -> None:
@@ -17,6 +18,25 @@ def check_input(x: Tensor, d_model: int) -> None:
     checks.floating("x", x)
     if x.dim() < 1 or x.shape[-1] != d_model:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
+
+
+def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
+    """Refuse an x of another dtype or device than the weights it meets first: those of a linear layer, or a parameter.
+
+    Weights that are not plain parameters, and layers that are hooked, patched or replaced, may convert x and are left to themselves.
+    """
+    weight = first
+    if isinstance(first, nn.Module):
+        if type(first).forward is not nn.Linear.forward or "forward" in first.__dict__ or first._forward_pre_hooks:
+            return
+        weight = first._parameters.get("weight")
+    if type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
+        return
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device} but the module is on {weight.device}; move one of them with .to()")
+    if x.dtype != weight.dtype and not torch_private.autocasts(x.device.type):
+        supported = f"{checks.name_of(weight.dtype)}, the module's dtype; module.to(x.dtype) changes it, torch.autocast takes any"
+        raise TypeError(f"x has dtype {checks.name_of(x.dtype)}; supported: {supported}")
 
 
 def is_unobserved(x: Tensor) -> bool:
@@ -35,13 +55,17 @@ class HeadRMSNorm(nn.Module):
     def __init__(self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(num_heads, head_dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, q: Tensor) -> Tensor:
         return reference.normalise_heads(q, self.weight, self.eps)
 
 
-class MultiHead(nn.Module):
+class MultiHead(Network):
     """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's.
 
     skip_linear: no W_in and W_out; the heads are slices of x and of the result.
@@ -56,7 +80,7 @@ class MultiHead(nn.Module):
     def __init__(
         self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None, *, skip_linear: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model is {d_model}; it must be a multiple of num_heads = {num_heads}")
@@ -64,22 +88,13 @@ class MultiHead(nn.Module):
         flag("bias", bias)
         if flag("skip_linear", skip_linear) and bias:
             raise ValueError("bias is True; the biases are those of in_proj and out_proj, which skip_linear=True leaves out")
-        self.in_proj, self.out_proj = (
-            None if skip_linear else nn.Linear(self.d_model, self.d_model, bias=bias, device=device, dtype=dtype) for _ in range(2)
-        )
+        self.in_proj = self.out_proj = None
+        for name in () if skip_linear else ("in_proj", "out_proj"):
+            self._add_projection(name, (self.d_model, self.d_model), name, self.d_model, bias, device, dtype)
 
     @property
     def skip_linear(self) -> bool:
         return self.in_proj is None
-
-    def balanced_projections(self, num_layers: int) -> tuple[tuple[nn.Linear, float], ...]:
-        if self.skip_linear:
-            return ()
-        return (self.in_proj, self.d_model**-0.5), (self.out_proj, residual_std(self.d_model, num_layers))
-
-    def balanced_value(self, std: float, num_layers: int) -> float:
-        """V's standard deviation, ``std`` for unit variance before W_out: without W_out V makes the output's variance."""
-        return std * residual_std(1, num_layers) if self.skip_linear else std
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result.
@@ -87,6 +102,7 @@ class MultiHead(nn.Module):
         H is what in_proj gives: under tensor parallelism a rank has some of the heads.
         """
         check_input(x, self.d_model)
+        check_matches(x, self.k if self.skip_linear else self.in_proj)
         return (x if self.skip_linear else self.in_proj(x)).unflatten(-1, (-1, self.head_dim))
 
     def join_heads(self, mixed: Tensor) -> Tensor:
@@ -100,6 +116,9 @@ class GroupedHeads(MultiHead):
     num_kv_heads: int
     activation: str
     q_norm: HeadRMSNorm | None
+    k: nn.Parameter
+    u: nn.Parameter
+    v: nn.Parameter
 
     def __init__(
         self,
@@ -119,6 +138,15 @@ class GroupedHeads(MultiHead):
         self.activation = checked_activation(activation)
         q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
         self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, device, dtype) if flag("q_norm", q_norm) else None
+
+    def _draw_heads(self, summed: float) -> None:
+        """Draw k, u, v and q_norm. ``summed``: the number of products that S sums, times the square of the gates' mean."""
+        value = (GATED_VARIANCE[self.activation] * summed) ** -0.5
+        value *= self.scheme.residual if self.skip_linear else 1.0  # without W_out the output's variance is V's
+        for name, std in (("k", self.head_dim**-0.5), ("u", self.head_dim**-0.5), ("v", value)):
+            self.scheme.draw(getattr(self, name), name, std)
+        if self.q_norm is not None:
+            self.q_norm.reset_parameters()
 
     def normalise(self, q: Tensor) -> Tensor:
         """q_norm(Q) where it is on; [..., H, d_h]."""

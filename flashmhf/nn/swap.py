@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .arguments import positive
 from .flashmhf import FlashMHF, default_subnet_dim, uses_silu
-from .init import INITIALIZER_RANGE
+from .init import INITIALIZER_RANGE, Projection
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
@@ -18,7 +18,8 @@ NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced 
 def is_swiglu(module: nn.Module) -> bool:
     """Whether ``module`` is SiLU(x gate) * (x up) down, made of three linear layers and nothing else that holds parameters."""
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    return set(children) == set(_PROJECTIONS) and all(type(child) is nn.Linear for child in children.values()) and uses_silu(module)
+    linear = all(type(child) in (nn.Linear, Projection) for child in children.values())
+    return linear and set(children) == set(_PROJECTIONS) and uses_silu(module)
 
 
 def equal_parameter_sizes(

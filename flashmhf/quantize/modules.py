@@ -93,7 +93,7 @@ def _operands(module: nn.Module | None) -> Fp8Projection | None:
         return None
     if type(module) is Fp8Linear:
         return module.weight8, module.scale, module.bias
-    if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+    if type(module).forward is nn.Linear.forward and type(module._parameters.get("weight")) is nn.Parameter:
         return module.weight, None, module.bias
     return None
 

@@ -290,7 +290,8 @@ def initialisation() -> None:
             module = flashmhf.FlashMHF(heads * 32, heads, subnets, 24, **options)
         fully_shard(module, mesh=mesh, shard_placement_fn=shard_placement(mesh.size()))
         module.to_empty(device=DEVICE)
-        module.reset_parameters()
+        for child in module.modules():
+            child.reset_parameters()
         expected = flashmhf.FlashMHF(heads * 32, heads, subnets, 24, **options)
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)

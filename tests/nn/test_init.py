@@ -1,10 +1,14 @@
 """Balanced initialisation by its variances, and flashmhf.param_groups by what an optimizer does with them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import flashmhf
+from flashmhf.nn.init import Projection
+from flashmhf.nn.multihead import HeadRMSNorm
 
 D_MODEL, LAYERS, TOKENS = 256, 6, 4096
 
@@ -58,6 +62,60 @@ def test_balanced_is_the_default_of_all_but_parametric_kv():
         module.reset_parameters("normal" if name == "pkv" else "balanced")
         assert all(torch.equal(value, default[key]) for key, value in module.state_dict().items()), name
         assert pytest.approx(0.02, rel=0.1) == default["v"].std().item() if name == "pkv" else True
+
+
+def with_options():
+    return networks() | {
+        "options": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, num_kv_heads=2, q_norm=True, bias=True),
+        "no-projections": flashmhf.MHFFN(D_MODEL, 4, 352, q_norm=True, skip_linear=True),
+        "biased-swiglu": flashmhf.SwiGLU(D_MODEL, 704, bias=True),
+    }
+
+
+WHOLE = with_options()
+
+
+def assert_drawn_alike(module, expected):
+    for (name, drawn), other in zip(module.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(drawn.std(), other.std(), rtol=0.15, atol=1e-9, msg=name)
+        torch.testing.assert_close(drawn.mean(), other.mean(), rtol=0, atol=0.3 * other.std().item() + 1e-9, msg=name)
+
+
+@pytest.mark.parametrize("order", ["parents first", "children first", "own parameters only"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_module_draws_its_own_weights_in_any_order(name, order):
+    """FSDP, FSDP2's recipe and to_empty call reset_parameters of each module that has parameters, and know no other order."""
+    expected = copy.deepcopy(WHOLE[name])
+    expected.reset_parameters(num_layers=LAYERS)
+    module = copy.deepcopy(expected).to("meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(torch.nan)
+    modules = [
+        child for child in module.modules() if order != "own parameters only" or next(child.parameters(recurse=False), None) is not None
+    ]
+    for child in reversed(modules) if order == "children first" else modules:
+        child.reset_parameters()
+    assert_drawn_alike(module, expected)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_tool_may_take_each_modules_weights_when_its_constructor_ends(name, monkeypatch):
+    """As deepspeed.zero.Init does: what a parent draws into its children afterwards is lost."""
+    taken = {}
+    for kind in (Projection, HeadRMSNorm):
+
+        def taking(self, *args, construct=kind.__init__, **kwargs):
+            construct(self, *args, **kwargs)
+            for parameter in self.parameters(recurse=False):
+                taken[parameter], parameter.data = parameter.data, torch.empty(0)
+
+        monkeypatch.setattr(kind, "__init__", taking)
+    module = with_options()[name]
+    for parameter, value in taken.items():
+        parameter.data = value
+    monkeypatch.undo()
+    assert_drawn_alike(module, WHOLE[name])
 
 
 def test_normal_initialisation_starts_hundreds_of_times_smaller():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -164,10 +166,34 @@ def test_the_gate_on_the_meta_device():
     assert flashmhf.gate(torch.empty(3, 2, 8, device="meta"), torch.empty(2, 8, 5, device="meta")).shape == (3, 2, 5)
 
 
+MISTAKES = [
+    (torch.randn(3, 47), ValueError, r"x has shape \[3, 47\]; expected"),
+    (torch.randn(3, D_MODEL).bfloat16(), TypeError, "x has dtype bfloat16; supported: float32, the module's dtype"),
+    (torch.randn(3, D_MODEL).double(), TypeError, "x has dtype float64; supported: float32"),
+    (torch.ones(3, D_MODEL, dtype=torch.long), TypeError, "x has dtype int64; supported: bfloat16"),
+    (torch.randn(3, D_MODEL, device="meta"), ValueError, "x is on meta but the module is on cpu"),
+    (torch.randn(3, D_MODEL).numpy(), TypeError, "x must be a torch.Tensor, got ndarray"),
+]
+
+
+@pytest.mark.parametrize(("x", "error", "message"), MISTAKES, ids=[message.split(";")[0] for _, _, message in MISTAKES])
+@pytest.mark.parametrize(
+    "make", [*MODULES.values(), lambda: flashmhf.FlashMHF(D_MODEL, HEADS, 2, 16, skip_linear=True)], ids=[*MODULES, "bare"]
+)
+def test_a_wrong_input_is_refused_by_name(make, x, error, message):
+    with pytest.raises(error, match=message):
+        make()(x)
+
+
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_wrong_input_width(make):
-    with pytest.raises(ValueError, match=r"x has shape \[3, 47\]; expected"):
-        make()(torch.randn(3, 47))
+def test_autocast_takes_any_input(make):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            make()(torch.randn(3, D_MODEL, dtype=dtype))
+
+
+MAKERS = [functools.partial(kind, 48, 2, 16) for kind in (flashmhf.FlashMHF, flashmhf.MHFFN, flashmhf.DenseMoE)]
+MAKERS += [functools.partial(flashmhf.SwiGLU, 48, 16), functools.partial(flashmhf.ParametricKV, 48, 2, 16)]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +206,8 @@ def test_wrong_input_width(make):
         (lambda: flashmhf.SwiGLU(48, -1), ValueError, "intermediate_dim is -1"),
         (lambda: flashmhf.ParametricKV(48, 3, 0), ValueError, "num_kv is 0"),
         (lambda: flashmhf.DenseMoE(48, 2, True), TypeError, "subnet_dim must be an int"),
+        *((lambda make=make: make(dtype="bfloat16"), TypeError, "dtype must be a torch.dtype or None, got str") for make in MAKERS),
+        *((lambda make=make: make(dtype=torch.int8), TypeError, "dtype is int8; supported: bfloat16") for make in MAKERS),
     ],
 )
 def test_wrong_sizes(make, exception, message):

@@ -60,10 +60,10 @@ def test_the_initialisation_is_checked(name):
     module = MAKERS[name]()
     with pytest.raises(TypeError, match="init must be a str, got int"):
         module.reset_parameters(1)
-    for num_layers, exception in ((0, ValueError), (-1, ValueError), ("a", TypeError), (None, TypeError)):
+    for num_layers, exception in ((0, ValueError), (-1, ValueError), ("a", TypeError)):
         with pytest.raises(exception, match="num_layers"):
             module.reset_parameters(num_layers=num_layers)
-    for initializer_range, exception in ((-1.0, ValueError), (math.nan, ValueError), (None, TypeError)):
+    for initializer_range, exception in ((-1.0, ValueError), (math.nan, ValueError)):
         with pytest.raises(exception, match="initializer_range"):
             module.reset_parameters(initializer_range=initializer_range)
 

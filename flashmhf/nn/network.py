@@ -1,0 +1,63 @@
+"""What every network of this package shares: drawing its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+
+from .arguments import check_dtype
+from .init import OfficialInit, Projection, Scheme
+
+
+class Network(nn.Module):
+    """A network that draws its own weights; ``_draw`` of a subclass draws those that no child holds."""
+
+    scheme = Scheme()
+    _drawn_projections: Mapping[str, tuple[str, float]] = {}  # role and fan-in of each projection
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+
+    def _add_projection(
+        self, name: str, sizes: tuple[int, int], role: str, fan_in: float, bias: bool, device: Device, dtype: torch.dtype | None
+    ) -> None:
+        """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance; role: in_proj or out_proj."""
+        setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias, device, dtype))
+        self._drawn_projections = {**self._drawn_projections, name: (role, fan_in)}
+
+    def reset_parameters(
+        self,
+        init: str | None = None,
+        initializer_range: float | None = None,
+        num_layers: int | None = None,
+        official: OfficialInit | None = None,
+    ) -> None:
+        """Draw the weights anew.
+
+        An argument that is None keeps its last value; the first are "balanced" ("normal" for ParametricKV), 0.02, 1 and the official
+        code's gains.
+
+        Args:
+            init: "balanced", which keeps unit variances and is ours, "official" or "normal" (see flashmhf.nn.init).
+            initializer_range: standard deviation of "normal", and of the router under "balanced".
+            num_layers: number of networks in the model. Under "balanced" each adds 1 / (2 num_layers) to the residual stream's variance.
+            official: gains of "official".
+
+        Raises TypeError for arguments of other types, ValueError for an unknown init, a negative range and num_layers below 1.
+        """
+        given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
+        self.scheme = dataclasses.replace(self.scheme, **{name: value for name, value in given.items() if value is not None})
+        self._draw()
+        for name, (role, fan_in) in self._drawn_projections.items():
+            linear = getattr(self, name)  # a Projection, or a linear layer that has replaced it
+            if isinstance(linear, Projection):
+                linear.scheme = self.scheme
+            self.scheme.draw_projection(linear, role, fan_in)
+
+    def _draw(self) -> None:
+        pass
