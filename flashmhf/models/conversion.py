@@ -174,6 +174,15 @@ def _split_layers(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return outside, inside
 
 
+def _check_sizes(prefix: str, official: Mapping[str, Tensor], config: FlashMHFConfig) -> None:
+    """ValueError if one network's official weights have other sizes than the configuration."""
+    heads, kv_heads = config.ffn_num_heads, config.ffn_num_kv_heads or config.ffn_num_heads
+    convert.check_official(official, heads, config.ffn_num_subnets, kv_heads, config.ffn_skip_linear)
+    found, expected = list(official["gate_weight"].shape), [config.intermediate_size, config.hidden_size // heads * kv_heads]
+    if found != expected:
+        raise ValueError(f"{prefix}gate_weight has shape {found}; expected {expected} ([d_ff, H_kv d_h] of the configuration)")
+
+
 def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Tensor]:
     """Official state dict of the whole model -> ours, for the configuration that :func:`config_from_official` gave.
 
@@ -195,6 +204,7 @@ def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig, sca
             skip_linear=config.ffn_skip_linear,
             scales=scales,
         )
+        _check_sizes(prefix, official, config)
         if not config.ffn_q_norm:
             ours.pop("q_norm.weight", None)
         outside.update({prefix + name: tensor for name, tensor in ours.items()})
@@ -206,6 +216,7 @@ def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> di
     outside, inside = _split_layers(state)
     for prefix, ours in inside.items():
         official = convert.to_official(ours)
+        _check_sizes(prefix, official, config)
         official.setdefault("q_norm.weight", ours["k"].new_ones(config.ffn_num_heads, ours["k"].shape[-1]))
         outside.update({prefix + name: tensor for name, tensor in official.items()})
     if config.tie_word_embeddings:

@@ -75,19 +75,50 @@ def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional
         raise KeyError(f"missing from {what}: {missing}")
 
 
-def _check_dimensions(state: Mapping[str, Tensor], name: str, shape: str, dimensions: tuple[int, ...]) -> None:
-    if state[name].dim() not in dimensions:
-        raise ValueError(f"{name} has shape {list(state[name].shape)}; expected {shape}")
+def _check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    for name, (shape, meaning) in expected.items():
+        if name in state and tuple(state[name].shape) != shape:
+            raise ValueError(f"{name} has shape {list(state[name].shape)}; expected {list(shape)} ({meaning})")
 
 
-def _check_equal_shapes(state: Mapping[str, Tensor], first: str, *others: str) -> None:
-    for name in others:
-        if state[name].shape != state[first].shape:
-            raise ValueError(f"{name} has shape {list(state[name].shape)}; expected {list(state[first].shape)} ({first}'s shape)")
+def _shared_shapes(heads: int, subnets: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shapes, by our names, of the tensors that are equal on both sides."""
+    d_model = heads * head_dim
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+        "router": ((heads, head_dim, subnets), f"[H, d_h, E] with H = {heads}, d_h = {head_dim}, E = {subnets}"),
+        "q_norm.weight": ((heads, head_dim), f"[H, d_h] with H = {heads}, d_h = {head_dim}"),
+    }
+    for name in ("in_proj", "out_proj"):
+        shapes[f"{name}.weight"] = (d_model, d_model), f"[d_model, d_model] with d_model = H d_h = {d_model}"
+        shapes[f"{name}.bias"] = (d_model,), f"[d_model] with d_model = H d_h = {d_model}"
+    return shapes
 
 
 def _optional_names(skip_linear: bool, gated: bool) -> set[str]:
     return _OPTIONAL | (_LINEAR if skip_linear else set()) | (set() if gated else {"router"})
+
+
+def check_official(
+    state: Mapping[str, Tensor], num_heads: int, num_subnets: int | None, num_kv_heads: int | None = None, skip_linear: bool = False
+) -> None:
+    """Check every name and size of one module's official state dict against H, E and the other tensors.
+
+    Raises KeyError for a missing tensor, ValueError for unknown names, a router without num_subnets and shapes that do not fit,
+    TypeError and ValueError if H or E is not a positive integer.
+    """
+    heads, gated = positive("num_heads", num_heads), num_subnets is not None
+    subnets, kv_heads = positive("num_subnets", num_subnets) if gated else 1, divisor("num_kv_heads", num_kv_heads, "num_heads", heads)
+    _check_names(state, {**_STACKED, **_RENAMED}, _optional_names(skip_linear, gated), "the official state dict")
+    if not gated and "router" in state:
+        raise ValueError(f"num_subnets is None, but the state dict has a router of shape {list(state['router'].shape)}, [H, d_h, E]")
+    shape = tuple(state["gate_weight"].shape)
+    if len(shape) != 2:
+        raise ValueError(f"gate_weight has shape {list(shape)}; expected [d_ff, H_kv d_h]")
+    if shape[0] % subnets or shape[1] % kv_heads:
+        raise ValueError(f"gate_weight has shape {list(shape)}; expected multiples of num_subnets = {subnets}, num_kv_heads = {kv_heads}")
+    _check_shapes(state, {name: (shape, "gate_weight's shape") for name in _STACKED})
+    shared = _shared_shapes(heads, subnets, shape[1] // kv_heads)
+    _check_shapes(state, {theirs: shared[ours] for theirs, ours in _RENAMED.items()})
 
 
 def from_official(
@@ -99,49 +130,53 @@ def from_official(
     skip_linear: bool = False,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Tensor]:
-    """Official state dict of one module -> state dict of ``FlashMHF`` with these H and E, or of ``MHFFN`` where ``num_subnets`` is None.
+    """Convert one module's official state dict to that of ``FlashMHF``, or of ``MHFFN`` if ``num_subnets`` is None.
 
-    num_kv_heads: heads of K, U and V; None for H. skip_linear: the module has no W_in and W_out. scales: of
-    :func:`official_scales`, which K, U and V take in.
+    Args:
+        state: official names and tensors.
+        num_heads, num_subnets: H and E.
+        num_kv_heads: heads of K, U and V; None for H.
+        skip_linear: the module has no W_in and W_out.
+        scales: the result of :func:`official_scales`, which K, U and V take in.
 
     ``q_norm.weight`` is kept when present; load it into a module with q_norm=True, or drop it when the checkpoint's configuration
-    has it off. Raises KeyError for a missing tensor, ValueError for unknown names, other shapes, and sizes that H and E do not divide,
-    TypeError and ValueError for an H or E that is no positive integer.
+    has it off. Raises what :func:`check_official` raises.
     """
-    num_heads, gated = positive("num_heads", num_heads), num_subnets is not None
-    subnets = positive("num_subnets", num_subnets) if gated else 1
-    kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", num_heads)
-    _check_names(state, {**_STACKED, **_RENAMED}, _optional_names(skip_linear, gated), "the official state dict")
+    check_official(state, num_heads, num_subnets, num_kv_heads, skip_linear)
+    subnets, kv_heads = num_subnets or 1, num_kv_heads or num_heads
+    rows, columns = state["gate_weight"].shape
     result = {ours: state[theirs] for theirs, ours in _RENAMED.items() if theirs in state}
     for theirs, ours in _STACKED.items():
-        _check_dimensions(state, theirs, "[d_ff, H_kv d_h]", (2,))
-        rows, columns = state[theirs].shape
-        if rows % subnets or columns % kv_heads:
-            raise ValueError(
-                f"{theirs} has shape [{rows}, {columns}]; expected multiples of num_subnets = {subnets} and num_kv_heads = {kv_heads}"
-            )
-        stacked = state[theirs].view(subnets, rows // subnets, kv_heads, columns // kv_heads).permute(2, 0, 1, 3)
+        stacked = state[theirs].reshape(subnets, rows // subnets, kv_heads, columns // kv_heads).permute(2, 0, 1, 3)
         scale = scales[1] if ours == "v" else scales[0]
         weight = stacked.contiguous() if scale == 1 else (stacked.double() * scale).to(stacked.dtype).contiguous()
-        result[ours] = weight if gated else weight.squeeze(1)
-    _check_equal_shapes(state, *_STACKED)
+        result[ours] = weight if num_subnets is not None else weight.squeeze(1)
     return result
 
 
 def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State dict of ``FlashMHF`` or ``MHFFN`` -> official state dict of one module.
+    """Convert the state dict of ``FlashMHF`` or ``MHFFN`` to the official one of one module.
 
-    Raises KeyError for a missing tensor, ValueError for unknown names and other shapes.
+    Raises KeyError for a missing tensor, ValueError for unknown names and for shapes that do not fit each other.
     """
     known = {ours: theirs for theirs, ours in (_STACKED | _RENAMED).items()}
     skip_linear = not any(_RENAMED[name] in state for name in _LINEAR)
     gated = "k" not in state or state["k"].dim() != 3
     _check_names(state, known, _optional_names(skip_linear, gated), "the state dict")
+    shape = tuple(state["k"].shape)
+    if len(shape) not in (3, 4) or not all(shape):
+        raise ValueError(f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] for a network without router")
+    if not gated and "router" in state:
+        raise ValueError(f"k has shape {list(shape)}, but there is a router; expected [H_kv, E, d_e, d_h]")
+    kv_heads, subnets, head_dim = shape[0], shape[1] if gated else 1, shape[-1]
+    # Heads of q: in the router, or in whatever else tells them.
+    heads = next((len(state[name]) for name in ("router", "q_norm.weight") if name in state), None)
+    heads = len(state["in_proj.weight"]) // head_dim if heads is None and not skip_linear else heads or kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"k has shape {list(shape)}, H_kv = {kv_heads}; it must divide H = {heads}, which the other weights have")
+    _check_shapes(state, {name: (shape, "k's shape") for name in ("u", "v")} | _shared_shapes(heads, subnets, head_dim))
     result = {theirs: state[ours] for theirs, ours in _RENAMED.items() if ours in state}
     for theirs, ours in _STACKED.items():
-        _check_dimensions(state, ours, "[H_kv, E, d_e, d_h] or, without router, [H_kv, d_ff, d_h]", (4,) if gated else (3,))
         weight = state[ours] if gated else state[ours].unsqueeze(1)
-        heads, subnets, subnet_dim, head_dim = weight.shape
-        result[theirs] = weight.permute(1, 2, 0, 3).reshape(subnets * subnet_dim, heads * head_dim)
-    _check_equal_shapes(state, *_STACKED.values())
+        result[theirs] = weight.permute(1, 2, 0, 3).reshape(-1, kv_heads * head_dim)
     return result

@@ -263,6 +263,29 @@ def test_official_layout_keeps_an_unused_q_norm_and_names_what_it_cannot_convert
     assert convert.from_official(convert.to_official(biased), HEADS, SUBNETS).keys() == biased.keys()
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
+    """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's."""
+    settings = {"q_norm": True, "bias": True, "num_kv_heads": 3}
+    network = flashmhf.FlashMHF(48, 6, 3, 16, **settings) if gated else flashmhf.MHFFN(48, 6, 48, **settings)
+    ours = network.state_dict()
+    official, sizes = convert.to_official(ours), (6, 3 if gated else None)
+    convert.from_official(official, *sizes, num_kv_heads=3)
+    for state, call in ((ours, convert.to_official), (official, lambda s: convert.from_official(s, *sizes, num_kv_heads=3))):
+        for name, value in state.items():
+            for dim in range(value.dim()):
+                with pytest.raises(ValueError, match="shape"):
+                    call(state | {name: value.narrow(dim, 0, value.shape[dim] - 1)})
+                with pytest.raises(ValueError, match="shape"):
+                    call(state | {name: torch.cat([value, value], dim)})
+            with pytest.raises((ValueError, KeyError), match="shape|router"):  # k of four dimensions is a gated network's
+                call(state | {name: value[None]})
+    for heads, subnets, kv_heads in ((6, 4, 3), (6, 1, 3), (6, 6, 3), (3, 3, 3), (6, 3, 6), (12, 3, 3), (6, None, 3)):
+        if gated or subnets is None and heads != 6:
+            with pytest.raises(ValueError, match="shape"):
+                convert.from_official(official, heads, subnets, num_kv_heads=kv_heads)
+
+
 def test_official_scales_and_activations():
     scales = convert.official_scales
     assert scales({"mhffnmoe_num_heads": 9}) == (1.0, 1.0)
