@@ -8,6 +8,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import forward_plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,6 +141,14 @@ def test_fp8_covers_every_tile_once(shape, device):
 def test_fp8_takes_the_faster_number_of_row_tiles(head_dim, length, consumers):
     heads, subnet_dim = {64: (32, 192), 96: (21, 256), 128: (16, 384), 256: (8, 704)}[head_dim]
     assert plan.plan_forward_fp8(1, length, heads, head_dim, 22, subnet_dim)["consumers"] == consumers
+
+
+def test_plans_of_2000_calls_are_those_of_the_file():
+    """A plan that changes on purpose comes with a measurement; then forward_plans.py writes the file anew."""
+    expected, actual = forward_plans.read(), forward_plans.rows(plan)
+    assert len(expected) == len(actual) == 2000
+    changed = [(was, now) for was, now in zip(expected, actual, strict=True) if was != now]
+    assert not changed, (len(changed), changed[:5])
 
 
 def test_fp8_takes_lanes_where_they_were_faster():
