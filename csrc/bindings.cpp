@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 
+#include "common/head_dims.h"
 #include "operators.h"
 
 namespace {
@@ -15,9 +16,8 @@ constexpr const char *driver_minimum = CUDART_VERSION >= 13000 ? "580.65.06" : "
 std::string build_info() {
     return std::string("{\"version\": \"" FLASHMHF_VERSION "\", \"thunderkittens\": \"" FLASHMHF_THUNDERKITTENS
                        "\", \"cuda_version\": \"" FLASHMHF_NVCC "\", \"driver_minimum\": \"") +
-           driver_minimum +
-           "\", \"kernels\": [{\"name\": \"forward\", \"d_h\": [64, 96, 128, 256]}, {\"name\": \"backward\", \"d_h\": [64, 96, 128, "
-           "256]}]}";
+           driver_minimum + "\", \"kernels\": [{\"name\": \"forward\", \"d_h\": [" + flashmhf::ForwardHeadDims::names() +
+           "]}, {\"name\": \"backward\", \"d_h\": [" + flashmhf::BackwardHeadDims::names() + "]}]}";
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include "common/geometry.h"
+#include "common/head_dims.h"
 #include "common/problem.h"
 #include "project/params.h"
 
@@ -48,7 +49,13 @@ inline void check_weights(const Tensor &x, const char *name, const Tensor &k, co
     STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
 }
 
-inline ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v) {
+template <typename HeadDims> void check_sizes(const ProblemSizes &sizes) {
+    STD_TORCH_CHECK(HeadDims::contains(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: ", HeadDims::names());
+    STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
+}
+
+// HeadDims: of the direction.
+template <typename HeadDims> ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v) {
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half, "q must be bfloat16 or float16");
     STD_TORCH_CHECK(q.is_cuda(), "q must be on a CUDA device");
     STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
@@ -60,8 +67,7 @@ inline ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tenso
     STD_TORCH_CHECK(sizes.heads >= 1 && k.size(0) >= 1 && sizes.subnets >= 1, "H, H_kv and E must be at least 1");
     STD_TORCH_CHECK(sizes.heads % k.size(0) == 0 && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k is ", shape_of(k));
     sizes.group = sizes.heads / k.size(0);
-    STD_TORCH_CHECK(supported_head_dim(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: 64, 96, 128, 256");
-    STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
+    check_sizes<HeadDims>(sizes);
     return sizes;
 }
 

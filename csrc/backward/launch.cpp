@@ -146,12 +146,7 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
 }
 
 cudaError_t launch_group(int head_dim, const HeadGroupLaunch &launch, cudaStream_t stream) {
-    switch (head_dim) {
-        case 64: return launch_backward<64>(launch, stream);
-        case 96: return launch_backward<96>(launch, stream);
-        case 128: return launch_backward<128>(launch, stream);
-        default: return launch_backward<256>(launch, stream);
-    }
+    return BackwardHeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_backward<d_h>(launch, stream); });
 }
 
 }  // namespace

@@ -132,7 +132,7 @@ void check_grad_out(const Tensor &grad_out, const Tensor &q) {
 
 ProblemSizes check_all(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
                        const std::optional<Tensor> &r) {
-    const ProblemSizes sizes = check_operands(q, k, u, v);
+    const ProblemSizes sizes = check_operands<BackwardHeadDims>(q, k, u, v);
     check_grad_out(grad_out, q);
     if (r) check_r(*r, q, sizes);
     return sizes;

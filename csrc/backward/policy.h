@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/geometry.h"
+#include "common/head_dims.h"
 
 namespace flashmhf {
 
@@ -25,7 +26,7 @@ enum BackwardOutputs : int {
 
 // Inter-stationary kernel: a CTA owns 64 inter rows of one sub-network and walks over tokens in tiles of 64.
 template <int d_h, int outputs> struct InterPolicy {
-    static_assert(supported_head_dim(d_h), "head dimensions with a policy");
+    static_assert(BackwardHeadDims::contains(d_h));
     static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr bool query = outputs & query_grad, keys = outputs & key_grads, values = outputs & value_grad;
     static_assert(d_h < 256 || !query, "K, U, V and dQ of d_h = 256 do not fit one kernel");

@@ -19,7 +19,6 @@ constexpr int shared_memory_limit = 227 * 1024;  // bytes a CTA may use
 constexpr int sm_registers = 64 * 1024;
 constexpr int tma_alignment = 16;  // bytes: bases and strides of a tensor map, bulk copies
 
-constexpr bool supported_head_dim(int64_t d_h) { return d_h == 64 || d_h == 96 || d_h == 128 || d_h == 256; }
 // The widest swizzle that divides a row of d_h elements; a tile is a sequence of panels that wide, one TMA box each.
 constexpr int swizzle_bytes_of(int d_h) { return d_h % 64 == 0 ? 128 : 64; }
 constexpr int panel_cols_of(int d_h) { return swizzle_bytes_of(d_h) / element_bytes; }

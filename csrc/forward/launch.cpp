@@ -1,7 +1,5 @@
 #include "forward/launch.h"
 
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <random>
 
@@ -142,50 +140,7 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
 }
 
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream) {
-    switch (head_dim) {
-        case 64: return launch_forward<64>(launch, stream);
-        case 96: return launch_forward<96>(launch, stream);
-        case 128: return launch_forward<128>(launch, stream);
-        default: return launch_forward<256>(launch, stream);
-    }
-}
-
-cudaError_t describe_device(int head_dim, Device *device) {
-    constexpr int devices = 64;
-    static std::array<std::atomic<uint64_t>, devices * 4> known{};   // a byte a count, by device and head dimension
-    static std::array<std::atomic<int>, devices * 4> known_large{};  // of clusters of large_slices, and 1 more
-    int index;
-    if (cudaError_t error = cudaGetDevice(&index)) return error;
-    const int instance = head_dim == 64 ? 0 : head_dim == 96 ? 1 : head_dim == 128 ? 2 : 3;
-    std::atomic<uint64_t> *slot = index < devices ? &known[index * 4 + instance] : nullptr;
-    uint64_t packed = slot ? slot->load() : 0;
-    if (packed == 0) {
-        auto count = instance == 0   ? count_clusters<64>
-                     : instance == 1 ? count_clusters<96>
-                     : instance == 2 ? count_clusters<128>
-                                     : count_clusters<256>;
-        for (int size = max_slices; size > 0; --size) {
-            int clusters;
-            if (cudaError_t error = count(size, &clusters)) return error;
-            packed = packed << 8 | std::min(clusters, 255);
-        }
-        if (slot) *slot = packed;
-    }
-    std::atomic<int> *large_slot = index < devices ? &known_large[index * 4 + instance] : nullptr;
-    int large = large_slot ? large_slot->load() : 0;
-    if (large == 0) {
-        auto count = instance == 0 ? count_clusters<64> : instance == 1 ? count_clusters<96> : count_clusters<128>;
-        if (instance < 3)
-            if (cudaError_t error = count(large_slices, &large)) return error;
-        ++large;
-        if (large_slot) *large_slot = large;
-    }
-    device->large_clusters = large - 1;
-    for (int &clusters : device->clusters) {
-        clusters = packed & 255;
-        packed >>= 8;
-    }
-    return cudaSuccess;
+    return ForwardHeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_forward<d_h>(launch, stream); });
 }
 
 }  // namespace flashmhf

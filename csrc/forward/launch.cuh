@@ -46,19 +46,4 @@ template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan,
     return bf16 ? combine_typed<d_h, kittens::bf16>(plan, params, stream) : combine_typed<d_h, kittens::half>(plan, params, stream);
 }
 
-template <int d_h> cudaError_t count_clusters(int size, int *count) {
-    using P = ForwardPolicy<d_h>;
-    constexpr Division division = P::may_slice ? Division::slices : Division::waves;  // all take as much of an SM
-    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, kittens::bf16, division>, P::shared_memory)) return error;
-    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, kittens::bf16, division>, size)) return error;
-    cudaLaunchAttribute attribute = clusters_of(size);
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(size);
-    config.blockDim = dim3(P::threads);
-    config.dynamicSmemBytes = P::shared_memory;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaOccupancyMaxActiveClusters(count, flashmhf_forward<d_h, kittens::bf16, division>, &config);
-}
-
 }  // namespace flashmhf

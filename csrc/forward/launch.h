@@ -34,12 +34,10 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
 // workspace: of plan.workspace() floats, or null when it has none. Throws std::runtime_error when the driver refuses a tensor map.
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream);
-cudaError_t describe_device(int head_dim, Device *device);  // the current device; remembered
 
 // One instance for each head dimension, in instances/.
 template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream);
 // Adds the parts of split items in a kernel of its own, where the plan has parts that the clusters do not add.
 template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream);
-template <int d_h> cudaError_t count_clusters(int size, int *count);  // clusters of `size` CTAs that the current device runs at once
 
 }  // namespace flashmhf

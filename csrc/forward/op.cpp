@@ -1,5 +1,6 @@
 // check -> allocate -> plan -> launch
 #include "checks.h"
+#include "common/driver.h"
 #include "device.h"
 #include "forward/launch.h"
 #include "forward/policy.h"
@@ -40,7 +41,7 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
     };
 
     Device device;
-    check_cuda(describe_device(problem.shape.head_dim, &device));
+    check_cuda(describe_device(&device));
     const ForwardPlan plan = plan_forward(problem.shape, device, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     if (plan.partials) workspace = new_dense(q, std::array{plan.workspace()}, aoti_torch_dtype_float32());
@@ -52,7 +53,7 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
 }  // namespace
 
 Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r, bool) {
-    const ProblemSizes sizes = check_operands(q, k, u, v);
+    const ProblemSizes sizes = check_operands<ForwardHeadDims>(q, k, u, v);
     GateSource gate;
     if (r) {
         check_r(*r, q, sizes);
@@ -63,7 +64,7 @@ Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &
 }
 
 Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps, bool) {
-    const ProblemSizes sizes = check_operands(q, k, u, v);
+    const ProblemSizes sizes = check_operands<ForwardHeadDims>(q, k, u, v);
     check_w(w, q, sizes);
     GateSource gate{w.scalar_type() == ScalarType::Float ? Gate::w_float : Gate::w_half, w, static_cast<float>(eps)};
     return run(q, k, u, v, gate, sizes, "flashmhf gated_forward");

@@ -27,13 +27,7 @@ constexpr ForwardFootprint footprint = {
 };
 
 ForwardFootprint footprint_of(int head_dim) {
-    switch (head_dim) {
-        case 64: return footprint<64>;
-        case 96: return footprint<96>;
-        case 128: return footprint<128>;
-        case 256: return footprint<256>;
-        default: throw std::invalid_argument("d_h = " + std::to_string(head_dim) + " has no kernel: supported are 64, 96, 128, 256");
-    }
+    return ForwardHeadDims::dispatch(head_dim, []<int d_h>() { return footprint<d_h>; });
 }
 
 int checked(int64_t x, const char *what) {

@@ -1,20 +1,15 @@
 // The launch planner: shape and device to grid, split and workspace. Pure host code, tested without a GPU.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
+#include "common/device.h"
 #include "common/problem.h"
 #include "forward/cost_model.h"
 #include "forward/schedule.cuh"
 
 namespace flashmhf {
-
-struct Device {
-    std::array<int, max_slices> clusters;  // of 1, 2, ... CTAs that run at once
-    int large_clusters = 0;                // of large_slices CTAs
-};
 
 struct ForwardPlan {
     int cluster_size;  // CTAs

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/geometry.h"
+#include "common/head_dims.h"
 
 namespace flashmhf {
 
@@ -13,7 +14,7 @@ constexpr int barrier_bytes = 384;  // all semaphores and item records of a CTA,
 constexpr int slice_box_rows = 32;
 
 template <int d_h> struct ForwardPolicy {
-    static_assert(supported_head_dim(d_h), "head dimensions with a policy");
+    static_assert(ForwardHeadDims::contains(d_h));
     static constexpr int swizzle_bytes = swizzle_bytes_of(d_h);
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
 

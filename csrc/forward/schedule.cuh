@@ -22,12 +22,11 @@
 // the order of their ranks.
 #pragma once
 
+#include "common/device.h"
 #include "common/geometry.h"
 
 namespace flashmhf {
 
-constexpr int max_slices = 8;     // CTAs of a cluster, on every chip
-constexpr int large_slices = 16;  // where a chip has room for them
 constexpr int most_parts = 32;    // of an item that the clusters add up: a lane for each
 constexpr int most_gathered = 4;  // of an item that one cluster adds up at its end; of more, the combine kernel is faster
 

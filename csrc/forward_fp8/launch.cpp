@@ -76,12 +76,7 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
 }
 
 cudaError_t launch_forward_fp8(int head_dim, const ForwardFp8Launch &launch, cudaStream_t stream) {
-    switch (head_dim) {
-        case 64: return launch_forward_fp8<64>(launch, stream);
-        case 96: return launch_forward_fp8<96>(launch, stream);
-        case 128: return launch_forward_fp8<128>(launch, stream);
-        default: return launch_forward_fp8<256>(launch, stream);
-    }
+    return ForwardFp8HeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_forward_fp8<d_h>(launch, stream); });
 }
 
 }  // namespace flashmhf

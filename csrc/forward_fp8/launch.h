@@ -18,8 +18,7 @@ struct ForwardFp8Launch {
 
 // Floats of workspace.
 int64_t workspace_forward_fp8(const ForwardFp8Problem &problem, const ForwardPlan &plan);
-// workspace: of so many floats, or null for none. Throws std::runtime_error when the driver refuses a tensor map. The
-// device is described by describe_device() of forward/launch.h: both kernels take an SM.
+// workspace: of so many floats, or null for none. Throws std::runtime_error when the driver refuses a tensor map.
 ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const ForwardPlan &plan, float *workspace);
 cudaError_t launch_forward_fp8(int head_dim, const ForwardFp8Launch &launch, cudaStream_t stream);
 

@@ -1,5 +1,6 @@
 // check -> allocate -> plan -> launch
 #include "checks.h"
+#include "common/driver.h"
 #include "device.h"
 #include "forward_fp8/launch.h"
 #include "operators.h"
@@ -33,8 +34,7 @@ ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor 
         STD_TORCH_CHECK(v8.size(i) == k8.size(i < 2 ? i : 5 - i), "v8 must be [H_kv, E, d_h, d_e], is ", shape_of(v8), " but k8 is ",
                         shape_of(k8));
     }
-    STD_TORCH_CHECK(supported_head_dim(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: 64, 96, 128, 256");
-    STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
+    check_sizes<ForwardFp8HeadDims>(sizes);
     STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
     check_same_device(scales, "scales", q);
     STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == 3 && scales.size(1) == k8.size(0) && scales.size(2) == sizes.subnets &&
@@ -81,7 +81,7 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
     problem.dense = {axes.dense_batch, axes.dense_token};
 
     Device device;
-    check_cuda(describe_device(problem.shape.head_dim, &device));
+    check_cuda(describe_device(&device));
     const ForwardPlan plan = plan_forward_fp8(problem.shape, device);
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     const int64_t floats = workspace_forward_fp8(problem, plan);

@@ -1,8 +1,5 @@
 #include "forward_fp8/plan.h"
 
-#include <stdexcept>
-#include <string>
-
 #include "forward_fp8/policy.h"
 
 namespace flashmhf {
@@ -23,13 +20,7 @@ template <int d_h, bool few_rows> constexpr ForwardFootprint footprint() {
             .may_take_lanes = true};
 }
 template <bool few_rows> ForwardFootprint footprint_of(int head_dim) {
-    switch (head_dim) {
-        case 64: return footprint<64, few_rows>();
-        case 96: return footprint<96, few_rows>();
-        case 128: return footprint<128, few_rows>();
-        case 256: return footprint<256, few_rows>();
-        default: throw std::invalid_argument("d_h = " + std::to_string(head_dim) + " has no kernel: supported are 64, 96, 128, 256");
-    }
+    return ForwardFp8HeadDims::dispatch(head_dim, []<int d_h>() { return footprint<d_h, few_rows>(); });
 }
 
 // The time of a plan, in inter tiles of a CTA of three row tiles.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/geometry.h"
+#include "common/head_dims.h"
 #include "common/problem.h"
 
 namespace flashmhf {
@@ -12,7 +13,7 @@ constexpr int forward_fp8_threads(int consumers) { return 128 * (consumers + 1);
 
 // few_rows: of an instance for CTAs that divide an item of one or two row tiles.
 template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
-    static_assert(supported_head_dim(d_h), "head dimensions with a policy");
+    static_assert(ForwardFp8HeadDims::contains(d_h));
 
     // Three row tiles keep the tensor cores busy through the elementwise part of one of them, and four the special functions at d_h = 64;
     // at d_h = 256 the registers hold two.

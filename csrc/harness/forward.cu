@@ -22,7 +22,7 @@ template <typename T> int run(const Arguments &options) {
     in.describe(problem);
     problem.k = in.k, problem.u = in.u, problem.v = in.v;
     flashmhf::Device device;
-    check(flashmhf::describe_device(s.head_dim, &device));
+    check(flashmhf::describe_device(&device));
     const flashmhf::ForwardPlan plan = flashmhf::plan_forward(s, device, may_bundle(problem), costs_of(options, {}));
     const Buffer<float> workspace(plan.workspace());
     const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);

@@ -1,6 +1,7 @@
 // What the harnesses of the forward in 16 bits and in FP8 share: arguments, inputs, the definition in fp64, timing.
 #pragma once
 
+#include "common/driver.h"
 #include "forward/launch.h"
 #include "harness/harness.cuh"
 

@@ -115,7 +115,7 @@ template <typename T> int run(const Arguments &options) {
     problem.k = k8, problem.u = u8, problem.v = v8;
     problem.scales = scales;
     flashmhf::Device device;
-    check(flashmhf::describe_device(s.head_dim, &device));
+    check(flashmhf::describe_device(&device));
     const flashmhf::ForwardPlan plan = flashmhf::plan_forward_fp8(s, device, costs_of(options, flashmhf::forward_fp8_costs));
     const Buffer<float> workspace(flashmhf::workspace_forward_fp8(problem, plan));
     const flashmhf::ForwardFp8Launch launch = flashmhf::prepare_forward_fp8(problem, plan, workspace);

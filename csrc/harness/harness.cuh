@@ -19,6 +19,7 @@
 #include <cuda_runtime.h>
 
 #include "common/geometry.h"
+#include "common/head_dims.h"
 #include "common/problem.h"
 
 namespace harness {
@@ -84,7 +85,8 @@ template <typename Main> int guarded(Main &&main) {
 inline flashmhf::Shape shape_of(const Arguments &options) {
     for (const char *name : {"H", "E"})
         if (options.number(name) < 1) throw std::invalid_argument(std::string(name) + " must be at least 1");
-    if (!flashmhf::supported_head_dim(options.number("d_h"))) throw std::invalid_argument("d_h must be 64, 96, 128 or 256");
+    using HeadDims = flashmhf::ForwardHeadDims;
+    if (!HeadDims::contains(options.number("d_h"))) throw std::invalid_argument("d_h must be one of " + HeadDims::names());
     if (options.number("group") < 1 || options.number("H") % options.number("group")) throw std::invalid_argument("group must divide H");
     if (options.number("d_e") < 16 || options.number("d_e") % 16) throw std::invalid_argument("d_e must be a multiple of 16");
     return {.batch = 1,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/geometry.h"
+#include "common/head_dims.h"
 #include "kittens.cuh"
 #include "layer/params.h"
 
@@ -10,7 +11,7 @@ namespace flashmhf {
 constexpr int q_norm_threads = 256;
 
 template <int d_h> struct QNormPolicy {
-    static_assert(supported_head_dim(d_h));
+    static_assert(QNormHeadDims::contains(d_h));
     static constexpr int elements = 8, lanes = d_h <= 64 ? 8 : d_h <= 128 ? 16 : 32;  // of a row; at d_h = 96 four of them have nothing
     static constexpr int rows = q_norm_threads / lanes;                               // of a CTA
 };

@@ -12,17 +12,10 @@ namespace flashmhf {
 
 template <bool bf16> cudaError_t launch_q_norm(int head_dim, const QNormParams &p, cudaStream_t stream) {
     using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
-    auto launch = [&](auto size) {
-        constexpr int d_h = decltype(size)::value;
+    return QNormHeadDims::dispatch(head_dim, [&]<int d_h>() {
         const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, QNormPolicy<d_h>::rows)));
         return launch_kernel(true, flashmhf_q_norm<d_h, T>, grid, q_norm_threads, 0, stream, p);
-    };
-    switch (head_dim) {
-        case 64: return launch(std::integral_constant<int, 64>{});
-        case 96: return launch(std::integral_constant<int, 96>{});
-        case 128: return launch(std::integral_constant<int, 128>{});
-        default: return launch(std::integral_constant<int, 256>{});
-    }
+    });
 }
 
 template <bool bf16> cudaError_t launch_quantise_rows(const QuantiseRowsParams &p, cudaStream_t stream) {

@@ -108,11 +108,12 @@ bool reads(const Tensor &x, const Projection &p, int64_t features, int64_t depth
     return reads(x, p.w, {features, depth}, ScalarType::Float8_e4m3fn) && reads(x, *p.scale, {features, 1}, ScalarType::Float);
 }
 
-bool reads(const Frame &f, int64_t weight_heads, int64_t subnets) {
-    return supported_head_dim(f.head_dim()) && weight_heads > 0 && f.heads() % weight_heads == 0 &&
+// HeadDims: of the forward that the layer takes.
+template <typename HeadDims> bool reads(const Frame &f, int64_t weight_heads, int64_t subnets) {
+    return HeadDims::contains(f.head_dim()) && weight_heads > 0 && f.heads() % weight_heads == 0 &&
            reads_either(f.x, f.w, {f.heads(), f.head_dim(), subnets}) && reads(f.x, f.in, f.inner(), f.x.size(f.x.dim() - 1)) &&
            reads(f.x, f.out, f.out.w.size(0), f.inner()) &&
-           (!f.norm.weight || reads_either(f.x, *f.norm.weight, {f.heads(), f.head_dim()}));
+           (!f.norm.weight || (QNormHeadDims::contains(f.head_dim()) && reads_either(f.x, *f.norm.weight, {f.heads(), f.head_dim()})));
 }
 
 // Whether so few tokens must stay in 16 bits before weights in e4m3: x is not quantised for them.
@@ -181,7 +182,7 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
     if (!takes_shapes(x, k, w, out_w)) return std::nullopt;
     const std::optional<Tensor> no_scale;
     const Frame frame{x, {in_w, no_scale, in_bias}, {out_w, no_scale, out_bias}, {q_norm, q_norm_eps}, w};
-    bool takes = reads(frame, k.size(0), w.size(2));
+    bool takes = reads<ForwardHeadDims>(frame, k.size(0), w.size(2));
     for (const Tensor *weights : {&k, &u, &v})
         takes = takes && reads(x, *weights, {k.size(0), w.size(2), k.size(2), frame.head_dim()}, x.scalar_type());
     if (!takes) return std::nullopt;
@@ -196,7 +197,7 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
     const Frame frame{x, {in_w, in_scale, in_bias}, {out_w, out_scale, out_bias}, {q_norm, q_norm_eps}, w};
     const int64_t weight_heads = k8.size(0), subnets = k8.size(1), subnet_dim = k8.size(2), head_dim = frame.head_dim();
     constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
-    bool takes = reads(frame, weight_heads, subnets) && subnet_dim >= 16 && subnet_dim % 16 == 0;
+    bool takes = reads<ForwardFp8HeadDims>(frame, weight_heads, subnets) && subnet_dim >= 16 && subnet_dim % 16 == 0;
     for (const Tensor *weights : {&k8, &u8}) takes = takes && reads(x, *weights, {weight_heads, subnets, subnet_dim, head_dim}, e4m3);
     takes = takes && reads(x, v8, {weight_heads, subnets, head_dim, subnet_dim}, e4m3);
     if (!takes || !reads(x, scales, {3, weight_heads, subnets}, ScalarType::Float)) return std::nullopt;

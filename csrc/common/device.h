@@ -1,0 +1,17 @@
+// What the planners know of a device. Pure C++.
+#pragma once
+
+#include <array>
+
+namespace flashmhf {
+
+constexpr int max_slices = 8;     // CTAs of a cluster, on every chip
+constexpr int large_slices = 16;  // where a chip has room for them
+
+struct Device {
+    std::array<int, max_slices> clusters{};  // of 1, 2, ... CTAs of an SM each that run at once; 0: the device takes none
+    int large_clusters = 0;                  // of large_slices CTAs
+    int sms() const { return clusters[0]; }
+};
+
+}  // namespace flashmhf
