@@ -173,31 +173,19 @@ inline void check_readable_rows(const Tensor &x) {
                     "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
 }
 
-// x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type; with scale [N], float32, w is in e4m3.
-inline void check_projection(const Tensor &x, const Tensor &w, const Tensor *scale, const std::optional<Tensor> &bias) {
+// x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type.
+inline void check_projection(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
     check_rows_type(x);
-    if (scale) {
-        STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float8_e4m3fn, "w must be float8_e4m3fn");
-        STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float, "scale must be float32");
-    } else {
-        STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
-    }
+    STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
     STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
     STD_TORCH_CHECK(x.dim() == 2, "x must be [T, K], is ", shape_of(x));
     STD_TORCH_CHECK(w.dim() == 2 && w.size(1) == x.size(1), "w must be [N, K] with K = ", x.size(1), ", is ", shape_of(w));
-    const int most = project_most_tokens(w.size(0), scale != nullptr);
-    STD_TORCH_CHECK(x.size(0) <= most, "x must be [T, K] with T at most ", most, " for N = ", w.size(0), ", is ", shape_of(x));
+    STD_TORCH_CHECK(x.size(0) <= project_tokens, "x must be [T, K] with T at most ", project_tokens, ", is ", shape_of(x));
     auto supported = [](int64_t size, int64_t most) { return size > 0 && size % project_multiple == 0 && size <= most; };
     STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), INT32_MAX), "w is ", shape_of(w), "; supported: multiples of ",
                     project_multiple);
     STD_TORCH_CHECK(w.is_contiguous() && aligned(w.data_ptr()), "w must be contiguous and start at a multiple of 16 bytes");
     check_readable_rows(x);
-    if (scale) {
-        STD_TORCH_CHECK(scale->is_cuda() && scale->get_device_index() == x.get_device_index(),
-                        "scale must be on the same CUDA device as x");
-        STD_TORCH_CHECK(scale->numel() == w.size(0) && scale->is_contiguous(), "scale must hold N = ", w.size(0),
-                        " values and be contiguous, is ", shape_of(*scale));
-    }
     if (!bias) return;
     STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x");
     STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == x.get_device_index(), "bias must be on the same CUDA device as x");

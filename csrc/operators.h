@@ -20,12 +20,11 @@ Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Te
 Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales,
                    const std::optional<Tensor> &r, const std::optional<Tensor> &w, double eps);
 
-// x W^T + bias of few tokens: x [T, K], w [N, K], bias [N] or nothing; [T, N]. weights_ready: no kernel that may still run when
-// this one starts writes w or bias, which are then read at once; csrc/project/README.md says when that holds.
-Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready);
-
-// The same with w in e4m3 and a float32 scale of each of its rows; x stays as it is: scale * (x W^T) + bias with exact products.
-Tensor project_fp8(const Tensor &x, const Tensor &w, const Tensor &scale, const std::optional<Tensor> &bias, bool weights_ready);
+// x W^T + bias of few tokens: x [T, K], w [N, K], bias [N] or nothing; [T, N].
+Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias);
+// The same, queued right behind an operator of the forward: w and bias are then read before that one has ended, which is a race behind any
+// other kernel (csrc/project/README.md). No public operator.
+Tensor project_behind_forward(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias);
 // x [T, K], K a multiple of 8 -> e4m3 [T, K] and float32 scales [T, 1], a row's largest value being 448.
 std::tuple<Tensor, Tensor> quantise_rows(const Tensor &x);
 
@@ -36,8 +35,8 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
                             double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
                             const Tensor &out_w, const std::optional<Tensor> &out_bias);
 
-// The same with packed weights. A projection with a scale has weights in e4m3: of at most project_most_tokens project_fp8 computes it, of
-// more quantise_rows and aten::_scaled_mm.
+// The same with packed weights. A projection with a scale has weights in e4m3, for quantise_rows and aten::_scaled_mm; nothing where its
+// tokens are too few for that (few_tokens in layer/op.cpp).
 std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_scale,
                                 const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm, double q_norm_eps,
                                 const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales, const Tensor &w, double eps,

@@ -245,8 +245,9 @@ PYBIND11_MODULE(_plan, m) {
         "Shared memory and registers of the FP8 forward kernel for each head dimension.");
     m.def(
         "plan_project",
-        [](int64_t tokens, int64_t features, bool fp8) {
-            const flashmhf::ProjectPlan plan = flashmhf::plan_project(tokens, features, fp8);
+        [](int64_t tokens, int64_t features, const Clusters &clusters) {
+            const flashmhf::Device device{clusters};
+            const flashmhf::ProjectPlan plan = flashmhf::plan_project(tokens, features, device);
             py::dict d;
             d["warpgroups"] = plan.warpgroups;
             d["max_tokens"] = plan.max_tokens;
@@ -254,10 +255,10 @@ PYBIND11_MODULE(_plan, m) {
             d["blocks"] = plan.blocks;
             d["block_tokens"] = plan.block_tokens;
             d["box_tokens"] = plan.box_tokens;
-            d["faster"] = flashmhf::projects_faster(tokens, features);
+            d["faster"] = flashmhf::projects_faster(tokens, features, device);
             return d;
         },
-        py::arg("tokens"), py::arg("features"), py::arg("fp8") = false);
+        py::arg("tokens"), py::arg("features"), py::arg("clusters") = h200_clusters);
     m.def("forward_costs", &forward_costs, py::arg("head_dim"), py::arg("fp8") = false, py::arg("consumers") = 3,
           "What the forward's planner counts with: the time of an inter tile of a CTA (in FP8, of so many row tiles) in microseconds; in "
           "such tiles, adding parts in a\n"

@@ -3,6 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 #include "checks.h"
+#include "common/driver.h"
 #include "device.h"
 #include "layer/launch.h"
 #include "operators.h"
@@ -91,11 +92,8 @@ struct Frame {
     int64_t inner() const { return heads() * head_dim(); }
 };
 
-// x W^T + bias. own: by the kernel for few tokens.
-Tensor multiply(const Tensor &x, const Projection &p, bool own, bool weights_ready) {
-    if (own) return p.scale ? project_fp8(x, p.w, *p.scale, p.bias, weights_ready) : project(x, p.w, p.bias, weights_ready);
-    return p.scale ? scaled_linear(x, p.w, *p.scale) : linear(x, p.w, p.bias);
-}
+// x W^T + bias by cuBLAS.
+Tensor multiply(const Tensor &x, const Projection &p) { return p.scale ? scaled_linear(x, p.w, *p.scale) : linear(x, p.w, p.bias); }
 
 bool takes_shapes(const Tensor &x, const Tensor &k, const Tensor &w, const Tensor &out_w) {
     if (!x.is_cuda() || x.dim() < 1 || x.numel() == 0 || k.dim() != 4 || w.dim() != 3 || out_w.dim() != 2) return false;
@@ -116,19 +114,20 @@ template <typename HeadDims> bool reads(const Frame &f, int64_t weight_heads, in
            (!f.norm.weight || (QNormHeadDims::contains(f.head_dim()) && reads_either(f.x, *f.norm.weight, {f.heads(), f.head_dim()})));
 }
 
-// Whether so few tokens must stay in 16 bits before weights in e4m3: x is not quantised for them.
-bool keeps_type(int64_t tokens, const Projection &p) { return p.scale && tokens <= project_most_tokens(p.w.size(0), true); }
-// Whether the projection kernel takes so many tokens: in 16 bits only where it is the faster one; with e4m3 weights it alone keeps the
-// activations in 16 bits.
-bool takes_few(int64_t tokens, const Projection &p) {
+// The most tokens that stay in 16 bits before a W of so many rows in e4m3, as flashmhf/quantize/linear.py has it. No kernel multiplies
+// them.
+constexpr int64_t few_tokens(int64_t features) { return features <= 2112 ? 512 : 128; }
+// Whether the projection kernel takes so many tokens, and is the faster one.
+bool takes_few(int64_t tokens, const Projection &p, const Device &device) {
     const int64_t features = p.w.size(0);
-    if (features % project_multiple != 0 || p.w.size(1) % project_multiple != 0) return false;
-    return p.scale ? keeps_type(tokens, p) : projects_faster(tokens, features);
+    return !p.scale && features % project_multiple == 0 && p.w.size(1) % project_multiple == 0 && projects_faster(tokens, features, device);
 }
-// Whether aten::_scaled_mm takes it: sizes in multiples of 16, and for scales of rows results in bf16. It adds no bias here.
+// Whether cuBLAS takes it. With scales of rows, as aten::_scaled_mm: sizes in multiples of 16, results in bf16, no bias.
 bool takes_many(const Tensor &x, const Projection &p) {
     constexpr int multiple = 16;
-    return !p.scale || (x.scalar_type() == ScalarType::BFloat16 && !p.bias && p.w.size(0) % multiple == 0 && p.w.size(1) % multiple == 0);
+    if (!p.scale) return true;
+    if (x.size(0) <= few_tokens(p.w.size(0)) || !readable_rows(x)) return false;
+    return x.scalar_type() == ScalarType::BFloat16 && !p.bias && p.w.size(0) % multiple == 0 && p.w.size(1) % multiple == 0;
 }
 
 // mix: Q [T, H, d_h] -> S.
@@ -136,20 +135,18 @@ template <typename Mix> std::optional<Tensor> run(const Frame &f, Mix mix) {
     const DeviceScope scope(f.x.get_device_index(), "flashmhf layer");
     const Tensor rows = rows_of(f.x, f.in.w.size(1));
     const int64_t tokens = rows.size(0);
-    // The projection kernel reads x by TMA; what it cannot read goes to cuBLAS, and so do many tokens. In 16 bits it takes both or none.
-    const bool readable = readable_rows(rows), in_few = readable && takes_few(tokens, f.in), out_few = readable && takes_few(tokens, f.out);
-    const bool in_own = in_few && (f.in.scale || out_few), out_own = out_few && (f.out.scale || in_few);
-    auto lacks = [&](const Projection &p, bool own) {
-        return p.scale && !own && (keeps_type(tokens, p) || !readable || !takes_many(rows, p));
-    };
-    if (lacks(f.in, in_own) || lacks(f.out, out_own)) return std::nullopt;
+    Device device;
+    check_cuda(describe_device(&device));
+    // The projection kernel, which reads x by TMA, takes both projections or none.
+    const bool few = readable_rows(rows) && takes_few(tokens, f.in, device) && takes_few(tokens, f.out, device);
+    if (!few && !(takes_many(rows, f.in) && takes_many(rows, f.out))) return std::nullopt;
     const Tensor mixed = [&] {  // Q is released before out_proj takes memory
-        const Tensor q = multiply(rows, f.in, in_own, false);
+        const Tensor q = few ? project(rows, f.in.w, f.in.bias) : multiply(rows, f.in);
         if (f.norm.weight) normalise(q, *f.norm.weight, f.norm.eps);
         return mix(dense_view(q, std::array{tokens, f.heads(), f.head_dim()}));
     }();
-    // Behind the forward kernels, which wait for every older kernel, nothing that still runs can write out_w or out_bias.
-    const Tensor y = multiply(dense_view(mixed, std::array{tokens, f.inner()}), f.out, out_own, true);
+    const Tensor inner = dense_view(mixed, std::array{tokens, f.inner()});
+    const Tensor y = few ? project_behind_forward(inner, f.out.w, f.out.bias) : multiply(inner, f.out);
     std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
     sizes.back() = f.out.w.size(0);
     return dense_view(y, sizes);

@@ -4,7 +4,6 @@
 //   producer warp        before the wait for the kernel before: prefetches its tiles of W to the L2, which stays coherent if that kernel
 //                        writes them; with `weights_ready`, loads them into the ring. Then x, and W where it is not in the ring, by TMA
 //   consumer warpgroups  64 features each of the CTA's tokens over its range of k: features are the rows of wgmma, tokens its columns
-//                        (of e4m3 weights each thread converts its operand of wgmma in registers, which is exact)
 //   end                  each warp sends its sums to the CTA of the cluster that finishes their 16 features, which adds them by rank
 #pragma once
 
@@ -25,42 +24,8 @@ __device__ __forceinline__ uint16_t load_2_bytes(const void *p) {
     return x;
 }
 
-__device__ __forceinline__ float load_4_bytes(const float *p) {
-    float x;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
-    return x;
-}
-
-// 64 features of `step` e4m3 values, as TMA writes them with its 64-byte swizzle.
-template <int step> struct alignas(512) Fp8Tile {
-    uint8_t bytes[64 * step];
-};
-
-template <typename T> __device__ __forceinline__ uint32_t convert_fp8(uint16_t two) {
-    uint32_t x;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"(two));
-    if constexpr (std::is_same_v<T, kittens::bf16>) {
-        const float2 both = __half22float2(reinterpret_cast<const __half2 &>(x));
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(both.y), "f"(both.x));
-    }
-    return x;
-}
-
-// The operand of a warp: 16 of the tile's features.
-template <typename T, int step> __device__ __forceinline__ void load_converted(kittens::rt<T, 16, step> &w, const Fp8Tile<step> &tile) {
-    static_assert(step == 64, "rows are as wide as the swizzle");
-    const int row = fragment_row(threadIdx.x % 128), pair = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < step / 16; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // rows row and row + 8, then both 8 columns further
-            const int at = (row + i % 2 * 8) * step + (j ^ row / 2 % 4) * 16 + i / 2 * 8 + pair;
-            reinterpret_cast<uint32_t &>(w.tiles[0][j].data[i]) = convert_fp8<T>(*reinterpret_cast<const uint16_t *>(tile.bytes + at));
-        }
-}
-
 template <typename P, typename T> struct alignas(1024) ProjectShared {
-    using W = std::conditional_t<P::weight_bytes == 1, Fp8Tile<P::step>, kittens::st<T, 64, P::step>>;
+    using W = kittens::st<T, 64, P::step>;
     using X = kittens::st<T, P::max_tokens, P::step>;
     W w[P::slots][P::warpgroups];
     X x[P::slots];
@@ -125,23 +90,11 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     sum = 0.f;
     Ring<P::slots> ring;
     int before = 0;
-    [[maybe_unused]] kittens::rt<T, 16, P::step> w;
     for (int i = 0; i < steps; ++i, ring.advance()) {
         kittens::wait(shared.full[ring.slot], ring.phase);
-        if constexpr (P::weight_bytes == 1) {
-            kittens::rt<T, 16, P::step> next;
-            load_converted(next, shared.w[ring.slot][wg]);
-            warpgroup::mma_async_wait<0>();
-            pin(w);  // the products of the step before have read it until here
-            w = next;
-            pin(w);
-            pin(sum);
-            warpgroup::mma_ABt(sum, w, shared.x[ring.slot]);
-        } else {
-            pin(sum);
-            warpgroup::mma_ABt(sum, shared.w[ring.slot][wg], shared.x[ring.slot]);
-            warpgroup::mma_async_wait<1>();
-        }
+        pin(sum);
+        warpgroup::mma_ABt(sum, shared.w[ring.slot][wg], shared.x[ring.slot]);
+        warpgroup::mma_async_wait<1>();  // .sync.aligned: the whole warp has done with the slot before when one lane hands it back
         if (i > 0 && lane == 0) kittens::arrive(shared.empty[before]);
         before = ring.slot;
     }
@@ -165,23 +118,18 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens. Warps that finish one group of features are neighbours.
     constexpr int warps = 4 * P::warpgroups / P::finished;
     const int group = warp / warps, column = feature + (rank * P::finished + group) * 16 + lane / 4;
-    float bias[2] = {0.f, 0.f}, scale[2] = {1.f, 1.f};
+    float bias[2] = {0.f, 0.f};
     if (p.bias)
         for (int i = 0; i < 2; ++i) {
             const uint16_t bits = load_2_bytes(static_cast<const T *>(p.bias) + column + 8 * i);
             bias[i] = kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bits));
         }
-    if constexpr (P::weight_bytes == 1)
-        for (int i = 0; i < 2; ++i) scale[i] = load_4_bytes(p.scale + column + 8 * i);
     kittens::wait(shared.parts_full, 0);
     const int last_token = min(first_token + p.block_tokens, p.tokens);
     for (int j = warp % warps; first_token + 8 * j < last_token; j += warps) {
         float4 s = {bias[0], bias[0], bias[1], bias[1]};
-        if constexpr (P::weight_bytes == 1) s = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][group][j][lane]);
-        if constexpr (P::weight_bytes == 1)
-            s = {s.x * scale[0] + bias[0], s.y * scale[0] + bias[0], s.z * scale[1] + bias[1], s.w * scale[1] + bias[1]};
         const float values[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

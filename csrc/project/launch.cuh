@@ -17,8 +17,7 @@ constexpr int project_fetch_bytes = 128;
 template <typename P, typename T> cudaError_t launch_tiles(const ProjectParams &p, int blocks, cudaStream_t stream) {
     const MapType type = map_type(std::is_same_v<T, kittens::bf16>);
     const CUtensorMap map_w =
-        tensor_map("w", p.w, P::weight_bytes == 1 ? MapType::fp8 : type, {{p.depth, 1, P::step}, {p.features, p.depth, P::features}},
-                   P::step * P::weight_bytes, project_fetch_bytes);
+        tensor_map("w", p.w, type, {{p.depth, 1, P::step}, {p.features, p.depth, P::features}}, 128, project_fetch_bytes);
     const CUtensorMap map_x =
         tensor_map("x", p.x, type, {{p.depth, 1, P::step}, {p.tokens, p.x_stride, p.box_tokens}}, 128, project_fetch_bytes);
     constexpr size_t bytes = sizeof(ProjectShared<P, T>);
@@ -45,19 +44,11 @@ cudaError_t launch_one_of(Policies<P...>, const ProjectPlan &plan, const Project
 
 }  // namespace
 
-template <bool bf16> using Element = std::conditional_t<bf16, kittens::bf16, kittens::half>;
-
 template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
     using P = Policies<ProjectPolicy<1, 16, 4>, ProjectPolicy<1, 32, 4>, ProjectPolicy<1, 64, 4>, ProjectPolicy<2, 96, 4>,
                        ProjectPolicy<2, 128, 4>, ProjectPolicy<1, 48, 2>, ProjectPolicy<1, 64, 2>, ProjectPolicy<1, 96, 2>,
                        ProjectPolicy<1, 128, 2>, ProjectPolicy<1, 192, 2>>;
-    return launch_one_of<Element<bf16>>(P{}, plan, p, stream);
-}
-template <bool bf16> cudaError_t launch_project_fp8(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
-    using P = Policies<ProjectFp8Policy<1, 16, 4>, ProjectFp8Policy<1, 32, 4>, ProjectFp8Policy<1, 64, 4>, ProjectFp8Policy<2, 96, 4>,
-                       ProjectFp8Policy<2, 128, 4>, ProjectFp8Policy<1, 96, 2>, ProjectFp8Policy<1, 128, 2>, ProjectFp8Policy<1, 192, 2>,
-                       ProjectFp8Policy<1, 256, 2>>;
-    return launch_one_of<Element<bf16>>(P{}, plan, p, stream);
+    return launch_one_of<std::conditional_t<bf16, kittens::bf16, kittens::half>>(P{}, plan, p, stream);
 }
 
 }  // namespace flashmhf

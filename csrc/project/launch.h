@@ -8,8 +8,7 @@
 
 namespace flashmhf {
 
-// bf16: x, the bias and the result; otherwise fp16. W has the same type, or e4m3 with scales.
+// bf16: all tensors; otherwise fp16.
 template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &params, cudaStream_t stream);
-template <bool bf16> cudaError_t launch_project_fp8(const ProjectPlan &plan, const ProjectParams &params, cudaStream_t stream);
 
 }  // namespace flashmhf

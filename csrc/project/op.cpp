@@ -1,5 +1,6 @@
-// check -> allocate -> launch
+// check -> allocate -> plan -> launch
 #include "checks.h"
+#include "common/driver.h"
 #include "device.h"
 #include "operators.h"
 #include "project/launch.h"
@@ -8,38 +9,35 @@
 namespace flashmhf {
 namespace {
 
-Tensor project_with(const Tensor &x, const Tensor &w, const Tensor *scale, const std::optional<Tensor> &bias, bool weights_ready) {
-    check_projection(x, w, scale, bias);
+Tensor run(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready) {
+    check_projection(x, w, bias);
     const DeviceScope scope(x.get_device_index(), "flashmhf project");
     Tensor out = new_dense(x, std::array{x.size(0), w.size(0)});
     if (x.size(0) == 0) return out;
 
-    ProjectParams params{};
-    params.x = x.data_ptr(), params.w = w.data_ptr(), params.out = out.data_ptr();
-    params.bias = bias ? bias->data_ptr() : nullptr;
-    params.scale = scale ? static_cast<const float *>(scale->data_ptr()) : nullptr;
-    params.tokens = static_cast<int>(x.size(0));
-    params.depth = static_cast<int>(w.size(1)), params.features = static_cast<int>(w.size(0));
-    params.x_stride = x.stride(0);
-    params.weights_ready = weights_ready;
-    const ProjectPlan plan = plan_project(params.tokens, params.features, scale != nullptr);
-    params.block_tokens = plan.block_tokens, params.box_tokens = plan.box_tokens;
-    const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
-    auto launch = scale  ? (bf16 ? launch_project_fp8<true> : launch_project_fp8<false>)
-                  : bf16 ? launch_project<true>
-                         : launch_project<false>;
+    Device device;
+    check_cuda(describe_device(&device));
+    const ProjectPlan plan = plan_project(x.size(0), w.size(0), device);
+    const ProjectParams params{.x = x.data_ptr(),
+                               .w = w.data_ptr(),
+                               .bias = bias ? bias->data_ptr() : nullptr,
+                               .out = out.data_ptr(),
+                               .tokens = static_cast<int>(x.size(0)),
+                               .depth = static_cast<int>(w.size(1)),
+                               .features = static_cast<int>(w.size(0)),
+                               .block_tokens = plan.block_tokens,
+                               .box_tokens = plan.box_tokens,
+                               .x_stride = x.stride(0),
+                               .weights_ready = weights_ready};
+    auto launch = x.scalar_type() == ScalarType::BFloat16 ? launch_project<true> : launch_project<false>;
     check_cuda(launch(plan, params, current_stream(x.get_device_index())));
     return out;
 }
 
 }  // namespace
 
-Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready) {
-    return project_with(x, w, nullptr, bias, weights_ready);
-}
+Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) { return run(x, w, bias, false); }
 
-Tensor project_fp8(const Tensor &x, const Tensor &w, const Tensor &scale, const std::optional<Tensor> &bias, bool weights_ready) {
-    return project_with(x, w, &scale, bias, weights_ready);
-}
+Tensor project_behind_forward(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) { return run(x, w, bias, true); }
 
 }  // namespace flashmhf

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/device.h"
+
 namespace flashmhf {
 
 struct ProjectPlan {
@@ -14,10 +16,10 @@ struct ProjectPlan {
     int box_tokens;    // that a copy of x brings: rows behind the last token, which TMA fills with zeros, take longer than others
 };
 
-// For 1 to project_most_tokens tokens; features is a multiple of project_multiple. fp8: a W in e4m3.
-ProjectPlan plan_project(int64_t tokens, int64_t features, bool fp8);
+// For 1 to project_tokens tokens; features is a multiple of project_multiple.
+ProjectPlan plan_project(int64_t tokens, int64_t features, const Device &device);
 
-// Whether the kernel is faster than cuBLAS for a W in 16 bits of these sizes, and takes them.
-bool projects_faster(int64_t tokens, int64_t features);
+// Whether the kernel is faster than cuBLAS for a W of these sizes, and takes them.
+bool projects_faster(int64_t tokens, int64_t features, const Device &device);
 
 }  // namespace flashmhf

@@ -7,14 +7,12 @@
 namespace flashmhf {
 
 // warpgroups: that compute, 64 features each. max_tokens: of a CTA. cluster: CTAs that divide k; each finishes its part of the features.
-// weight_bytes: of an element of W, 1 for e4m3.
-template <int warpgroups_, int max_tokens_, int cluster_, int weight_bytes_> struct ProjectTiles {
-    static constexpr int warpgroups = warpgroups_, max_tokens = max_tokens_, cluster = cluster_, weight_bytes = weight_bytes_;
+template <int warpgroups_, int max_tokens_, int cluster_> struct ProjectPolicy {
+    static constexpr int warpgroups = warpgroups_, max_tokens = max_tokens_, cluster = cluster_;
     static constexpr int features = 64 * warpgroups, step = 64;  // of a CTA; k of a slot
     static constexpr int finished = 4 * warpgroups / cluster;    // groups of 16 features, a warp's, that a CTA finishes
     static constexpr int threads = 128 * warpgroups + 32;
-    static constexpr int slot_bytes = (features * weight_bytes + max_tokens * element_bytes) * step,
-                         parts_bytes = 4 * features * max_tokens;
+    static constexpr int slot_bytes = (features + max_tokens) * step * element_bytes, parts_bytes = 4 * features * max_tokens;
     // Up to 64 tokens two CTAs fit an SM, so that one starts under the other.
     static constexpr bool two_fit = warpgroups == 1 && cluster == 4;
     static constexpr int room = (two_fit ? (shared_memory_limit + 1024) / 2 - 1024 : shared_memory_limit) - parts_bytes - 1024;
@@ -24,9 +22,5 @@ template <int warpgroups_, int max_tokens_, int cluster_, int weight_bytes_> str
     static_assert(early >= slots && slots >= 3);
     static_assert(4 * warpgroups % cluster == 0 && project_multiple % step == 0 && max_tokens % 16 == 0);
 };
-
-template <int warpgroups, int max_tokens, int cluster>
-struct ProjectPolicy : ProjectTiles<warpgroups, max_tokens, cluster, element_bytes> {};
-template <int warpgroups, int max_tokens, int cluster> struct ProjectFp8Policy : ProjectTiles<warpgroups, max_tokens, cluster, 1> {};
 
 }  // namespace flashmhf

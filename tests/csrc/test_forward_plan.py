@@ -219,11 +219,9 @@ def test_projections_cover_every_token_and_feature(features):
         {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)},
         {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)},
     )
-    many = {(1, 256, 2)}  # of weights in e4m3 alone
-    for tokens, fp8 in [*itertools.product(range(1, 385), (False, True)), *itertools.product(range(385, 513), (True,))]:
-        p = plan.plan_project(tokens, features, fp8)
-        taken = many if tokens > 384 else quads if fp8 and tokens <= 128 else quads | pairs
-        assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in taken
+    for tokens, device in itertools.product(range(1, 385), DEVICES):
+        p = plan.plan_project(tokens, features, device)
+        assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in quads | pairs
         assert p["block_tokens"] % 8 == 0 and p["block_tokens"] <= p["max_tokens"]
         assert p["blocks"] * p["block_tokens"] >= tokens > (p["blocks"] - 1) * p["block_tokens"]
         assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], "no more rows without a token than alignment takes"
@@ -236,6 +234,12 @@ def test_projections_cover_every_token_and_feature(features):
 )
 def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(features, most):
     assert [tokens for tokens in range(1, 500) if plan.plan_project(tokens, features)["faster"]] == list(range(1, most + 1))
+
+
+def test_a_chip_that_runs_fewer_clusters_takes_the_projection_kernel_for_fewer_features():
+    small = (78, 39, 24, 18, 13, 10, 9, 8)
+    assert plan.plan_project(200, 1216, small)["faster"] and not plan.plan_project(200, 1280, small)["faster"], "19 pairs of pairs"
+    assert plan.plan_project(128, 1792, small)["faster"] and not plan.plan_project(128, 1920, small)["faster"], "14 of 18 fours"
 
 
 @pytest.mark.parametrize(

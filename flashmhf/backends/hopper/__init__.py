@@ -220,7 +220,9 @@ def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: 
     refusal = refuse_projection(x, w, bias)
     if refusal is not None:
         raise refusal
-    return torch.ops.flashmhf_hopper.project(x, w, bias, weights_ready)
+    if weights_ready:
+        return torch.ops.flashmhf_hopper._project_behind_forward(x, w, bias)
+    return torch.ops.flashmhf_hopper.project(x, w, bias)
 
 
 def layer(

@@ -34,17 +34,14 @@ def _readable(rows: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Few tokens by the projection kernel, more by quantised rows and ``torch._scaled_mm``; sizes that neither takes by the definition."""
+    """Many tokens by quantised rows and ``torch._scaled_mm``; few tokens, and sizes that it does not take, by the definition."""
     features, inner = weight8.shape
-    few = len(x) <= definition.few_tokens(features)
-    multiple = hopper.PROJECT_MULTIPLE if few else definition.SCALED_MM_MULTIPLE
-    if features % multiple or inner % multiple:
+    multiple = definition.SCALED_MM_MULTIPLE
+    if len(x) <= definition.few_tokens(features) or features % multiple or inner % multiple:
         return definition.linear(x, weight8, scale, bias)
     if weight8.data_ptr() % hopper.TMA_ALIGNMENT:
         raise ValueError(f"weight8 has storage offset {weight8.storage_offset()}; the hopper back end supports multiples of 16 bytes")
     rows = x if _readable(x) else x.clone(memory_format=torch.contiguous_format)
-    if few:
-        return torch.ops.flashmhf_hopper.project_fp8(rows, weight8, scale, None if bias is None else bias.contiguous())
     return definition.scaled_product(*torch.ops.flashmhf_hopper.quantise_rows(rows), weight8, scale, bias, x.dtype)
 
 
