@@ -279,8 +279,10 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
             }
 #pragma unroll
             for (int m = 0; m < d_h / 16; ++m) {
-                typename kittens::base_types::packing<T>::packed_type q[4];
-                load_transposed(q, &shared.q[first_row + lane % 8 + lane / 16 * 8][16 * m + lane / 8 % 2 * 8]);
+                using T2 = typename kittens::base_types::packing<T>::packed_type;
+                T2 q[4];
+                kittens::move<T2>::ldsm4t(q[0], q[1], q[2], q[3],
+                                          shared_address(&shared.q[first_row + lane % 8 + lane / 16 * 8][16 * m + lane / 8 % 2 * 8]));
                 bf16_2 q_high[4], q_low[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

@@ -1,10 +1,12 @@
-// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync with its transposing loads and moves, small copies,
-// pins that keep the compiler from moving register accesses across asynchronous products, and barriers of CTAs and clusters.
+// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync and a transposing move, small copies, pins that keep
+// the compiler from moving register accesses across asynchronous products, and barriers of CTAs and clusters.
 #pragma once
 
 #include "kittens.cuh"
 
 namespace flashmhf {
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22, inf for x > 128
     float y;
@@ -35,6 +37,10 @@ template <kittens::ducks::rt::all RT> __device__ __forceinline__ void pin(RT &ti
                 else asm volatile("" : "+r"(reinterpret_cast<uint32_t &>(pair))::"memory");
             }
 }
+template <int n> __device__ __forceinline__ void pin(uint32_t (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
 
 // d[16x8] += a[16x16] b[16x8], a as in a row-layout base tile, b as two registers of the B fragment.
 __device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::bf16_2 (&a)[4], uint32_t b0, uint32_t b1) {
@@ -50,15 +56,6 @@ __device__ __forceinline__ void mma_16x8(float (&d)[4], const kittens::half_2 (&
                  : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of 16-bit elements, transposed: `row` is this lane's row of eight elements; lanes 8i.. give matrix i, as do the
-// results.
-template <typename T2> __device__ __forceinline__ void load_transposed(T2 (&x)[4], const void *row) {
-    auto *r = reinterpret_cast<uint32_t *>(x);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
-                 : "memory");
-}
 // An 8 x 8 matrix of 16-bit elements that the warp holds, a pair a lane.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
     uint32_t y;
@@ -67,16 +64,12 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
 }
 
 // From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; or one word or 0.
-__device__ __forceinline__ void copy_16_bytes_async(uint32_t shared_address, const void *src) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(src) : "memory");
+__device__ __forceinline__ void copy_16_bytes_async(uint32_t dst, const void *src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
-__device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) {
-    copy_16_bytes_async(static_cast<uint32_t>(__cvta_generic_to_shared(dst)), src);
-}
+__device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) { copy_16_bytes_async(shared_address(dst), src); }
 __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))), "l"(src),
-                 "r"(valid ? 4 : 0)
-                 : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(valid ? 4 : 0) : "memory");
 }
 __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Prefetches the line that holds x to the L2. A hint: right even before griddepcontrol.wait.

@@ -6,11 +6,12 @@
 // (kittens::tma::store_commit_group, store_async_read_wait, store_async_wait).
 #pragma once
 
+#include "common/ptx.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf::tma {
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+using flashmhf::shared_address;
 
 // Makes this thread's ordinary stores to shared memory visible to wgmma and bulk copies; every writing thread calls it before the barrier.
 __device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -27,72 +28,32 @@ __device__ __forceinline__ uint64_t evict_first() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-template <bool once = false>
-__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem) {
-    if constexpr (once)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], "
-            "%5;" ::"r"(shared_address(dst)),
-            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "l"(evict_first())
-            : "memory");
-    else
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-                         shared_address(dst)),
-                     "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y)
-                     : "memory");
-}
-template <bool once = false>
-__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem) {
-    if constexpr (once)
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], "
-            "[%2], %6;" ::"r"(shared_address(dst)),
-            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "l"(evict_first())
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-                shared_address(dst)),
-            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z)
-            : "memory");
-}
-__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-            shared_address(dst)),
-        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w)
-        : "memory");
-}
-// Into the CTAs of cta_mask: same offset in each, data and semaphore alike.
-__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem, uint16_t cta_mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], "
-        "%5;" ::"r"(shared_address(dst)),
-        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "h"(cta_mask)
-        : "memory");
-}
-template <bool once = false>
-__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem, uint16_t cta_mask) {
-    if constexpr (once)
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, "
-            "{%3, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(dst)),
-            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask), "l"(evict_first())
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], "
-            "[%2], %6;" ::"r"(shared_address(dst)),
-            "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "h"(cta_mask)
-            : "memory");
-}
-__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem, uint16_t cta_mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2], %7;" ::"r"(shared_address(dst)),
-        "l"(map), "r"(shared_address(&sem)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w), "h"(cta_mask)
-        : "memory");
-}
+// load_async: into this CTA. multicast_async: into the CTAs of cta_mask, same offset in each, data and semaphore alike.
+// place: numbers of the operands that are coordinates; next, after_next: the two numbers behind them.
+#define FLASHMHF_LOAD(rank, multicast, operands, ...)                                                               \
+    asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" multicast \
+                 " [%0], [%1, {" operands ";" ::"r"(shared_address(dst)),                                           \
+                 "l"(map), "r"(shared_address(&sem)), __VA_ARGS__                                                   \
+                 : "memory")
+#define FLASHMHF_LOADS(Coordinates, rank, place, next, after_next, ...)                                                                    \
+    template <bool once = false>                                                                                                           \
+    __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, Coordinates c, kittens::semaphore &sem) {                \
+        if constexpr (once) FLASHMHF_LOAD(rank, ".L2::cache_hint", place "}], [%2], " next, __VA_ARGS__, "l"(evict_first()));              \
+        else FLASHMHF_LOAD(rank, "", place "}], [%2]", __VA_ARGS__);                                                                       \
+    }                                                                                                                                      \
+    template <bool once = false>                                                                                                           \
+    __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, Coordinates c, kittens::semaphore &sem,             \
+                                                    uint16_t cta_mask) {                                                                   \
+        if constexpr (once)                                                                                                                \
+            FLASHMHF_LOAD(rank, ".multicast::cluster.L2::cache_hint", place "}], [%2], " next ", " after_next, __VA_ARGS__, "h"(cta_mask), \
+                          "l"(evict_first()));                                                                                             \
+        else FLASHMHF_LOAD(rank, ".multicast::cluster", place "}], [%2], " next, __VA_ARGS__, "h"(cta_mask));                              \
+    }
+FLASHMHF_LOADS(int2, "2d", "%3, %4", "%5", "%6", "r"(c.x), "r"(c.y))
+FLASHMHF_LOADS(int3, "3d", "%3, %4, %5", "%6", "%7", "r"(c.x), "r"(c.y), "r"(c.z))
+FLASHMHF_LOADS(int4, "4d", "%3, %4, %5, %6", "%7", "%8", "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w))
+#undef FLASHMHF_LOADS
+#undef FLASHMHF_LOAD
 
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int2 c) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared_address(src)),

@@ -1,4 +1,4 @@
-// Tile primitives for Hopper (sm_90a) with the interface of ThunderKittens; see ../README.md for what is covered.
+// Tile primitives for Hopper (sm_90a) with part of the interface of ThunderKittens; see ../README.md for what is covered.
 #pragma once
 
 #include <concepts>
@@ -10,8 +10,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-
-#define KITTENS_FLASHMHF_BUNDLED 1  // tells these headers from an upstream checkout
 
 // Each block needs the ones before it.
 #include "common/base_types.cuh"

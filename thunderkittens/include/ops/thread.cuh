@@ -12,27 +12,15 @@ struct semaphore {
 template <int num_warps> struct barrier {
     int barrier_id;
     __device__ __forceinline__ barrier(int _id) : barrier_id(_id) {}
-    __device__ __forceinline__ barrier operator[](int i) { return barrier(barrier_id + i); }
 };
 
 namespace detail {
 __device__ static inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-template <typename T> struct size_info {
-    static constexpr uint32_t bytes = sizeof(T);
-};
-template <ducks::st::all ST> struct size_info<ST> {
-    static constexpr uint32_t bytes = ST::num_elements * sizeof(typename ST::dtype);
-};
-template <ducks::sv::all SV> struct size_info<SV> {
-    static constexpr uint32_t bytes = SV::length * sizeof(typename SV::dtype);
-};
 }  // namespace detail
-template <typename... Args> inline constexpr uint32_t size_bytes = (0u + ... + detail::size_info<std::remove_cvref_t<Args>>::bytes);
 
-// A phase completes after thread_count + transaction_count arrivals and all expected bytes.
-__device__ static inline void init_semaphore(semaphore &sem, int thread_count, int transaction_count = 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(detail::shared_address(&sem)), "r"(thread_count + transaction_count)
-                 : "memory");
+// A phase completes after thread_count arrivals and all expected bytes.
+__device__ static inline void init_semaphore(semaphore &sem, int thread_count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(detail::shared_address(&sem)), "r"(thread_count) : "memory");
 }
 __device__ static inline void arrive(semaphore &sem) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(detail::shared_address(&sem)) : "memory");
@@ -63,14 +51,6 @@ __device__ static inline bool try_wait(semaphore &sem, int kPhaseBit) {
                  : "memory");
     return done;
 }
-__device__ static inline int test_wait(semaphore &sem, int kPhaseBit) {
-    int done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(detail::shared_address(&sem)), "r"(kPhaseBit)
-                 : "memory");
-    return done;
-}
 
 namespace tma {
 
@@ -78,102 +58,30 @@ namespace tma {
 __device__ static inline void expect_bytes(semaphore &sem, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(detail::shared_address(&sem)), "r"(bytes) : "memory");
 }
-template <typename T, typename... Args> __device__ static inline void expect(semaphore &sem, const T &, const Args &...) {
-    expect_bytes(sem, size_bytes<T, Args...>);
-}
 __device__ static inline void store_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All but the last N groups are complete (visible in global memory) / have been read from shared memory.
 template <int N = 0> __device__ static inline void store_async_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
 template <int N = 0> __device__ static inline void store_async_read_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-
-// Linear copies; addresses and size are multiples of 16 bytes.
+// Linear copy; addresses and size are multiples of 16 bytes.
 __device__ static inline void load_async(void *dst, void *src, uint32_t size_bytes, semaphore &sem) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(detail::shared_address(dst)),
         "l"(src), "r"(size_bytes), "r"(detail::shared_address(&sem))
         : "memory");
 }
-__device__ static inline void store_async(void *dst, void *src, uint32_t size_bytes) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(detail::shared_address(src)), "r"(size_bytes)
-                 : "memory");
-    store_commit_group();
-}
 
-namespace cluster {
-
-__device__ static inline void wait(semaphore &sem, int kPhaseBit) {
-    asm volatile(
-        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra.uni "
-        "DONE;\nbra.uni WAIT;\nDONE:\n}" ::"r"(detail::shared_address(&sem)),
-        "r"(kPhaseBit)
-        : "memory");
-}
-namespace detail {
-// The address of the same variable in CTA cta of the cluster.
-__device__ static inline uint32_t mapped(const void *p, int cta) {
-    uint32_t address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(::kittens::detail::shared_address(p)), "r"(cta));
-    return address;
-}
-}  // namespace detail
-__device__ static inline void expect_bytes(semaphore &sem, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(::kittens::detail::shared_address(&sem)), "r"(bytes)
-                 : "memory");
-}
-__device__ static inline void expect_bytes(semaphore &sem, uint32_t bytes, int dst_cta) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(detail::mapped(&sem, dst_cta)), "r"(bytes) : "memory");
-}
-__device__ static inline void arrive(semaphore &sem, int dst_cta, uint32_t count = 1) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(detail::mapped(&sem, dst_cta)), "r"(count)
-                 : "memory");
-}
-// Linear copy into the CTAs of cta_mask, to the same offset and completing on the semaphore at the same offset.
-__device__ static inline void load_async(void *dst, void *src, uint32_t size_bytes, semaphore &sem, uint16_t cta_mask) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-                     ::kittens::detail::shared_address(dst)),
-                 "l"(src), "r"(size_bytes), "r"(::kittens::detail::shared_address(&sem)), "h"(cta_mask)
-                 : "memory");
-}
-
-}  // namespace cluster
 }  // namespace tma
 
 // Moves between registers and shared-memory addresses.
 template <typename T> struct move {
-    __device__ static inline void lds(T &dst, uint32_t src) {
-        if constexpr (sizeof(T) == 2)
-            asm volatile("ld.shared.b16 %0, [%1];" : "=h"(*reinterpret_cast<uint16_t *>(&dst)) : "r"(src) : "memory");
-        else if constexpr (sizeof(T) == 4)
-            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t *>(&dst)) : "r"(src) : "memory");
-        else if constexpr (sizeof(T) == 8) {
-            uint2 v;
-            asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(src) : "memory");
-            dst = *reinterpret_cast<T *>(&v);
-        } else {
-            static_assert(sizeof(T) == 16);
-            uint4 v;
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src) : "memory");
-            dst = *reinterpret_cast<T *>(&v);
-        }
-    }
     __device__ static inline void sts(uint32_t dst, const T &src) {
-        if constexpr (sizeof(T) == 2)
-            asm volatile("st.shared.b16 [%1], %0;" ::"h"(*reinterpret_cast<const uint16_t *>(&src)), "r"(dst) : "memory");
-        else if constexpr (sizeof(T) == 4)
-            asm volatile("st.shared.b32 [%1], %0;" ::"r"(*reinterpret_cast<const uint32_t *>(&src)), "r"(dst) : "memory");
-        else if constexpr (sizeof(T) == 8) {
-            const uint2 v = *reinterpret_cast<const uint2 *>(&src);
-            asm volatile("st.shared.v2.b32 [%2], {%0, %1};" ::"r"(v.x), "r"(v.y), "r"(dst) : "memory");
-        } else {
-            static_assert(sizeof(T) == 16);
-            const uint4 v = *reinterpret_cast<const uint4 *>(&src);
-            asm volatile("st.shared.v4.b32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(dst) : "memory");
-        }
+        static_assert(sizeof(T) == 16);
+        const uint4 v = *reinterpret_cast<const uint4 *>(&src);
+        asm volatile("st.shared.v4.b32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(dst) : "memory");
     }
-    // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+    // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. ldsm4t transposes each.
     __device__ static inline void ldsm4(T &a, T &b, T &c, T &d, uint32_t src) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(word(a)), "=r"(word(b)), "=r"(word(c)), "=r"(word(d))
@@ -191,11 +99,6 @@ template <typename T> struct move {
                      "r"(word(d)), "r"(dst)
                      : "memory");
     }
-    __device__ static inline void stsm4t(uint32_t dst, T &a, T &b, T &c, T &d) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%4], {%0, %1, %2, %3};" ::"r"(word(a)), "r"(word(b)),
-                     "r"(word(c)), "r"(word(d)), "r"(dst)
-                     : "memory");
-    }
 
   private:
     __device__ static inline uint32_t &word(T &x) {
@@ -209,20 +112,4 @@ namespace pdl {
 __device__ static inline void arrive() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ static inline void wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 }  // namespace pdl
-
-namespace everyone {
-__device__ static inline void sync(int id) { asm volatile("bar.sync %0;" ::"r"(id) : "memory"); }
-namespace tma {
-namespace cluster {
-__device__ static inline void arrive_aligned() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ static inline void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ static inline void wait_aligned() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ static inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ static inline void sync() {
-    arrive_aligned();
-    wait_aligned();
-}
-}  // namespace cluster
-}  // namespace tma
-}  // namespace everyone
 }  // namespace kittens
