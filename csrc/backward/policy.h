@@ -1,5 +1,5 @@
-// Tile sizes and the shared-memory and register budgets of the backward kernels. Pure C++: the host code reads it too. The budget tables
-// are in README.md; the static_asserts keep both honest.
+// Tile sizes and the shared-memory and register budgets of the backward kernels. Pure C++: the host code reads it too. The kernels assert
+// that the shared memory is the size of their structs.
 #pragma once
 
 #include "common/geometry.h"
@@ -14,6 +14,10 @@ template <int d_h> constexpr int gate_dw_columns = d_h == 256 ? 16 : 32;
 template <int d_h> constexpr int gate_staged_columns = d_h == 256 ? 64 : d_h;
 // Columns of an fp32 tile that are staged at once on their way to rows.
 template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
+
+// Shared memory is a struct that begins at a multiple of the alignment, as the widest swizzle needs, and has a multiple of it for its size.
+constexpr int shared_memory_alignment = 1024, semaphore_bytes = 256;
+constexpr int round_up(int x, int multiple) { return ceil_div(x, multiple) * multiple; }
 
 // What an inter-stationary kernel produces. One fused kernel where it fits; d_h = 256 takes dK, dU and dV apart.
 enum BackwardOutputs : int {
@@ -36,7 +40,7 @@ template <int d_h, int outputs> struct InterPolicy {
 
     // Warpgroups: loader; "S", scores, elementwise part and, in the fused kernel, where they are two, dQ; one or two "W", weight gradients.
     static constexpr int accumulator_groups = d_h == 256 && keys ? 2 : 1;
-    static constexpr int s_groups = query ? 2 : 1;
+    static constexpr int fused_s_groups = 2, s_groups = query ? fused_s_groups : 1;
     static constexpr int warpgroups = 1 + s_groups + accumulator_groups;
     static constexpr int threads = 128 * warpgroups;
     static constexpr int launch_registers = launch_registers_of(threads);
@@ -54,10 +58,19 @@ template <int d_h, int outputs> struct InterPolicy {
 
     static constexpr int q_stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
-    static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;
-    static constexpr int shared_memory = (needs_v ? 3 : 2) * row_tile_bytes + (q_stages + g_stages) * row_tile_bytes +
-                                         2 * 8192 * (2 * keys + values) + (query ? 2 * row_tile_bytes : 0) /* fp32 */ + q_stages * 256 +
-                                         (query ? 2 * 1024 : 0) + 256;
+    // Of P and of [dM|dN] of a tile: S fills one while W reads the other.
+    static constexpr int grad_buffers = 2;
+    static constexpr int grad_readers = query + accumulator_groups, most_readers = 2;  // roles that read them: dR 0, if any, then W
+    static_assert(grad_readers <= most_readers);
+
+    static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes, grad_tile_bytes = tile_rows * tile_inter * element_bytes;
+    static constexpr int weight_bytes = (2 + needs_v) * row_tile_bytes;
+    static constexpr int ring_bytes = (q_stages + g_stages) * row_tile_bytes;
+    static constexpr int grad_bytes = grad_buffers * (2 * keys + values) * grad_tile_bytes;
+    static constexpr int staged_bytes = query * tile_rows * d_h * 4;
+    static constexpr int row_bytes = q_stages * tile_rows * 4 + query * grad_buffers * tile_rows * 16;  // R; sums of dR
+    static constexpr int shared_memory =
+        round_up(weight_bytes + ring_bytes + grad_bytes + staged_bytes + row_bytes + semaphore_bytes, shared_memory_alignment);
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 };
 
@@ -72,7 +85,8 @@ template <int d_h> struct TokenPolicy {
     static constexpr int loader_registers = 24, consumer_registers = 240;
     static_assert(loader_registers + consumers * consumer_registers <= (1 + consumers) * launch_registers);
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;
-    static constexpr int shared_memory = 2 * consumers * row_tile_bytes + stages * 3 * inter * d_h * element_bytes + 256;
+    static constexpr int shared_memory =
+        round_up(2 * consumers * row_tile_bytes + stages * 3 * inter * d_h * element_bytes + semaphore_bytes, shared_memory_alignment);
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 };
 

@@ -7,25 +7,17 @@
 
 #include <climits>
 
-#include "backward/inter_kernel.cuh"
+#include "backward/maps.h"
+#include "backward/params.h"
+#include "backward/rows.cuh"
+#include "backward/swiglu_grad.cuh"
+#include "backward/token_shared_memory.cuh"
+#include "common/real.cuh"
+#include "common/ring.h"
+#include "common/tma.cuh"
+#include "common/token_tile.cuh"
 
 namespace flashmhf {
-
-template <int d_h, typename T> struct alignas(1024) TokenShared {
-    using P = TokenPolicy<d_h>;
-    template <int rows> using tile = kittens::st<T, rows, d_h>;
-    using Rows = tile<tile_rows>;
-    struct Stage {
-        tile<2 * P::inter> ku;
-        tile<P::inter> v;
-    };
-    struct {
-        Rows q, grad_out;  // in the end the staging of dQ
-    } rows[P::consumers];
-    Stage stages[P::stages];
-    // rows_full, stage_full: the loader's expect_bytes and its copies; consumers wait. stage_empty: the consumers' warps; the loader waits.
-    kittens::semaphore rows_full, stage_full[P::stages], stage_empty[P::stages];
-};
 
 // The tokens of rows g and g + 8 of a thread's fragment. Computed at each use: the volatile read keeps the compiler from holding them in
 // registers through the main loop.
@@ -42,21 +34,13 @@ struct RowPair {
     __device__ __forceinline__ bool valid(int half) const { return token + 8 * half < tokens; }
 };
 
-// Named barriers; 0 is __syncthreads.
-enum TokenBarrier : int {
-    // A consumer's staging of dQ is free, or full: its own warps. One for each consumer.
-    output_barrier = 1,
-    // The other consumer has issued its products: that one arrives, this one arrives and waits. One for each consumer.
-    products_issued_by_other = output_barrier + TokenPolicy<128>::consumers,
-};
-
 template <int d_h, typename T>
 __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
     flashmhf_backward_token(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
     using namespace kittens;
     using P = TokenPolicy<d_h>;
     using Shared = TokenShared<d_h, T>;
-    static_assert(sizeof(Shared) <= shared_memory_limit);
+    static_assert(sizeof(Shared) == P::shared_memory);
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     auto &stages = shared.stages;

@@ -1,0 +1,94 @@
+// W role of the inter-stationary kernels: dK, dU and dV of the CTA's 64 inter rows in registers, over all its tiles.
+#pragma once
+
+#include "backward/inter_barriers.h"
+#include "backward/inter_work.cuh"
+#include "backward/rows.cuh"
+#include "common/ptx.cuh"
+#include "common/ring.h"
+#include "kittens.cuh"
+
+namespace flashmhf {
+
+// acc += a^T b, the columns of b spread over the accumulators; behind the caller's mma_fence.
+template <int halves, typename Acc, typename A, typename B>
+__device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b) {
+#pragma unroll
+    for (int c = 0; c < halves; ++c) {
+        auto &columns = b.template subtile<Acc::cols>(c);
+        kittens::warpgroup::mma_AtB<Acc, A, std::remove_reference_t<decltype(columns)>, 0, 1>(acc[c], a, columns);
+    }
+}
+
+// W role: accumulates weight gradients over all tiles. Where the role has two warpgroups, w_group 0 takes dK and 1 takes dU.
+template <typename Shared>
+__device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const BackwardParams &p, const InterWork &work, int reader,
+                                                        int w_group) {
+    using namespace kittens;
+    using P = typename Shared::P;
+    using T = typename Shared::Rows::T;
+    using Acc = rt_fl<16, P::w_columns>;
+    constexpr int d_h = Shared::Rows::cols, halves = d_h / P::w_columns;
+    constexpr bool keys = P::keys, ups = P::keys && P::accumulator_groups == 1, values = P::values;
+    Acc dk[halves], du[halves], dv[halves];
+#pragma unroll
+    for (int c = 0; c < halves; ++c) {
+        warp::zero(dk[c]);
+        warp::zero(du[c]);
+        warp::zero(dv[c]);
+    }
+    Ring<P::q_stages> q;
+    Ring<P::g_stages> g;
+    Ring<P::grad_buffers> buffer;
+    const bool leader = kittens::laneid() == 0;
+#pragma unroll 1
+    for (int it = work.begin; it < work.end; ++it) {
+        if constexpr (keys) wait(shared.q_full[q.slot], q.phase);
+        if constexpr (values) wait(shared.g_full[g.slot], g.phase);
+        wait(shared.grads_full[buffer.slot][reader], buffer.phase);
+        warpgroup::mma_fence();
+        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(w_group), shared.q[q.slot]);
+        if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<tile_inter>(1), shared.q[q.slot]);
+        if constexpr (values) add_product(dv, shared.gated[buffer.slot], shared.grad_out[g.slot]);
+        if constexpr (keys) {
+            warpgroup::mma_async_wait<values * halves>();
+            if (leader) work.release(shared.q_empty[q.slot]);
+        }
+        warpgroup::mma_async_wait<0>();
+        if (leader) {
+            if constexpr (values) work.release(shared.g_empty[g.slot]);
+            arrive(shared.grads_empty[buffer.slot]);
+        }
+        q.advance();
+        g.advance();
+        buffer.advance();
+    }
+    warpgroup::mma_async_wait<0>();
+    // Every tile has been consumed: the rings become staging, once all W groups are here.
+    if constexpr (P::accumulator_groups > 1)
+        kittens::arrive_and_wait(kittens::barrier<warpgroup_warps * P::accumulator_groups>(w_staging_barrier + P::accumulator_groups));
+    constexpr int size = tile_inter * d_h, staged = tile_inter * P::w_columns;
+    static_assert(P::accumulator_groups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
+    float *staging = reinterpret_cast<float *>(&shared.q[0]) + w_group * staged;
+    auto finish = [&](Acc(&acc)[halves], void *out, int which) {
+#pragma unroll
+        for (int c = 0; c < halves; ++c) {
+            pin(acc[c]);
+            if (work.split) {
+                float *slot =
+                    p.weight_parts + ((static_cast<int64_t>(work.item - p.whole) * p.parts + work.part) * 3 + which) * size + c * staged;
+                each_fragment(acc[c],
+                              [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
+            } else {
+                const int64_t first_row = static_cast<int64_t>(work.head * p.subnets + work.subnet) * p.subnet_dim + work.row;
+                char *at = static_cast<char *>(out) + (first_row * d_h + c * P::w_columns) * (p.accumulate ? sizeof(float) : sizeof(T));
+                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_staging_barrier + w_group);
+            }
+        }
+    };
+    if constexpr (keys) finish(dk, w_group ? p.du : p.dk, w_group);
+    if constexpr (ups) finish(du, p.du, 1);
+    if constexpr (values) finish(dv, p.dv, 2);
+}
+
+}  // namespace flashmhf
