@@ -79,15 +79,19 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
     for (int it = work.begin; it < work.end; ++it) {
         rt_fl<16, 2 * tile_inter> mn;
         rt_fl<16, tile_inter> da, slope;
+        // issue [M|N] = Q [K;U]^T, dA = dO V^T of tile i
         warpgroup::mm_ABt(mn, shared.q[q.slot], shared.ku);
         if constexpr (P::keys) {
             wait(shared.g_full[g.slot], g.phase);
             warpgroup::mm_ABt(da, shared.grad_out[g.slot], shared.v[0]);
         }
+        // give W P, [dM|dN] of tile i - 1, behind these products
         if (it > work.begin) tiles.hand_over(buffer.slot ^ 1);
+        // wait for [M|N];  a = silu(M), c = silu'(M)  (while dA still runs)
         const float2 r = {shared.r[q.slot][row], shared.r[q.slot][row + 8]};
         start_slopes<P::keys>(mn, slope);
         if (it >= work.begin + 2) wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);  // the buffers start empty
+        // wait for dA
         warpgroup::mma_async_wait<0>();
         pin(mn);
         if constexpr (P::keys) pin(da);
@@ -95,6 +99,7 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
             __syncwarp();
             if (leader) work.release(P::keys ? shared.g_empty[g.slot] : shared.q_empty[q.slot]);
         }
+        // P = r a N;  dN = r dA a;  dM = r dA N c
         float2 dr = {0.f, 0.f};
         q.advance();
         g.advance();
@@ -138,20 +143,25 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
 
         rt_fl<16, 2 * tile_inter> mn;
         rt_fl<16, tile_inter> da, slope;
+        // issue [M|N] = Q [K;U]^T, dA = dO V^T of tile i
         wait(shared.q_full[ring.slot], ring.phase);
         warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
         wait(shared.g_full[ring.slot], ring.phase);
         warpgroup::mm_ABt(da, shared.grad_out[ring.slot], shared.v[0]);
+        // let the other group issue dQ of tile i - 1
         if (group == 1 || left < work.end - work.begin)
             arrive(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + (group ^ 1)));
         const float2 r = {shared.r[ring.slot][row], shared.r[ring.slot][row + 8]};
+        // wait for [M|N];  a = silu(M), c = silu'(M)  (while dA still runs)
         if constexpr (P::early_slopes) start_slopes<1>(mn, slope);
+        // wait for dA, and for W to have read tile i - 2
         wait(shared.grads_empty[slot], phase ^ 1);
         warpgroup::mma_async_wait<0>();
         pin(mn);
         pin(da);
 #pragma unroll
         for (int n = 0; n < P::s_groups; ++n) ring.advance();
+        // P = r a N;  dN = r dA a;  dM = r dA N c;  dR = sum dA a N
         rt<T, 16, 2 * tile_inter> grads;
         float2 dr = {0.f, 0.f};
 #pragma unroll
@@ -180,11 +190,14 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
             move::ldsm4(dm[0], dm[1], dm[2], dm[3], tiles.dm(slot, place, j));
             move::ldsm4(dn[0], dn[1], dn[2], dn[3], tiles.dn(slot, place, j));
         }
+        // give W P, [dM|dN] of tile i; wait until the other group has issued [M|N], dA of tile i + 1
         tiles.hand_over(slot);
         if (left > 1) arrive_and_wait(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + group));
+        // issue dQ = [dM|dN] [K;U]
         rt_fl<16, columns> dq[slices];
 #pragma unroll
         for (int c = 0; c < slices; ++c) warpgroup::mm_AB(dq[c], grads, shared.ku.template subtile<columns>(c));
+        // wait for a slice of dQ, stage it, let the dQ warp add it to the sums
         const uint32_t staged = tma::shared_address(shared.staged) + 16 * warpgroup::laneid();
 #pragma unroll
         for (int c = 0; c < slices; ++c) {

@@ -47,13 +47,16 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         if constexpr (values) wait(shared.g_full[g.slot], g.phase);
         wait(shared.grads_full[buffer.slot][reader], buffer.phase);
         warpgroup::mma_fence();
+        // issue dK += dM^T Q, dU += dN^T Q, dV += P^T dO
         if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(w_group), shared.q[q.slot]);
         if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<tile_inter>(1), shared.q[q.slot]);
         if constexpr (values) add_product(dv, shared.gated[buffer.slot], shared.grad_out[g.slot]);
+        // wait for dK and dU; hand back Q (all but dV, which is still in the tensor cores)
         if constexpr (keys) {
             warpgroup::mma_async_wait<values * halves>();
             if (leader) work.release(shared.q_empty[q.slot]);
         }
+        // wait for dV; hand back dO, P and [dM|dN]
         warpgroup::mma_async_wait<0>();
         if (leader) {
             if constexpr (values) work.release(shared.g_empty[g.slot]);

@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         warpgroup::mma_async_wait<1>();
 #pragma unroll 1
         for (int it = 0;;) {
+            // a = silu(M), c = silu'(M) of tile i  (while dA still runs)
             pin(mn);
 #pragma unroll
             for (int j = 0; j < P::inter / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
@@ -164,6 +165,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
             pin(mn);
             pin(slope);
             if (!last) wait(shared.stage_full[ring.slot], ring.phase);
+            // wait for dA;  dN = r dA a;  dM = r dA N c;  dR += sum dA a N
             warpgroup::mma_async_wait<0>();
             pin(da);
 #pragma unroll
@@ -184,14 +186,17 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
                 r = next_r;
                 if (subnet + 1 < last_subnet) next_r = gates(subnet + 1);
             }
+            // issue dQ += [dM|dN] [K;U] of tile i
             wait_to_issue();
             warpgroup::mma_AB(dq, grads, stages[slot].ku);
             if (last) {
                 let_other_issue();
                 break;
             }
+            // issue [M|N] = Q [K;U]^T, dA = dO V^T of tile i + 1
             scores(stages[ring.slot]);
             let_other_issue();
+            // wait for dQ, hand back the stage; wait for [M|N]
             warpgroup::mma_async_wait<2>();
             if (leader) arrive(shared.stage_empty[slot]);
             warpgroup::mma_async_wait<1>();
