@@ -1,18 +1,17 @@
-"""Muon for networks with stacked matrices: momentum whose singular values are made equal, a matrix at a time.
+"""Muon for networks with stacked matrices: momentum whose singular values are made equal, matrix by matrix.
 
-``torch.optim.Muon`` takes two-dimensional parameters only. K, U and V of FlashMHF are [H, E, d_e, d_h]: a matrix a sub-network.
+``torch.optim.Muon`` takes two-dimensional parameters only. K, U and V of FlashMHF are [H, E, d_e, d_h]: one matrix per sub-network.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from ..checks import FLOAT_DTYPES, name_of
 
@@ -22,32 +21,95 @@ RMS = 0.2  # of an update's elements, about what AdamW's updates have: both shar
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """[N, rows, columns] -> U V^T, approximately, of each matrix's singular value decomposition U S V^T: Newton-Schulz steps in bf16."""
+    """Return U V^T, approximately, of each matrix's singular value decomposition U S V^T, by Newton-Schulz steps in bf16.
+
+    matrices: [..., rows, columns], at least three dimensions. The result has the same shape, in bf16.
+    """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).bfloat16()
+    x = matrices.flatten(0, -3).bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(STEPS):
         gram = x @ x.mT
         x = a * x + torch.baddbmm(b * gram, gram, gram, alpha=c) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).reshape(matrices.shape)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    distributed = sys.modules.get("torch.distributed.tensor")  # only who imported it has DTensors
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """The shard of a DTensor, placed as ``like`` is; any other tensor as it is."""
+    if not _is_dtensor(tensor):
+        return tensor
+    if like is not None and tensor.placements != like.placements:
+        tensor = tensor.redistribute(placements=like.placements)
+    return tensor.to_local()
+
+
+def _layout(tensor: Tensor) -> Hashable:
+    return (tensor.device_mesh, tensor.placements) if _is_dtensor(tensor) else None
+
+
+def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
+    """:func:`orthogonalise` of N stacked shards [N, ...] of tensors that are placed as ``parameter`` is.
+
+    Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are. Where the matrices themselves are sharded,
+    an all-to-all gives each rank whole matrices of some of the N tensors, and a second one takes the results back.
+    """
+    if not _is_dtensor(parameter):
+        return orthogonalise(shards)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, placements, first = parameter.device_mesh, parameter.placements, parameter.dim() - 2
+    cut = [dim for dim, at in enumerate(placements) if getattr(at, "dim", -1) >= first and mesh.size(dim) > 1]
+    # Outermost first. FSDP2 shards what tensor parallelism has sharded, although its mesh dimension comes first: a strided placement.
+    cut.sort(key=lambda dim: (getattr(placements[dim], "split_factor", 1), dim))
+    shape, wholes = [*shards.shape[: first + 1], *parameter.shape[first:]], []
+    for dim in cut:
+        wholes.append(tuple(shape))
+        at = placements[dim].dim + 1
+        step = -(-shape[at] // mesh.size(dim))  # as torch.chunk does
+        shape[at] = max(0, min(step, shape[at] - step * mesh.get_local_rank(dim)))
+    meshes = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type) for dim in cut]
+
+    def moved(local: Tensor, level: int, whole: tuple[int, ...], source: int, target: int) -> Tensor:
+        stride = torch.empty(whole, device="meta").stride()
+        tensor = DTensor.from_local(local, meshes[level], [Shard(source)], run_check=False, shape=torch.Size(whole), stride=stride)
+        return tensor.redistribute(placements=[Shard(target)]).to_local()
+
+    x, ways = shards.bfloat16(), []
+    for level in reversed(range(len(cut))):
+        ways.append((level, (len(x), *wholes[level][1:]), placements[cut[level]].dim + 1))
+        x = moved(x, *ways[-1], 0)
+    x = orthogonalise(x)
+    for level, whole, at in reversed(ways):
+        x = moved(x, level, whole, 0, at)
+    return x
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (K. Jordan, 2024) for groups with ``muon=True``, AdamW for the others. :func:`flashmhf.param_groups` makes the groups.
+    """Muon (K. Jordan, 2024) for groups with ``muon=True``, torch.optim.AdamW for those with ``muon=False``.
 
-    An update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that learning rates and weight
-    decay mean what they mean for AdamW. A parameter of more than two dimensions is a stack of matrices, each one by itself.
+    :func:`flashmhf.param_groups` makes the groups: ``Muon(param_groups(model, lr, weight_decay, muon=True))``.
+
+    The update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that learning rates and
+    weight decay mean what they mean for AdamW. A parameter of more than two dimensions is a stack of matrices, each treated by itself.
+    Parameters may be DTensors, as FSDP2 and tensor parallelism make them: every rank must then step the same parameters.
 
     Args:
-        params: parameters or groups. A group's ``muon`` (False) selects the rule; its parameters then have two dimensions or more.
-        lr, weight_decay: of both rules; weight decay is decoupled.
-        momentum: of Muon.
-        betas, eps: of AdamW.
-        fused: whether AdamW's fused kernel runs; None: where all parameters are on a GPU.
+        params: groups with the key "muon".
+        lr, weight_decay: for both rules; weight decay is decoupled.
+        momentum: for Muon.
+        betas, eps: for AdamW.
+        fused: whether AdamW's fused kernel runs; None: if all parameters of a group are on a GPU.
 
-    Raises ValueError for a Muon group with a vector, TypeError for one with a complex parameter, and NotImplementedError for DTensor
-    parameters: an update needs whole matrices.
+    Raises ValueError for a group without "muon" and for a vector in a Muon group, TypeError for a Muon group with integers or complex
+    numbers. ``load_state_dict`` raises ValueError for the state of another optimizer.
     """
 
     def __init__(
@@ -67,85 +129,70 @@ class Muon(torch.optim.Optimizer):
         for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if not 0 <= value < 1:
                 raise ValueError(f"{name} is {value}; it must be in [0, 1)")
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps, "fused": fused, "muon": False}
-        super().__init__(params, defaults)
+        adamw = torch.optim.AdamW([torch.empty(0)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, {**adamw.defaults, "momentum": momentum, "fused": fused})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "muon" not in param_group:
+            supported = "groups with the key, such as those of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
+            raise ValueError(f"params: a group has no key 'muon'; supported: {supported}")
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
-        except (NotImplementedError, TypeError, ValueError):
+        except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
 
     @staticmethod
     def _check(group: dict[str, Any]) -> None:
-        distributed = sys.modules.get("torch.distributed.tensor")
-        for parameter in group["params"]:
-            if distributed is not None and isinstance(parameter, distributed.DTensor):
-                raise NotImplementedError("params holds a DTensor; supported: plain parameters, whose matrices are whole on each process")
-            if group["muon"] and parameter.dim() < 2:
+        for parameter in group["params"] if group["muon"] else ():
+            if parameter.dim() < 2:
                 raise ValueError(f"params: a group with muon=True holds a parameter of shape {list(parameter.shape)}; supported: matrices")
-            if group["muon"] and not parameter.is_floating_point():
+            if not parameter.is_floating_point():
                 supported = ", ".join(map(name_of, FLOAT_DTYPES))
                 raise TypeError(f"params: a group with muon=True holds a {name_of(parameter.dtype)} parameter; supported: {supported}")
         if group["fused"] is None:
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of :meth:`state_dict`. Raises ValueError if its groups follow other rules than this optimizer's."""
+        found, expected = ([group.get("muon") for group in groups] for groups in (state_dict["param_groups"], self.param_groups))
+        if found != expected:
+            raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
+        super().load_state_dict(state_dict)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient, once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not group["muon"]:
-                self._adamw(group, parameters)
-                continue
-            alike: dict[tuple, list[Tensor]] = defaultdict(list)
-            for parameter in parameters:
-                alike[parameter.shape, parameter.dtype, parameter.device].append(parameter)
-            for chosen in alike.values():
-                self._muon(group, chosen)
+            alike: dict[Hashable, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"] if group["muon"] else ():
+                if parameter.grad is not None:
+                    alike[parameter.shape, parameter.dtype, parameter.device, _layout(parameter)].append(parameter)
+            for parameters in alike.values():
+                self._step_alike(group, parameters)
+        others = [group for group in self.param_groups if not group["muon"]]
+        if others:
+            adamw = torch.optim.AdamW(others)  # takes these very groups; it is made anew because loading and copying replace them
+            adamw.state = self.state
+            adamw.step()
         return loss
 
-    def _muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Parameters of one shape: all their matrices are one batch."""
-        gradients, states = [parameter.grad for parameter in parameters], [self.state[parameter] for parameter in parameters]
-        for state, parameter in zip(states, parameters, strict=True):
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter)
-        momenta = [state["momentum"] for state in states]
+    def _step_alike(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Update parameters of one shape and placement: all their matrices are one batch."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        momenta = [_local(self.state[parameter]["momentum"]) for parameter in parameters]
+        gradients = [_local(parameter.grad, parameter) for parameter in parameters]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         directions = torch._foreach_lerp(gradients, momenta, group["momentum"])
-        shape = parameters[0].shape
-        updates = orthogonalise(torch.stack(directions).flatten(0, -3)).view(len(parameters), *shape)
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        updates = _orthogonalise_shards(torch.stack(directions), parameters[0])
+        weights, shape = [_local(parameter) for parameter in parameters], parameters[0].shape
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         scale = -group["lr"] * RMS * max(shape[-2:]) ** 0.5
-        torch._foreach_add_(parameters, list(updates.to(parameters[0].dtype).unbind()), alpha=scale)
-
-    def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        states = [self.state[parameter] for parameter in parameters]
-        for state, parameter in zip(states, parameters, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=not group["fused"],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        torch._foreach_add_(weights, list(updates.to(weights[0].dtype).unbind()), alpha=scale)

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import traceback
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -39,7 +40,7 @@ WAYS[WHOLE] = (Replicate(),) * 3
 NEEDS = ([True, True], [True, False], [False, True])
 
 
-def equal(actual: Tensor, expected: Tensor, **tolerance: float) -> None:
+def equal(actual: Tensor, expected: Tensor, **tolerance: Any) -> None:
     if isinstance(actual, DTensor):
         actual = actual.full_tensor()
     torch.testing.assert_close(actual, expected, **tolerance)
@@ -367,6 +368,50 @@ def training() -> None:
                 equal(parameter.detach(), other.detach(), rtol=1e-3, atol=1e-4)
 
 
+def muon() -> None:
+    """FSDP2, tensor parallelism and both: one process's weights and momenta; matrices sharded by rows, columns and heads, evenly or not."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        networks = [flashmhf.FlashMHF(24, heads, 3, 10, q_norm=True) for heads in (4, 4, 3)]
+        return nn.Sequential(nn.Linear(7, 24), *networks, nn.Linear(24, 5))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():  # given gradients: orthogonalisation amplifies the rounding of computed ones
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            if isinstance(parameter, DTensor):
+                parameter.grad = distribute_tensor(parameter.grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        optimizer.step()
+
+    def of(model: nn.Module) -> torch.optim.Optimizer:
+        return flashmhf.Muon(flashmhf.param_groups(model, 0.02, 0.1, muon=True))
+
+    size = dist.get_world_size()
+    whole = build()
+    expected = of(whole)
+    for seed in range(3):
+        step(whole, expected, seed)
+    for dp, tp in ((size, 1), (1, size), (2, size // 2)):
+        mesh = init_device_mesh(DEVICE, (dp, tp), mesh_dim_names=("dp", "tp"))
+        model = build()
+        for part in model[1:3] if tp > 1 else ():
+            parallelize(part, mesh["tp"])
+        for part in model if dp > 1 else ():
+            fully_shard(part, mesh=mesh["dp"])
+        optimizer = of(model)
+        step(model, optimizer, 0)
+        state = get_optimizer_state_dict(model, optimizer)
+        optimizer = of(model)
+        set_state_dict(model, optimizer, model_state_dict=get_model_state_dict(model), optim_state_dict=state)
+        for seed in range(1, 3):
+            step(model, optimizer, seed)
+        for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            equal(parameter.detach(), other.detach(), rtol=1e-2, atol=1e-4, msg=f"{name} on {dp} x {tp}")
+            for key, value in expected.state[other].items():
+                equal(optimizer.state[parameter][key], value, msg=f"{key} of {name} on {dp} x {tp}")
+
+
 def uneven_sizes() -> None:
     """A vocabulary that the ranks do not divide trains as in one process; a SwiGLU's width, and FP8 of sharded weights, are refused."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
@@ -529,6 +574,7 @@ CASES = (
     local_heads,
     initialisation,
     training,
+    muon,
     uneven_sizes,
     bf16_losses,
     save_checkpoint,

@@ -26,7 +26,7 @@ def test_rules():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["rules", "uneven_tokens", "kernels", "module_cases", "main_grad", "local_heads"])
+@pytest.mark.parametrize("case", ["rules", "uneven_tokens", "kernels", "module_cases", "main_grad", "local_heads", "muon"])
 def test_two_gpus(case):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
@@ -34,11 +34,11 @@ def test_two_gpus(case):
 
 
 def test_rules_on_a_mesh_of_two_dimensions():
-    run("rules_on_two_dimensions", 4)
+    run("rules_on_two_dimensions,muon", 4)
 
 
 def test_modules_by_heads():
-    run("module_cases,mixed_precision,main_grad,local_heads,initialisation", 2)
+    run("module_cases,mixed_precision,main_grad,local_heads,initialisation,muon", 2)
 
 
 @pytest.mark.slow
