@@ -9,6 +9,7 @@ from .. import extras
 extras.require("flashmhf.models", "transformers")
 
 import transformers  # noqa: E402  (the line above says what is missing)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from . import modeling, tensor_parallel  # noqa: E402
 from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
@@ -29,6 +30,9 @@ transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exis
 for _auto, _model in AUTO_CLASSES.items():
     if _auto != "AutoConfig":
         getattr(transformers, _auto).register(FlashMHFConfig, getattr(modeling, _model), exist_ok=True)
+# transformers' Trainer shifts the labels of a smoothed loss (label_smoothing_factor) only for the classes named in this table; without
+# the entry a model would learn to repeat its input.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FlashMHFConfig.model_type] = FlashMHFForCausalLM.__name__
 
 __all__ = [
     "FFN_TYPES",
