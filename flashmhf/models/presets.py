@@ -176,8 +176,9 @@ OFFICIAL = _shipped()
 
 
 def preset(name: str) -> Preset:
-    """The preset of this name. Raises ValueError that lists the names."""
+    """Return the preset of this name; a scale alone ("128m") stands for FlashMHF's. Raises ValueError that lists the names."""
     presets = PRESETS | OFFICIAL
+    name = f"flashmhf-{name}" if name in SCALES else name
     if name not in presets:
         raise ValueError(f"no preset {name!r}; there are: {', '.join(sorted(presets))}")
     return presets[name]
