@@ -1,19 +1,21 @@
-"""Trains the networks of a queue one after another on the tokens of corpus.py, as many as the minutes allow.
+"""Trains the networks of a queue one after another on the tokens of corpus.py.
 
-compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5] [--done RESULTS ...] [--append FILE]
+compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5] [--pieces N] [--done RESULTS ...]
 
 A queue is a JSON file: {"defaults": settings, "runs": [settings, ...]}, settings being the fields of Run. "grid": {field: [values]}
 stands for every combination. "best_of": [names] takes over the settings of that run among those finished which has the lowest
 validation loss; where none is finished, the entry is left for another call.
 
 One process a GPU takes the first run that nobody holds and nobody has finished. A run is held by a file lock, so a killed process
-gives its run back, and that run starts anew. A finished run is RUNS/NAME.jsonl: its configuration, commit, versions and device, then
-the mean training loss of every ten steps, then the validation loss. A process starts no run that, by the last one of that size, would
-end after the minutes, and drops one that does.
+gives its run back. A finished run is one line of RUNS/runs.jsonl (see ``record``). A run that is not finished when the minutes are over,
+or is killed, goes on from RUNS/NAME.state in the next call: weights, optimizer and step are kept, the batches follow from seed and step,
+and the losses are those of a run without the break. The state is also written every two minutes.
 
-Runs of one size train equal non-embedding parameters (checked, 1 %) on equal tokens in equal batches: the batches follow from the
-seed. The network is that of flashmhf.models (a test compares their losses) without transformers around it, so that one compiled block
-serves all layers.
+Runs of one size train equal non-embedding parameters (checked, 1 %) on equal tokens in equal batches. A pass goes through the pieces
+of the corpus in their order, and through the windows of each in an order drawn from the seed; each window is seen once a pass. Runs of more
+than four passes are refused. A piece that is not there yet is waited for, so that training can begin while the corpus is still tokenised.
+The network is that of flashmhf.models (a test compares their losses) without transformers around it, so that one compiled block serves
+all layers.
 """
 
 from __future__ import annotations
@@ -42,8 +44,12 @@ from torch import Tensor, nn
 import flashmhf
 from flashmhf.nn.optim import roles, vocabulary_weights
 
-MEAN_OF = 10  # steps in one recorded loss
 TOLERANCE = 0.01
+PASSES = 4
+EVALUATED = 26_000_000  # tokens between two evaluations along the way, about
+SAMPLE = 256  # windows of each kind in one of them
+CHECKED = 25  # steps between two looks at the clock
+SAVED = 120  # seconds between two states at least
 
 
 @dataclass(frozen=True)
@@ -100,15 +106,14 @@ class Entry:
     settings: dict[str, object]
     best_of: tuple[str, ...] = ()
 
-    def run(self, finished: dict[str, Path]) -> Run | None:
+    def run(self, finished: dict[str, dict]) -> Run | None:
         """The run; None where none of ``best_of`` is finished."""
         if not self.best_of:
             return Run(**self.settings, name=self.name)
-        results = [read_run(finished[name]) for name in self.best_of if name in finished]
+        results = [finished[name] for name in self.best_of if name in finished]
         if not results:
             return None
-        first, *_, last = min(results, key=lambda lines: lines[-1]["validation_loss"])
-        settings = first["configuration"]
+        settings = dict(min(results, key=lambda line: line["validation_loss"])["configuration"])
         for key, value in self.settings.items():  # rates and decays are added to, everything else is replaced
             settings[key] = settings[key] | value if isinstance(value, dict) else value
         return Run(**settings | {"name": self.name})
@@ -139,13 +144,13 @@ def read_queue(path: Path) -> list[Entry]:
     return entries
 
 
-def read_run(path: Path) -> list[dict]:
-    """The lines of a finished run: configuration first, result last."""
+def read_runs(path: Path) -> list[dict]:
+    """The finished runs of a file, a line each, as ``record`` wrote them."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def finished_runs(directories: Iterable[Path]) -> dict[str, Path]:
-    return {path.stem: path for directory in directories for path in directory.glob("*.jsonl")}
+def finished_runs(files: Iterable[Path]) -> dict[str, dict]:
+    return {line["run"]: line for path in files if path.exists() for line in read_runs(path)}
 
 
 def feed_forward(run: Run) -> nn.Module:
@@ -290,79 +295,190 @@ def schedule(run: Run, step: int) -> float:
 
 
 class TimeUpError(Exception):
-    """The minutes are over: the run is dropped."""
+    """The minutes are over; the run's state is saved."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokens:
-    """Token ids on the device, int32."""
+    """Token ids on the device, int32: ``pieces`` pieces to train on, loaded when they are reached, and the validation text by kind."""
 
-    train: Tensor
-    val: Tensor
-    vocabulary: int
+    directory: Path
+    device: str
+    pieces: int
+    deadline: float = math.inf
+    stored: dict = field(init=False)
+    validation: dict[str, Tensor] = field(init=False)
+    loaded: dict[int, Tensor] = field(init=False, default_factory=dict)
 
-    @staticmethod
-    def load(directory: Path, device: str) -> Tokens:
-        stored = json.loads((directory / "tokens.json").read_text())
-        train, val = (torch.from_numpy(np.fromfile(directory / f"{name}.bin", np.uint16).astype(np.int32)) for name in ("train", "val"))
-        return Tokens(train.to(device), val.to(device), stored["vocabulary"])
+    def __post_init__(self) -> None:
+        self.stored = json.loads((self.directory / "tokens.json").read_text())
+        self.validation = {path.stem.partition("-")[2]: self._read(path) for path in sorted(self.directory.glob("val-*.bin"))}
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.nbytes for each in (*self.loaded.values(), *self.validation.values()))
+
+    def _read(self, path: Path) -> Tensor:
+        return torch.from_numpy(np.fromfile(path, np.uint16).astype(np.int32)).to(self.device)
+
+    def piece(self, index: int) -> Tensor:
+        """Piece ``index``, waited for where it is not there yet. Raises TimeUpError past the deadline."""
+        path = self.directory / f"train-{index:02}.bin"
+        while index not in self.loaded:
+            if path.exists():
+                self.loaded[index] = self._read(path)
+            elif time.monotonic() > self.deadline:
+                raise TimeUpError
+            else:
+                time.sleep(1)
+        return self.loaded[index]
+
+    def check(self, run: Run) -> None:
+        """Raise ValueError where ``run`` takes more than four passes. The pieces are fair samples, so the first one stands for all."""
+        there = self.pieces * len(self.piece(0))
+        if run.tokens > PASSES * there:
+            raise ValueError(f"{run.name}: steps is {run.steps}, {run.tokens / there:.1f} passes over {there:,} tokens; at most {PASSES}")
+
+    def batches(self, run: Run, first: int) -> Iterator[Tensor]:
+        """Batches [batch, context + 1] of the run from step ``first`` on."""
+        window = torch.arange(run.context + 1, device=self.device)
+        for drawn, index in enumerate(index for _ in itertools.count() for index in range(self.pieces)):
+            tokens = self.piece(index)
+            generator = torch.Generator().manual_seed((run.seed << 32) + drawn)
+            shift = int(torch.randint(run.context, (), generator=generator))  # windows of another pass have other borders
+            starts = torch.randperm((len(tokens) - 1 - shift) // run.context, generator=generator) * run.context + shift
+            batches = starts[: len(starts) // run.batch * run.batch].to(self.device).view(-1, run.batch)
+            for chosen in batches[first:]:
+                yield tokens[chosen[:, None] + window]
+            first = max(0, first - len(batches))
 
 
-def train(run: Run, tokens: Tokens, device: str, compiled: bool, deadline: float) -> dict[str, object]:
-    """Trains one network; returns its losses and speed. Raises TimeUpError past the deadline (time.monotonic)."""
+@dataclass
+class Progress:
+    """Where a run is and what it has recorded. ``timed`` steps took ``seconds``, compilation, evaluation and saving apart."""
+
+    losses: Tensor
+    norms: Tensor
+    step: int = 0
+    evaluations: list[dict] = field(default_factory=list)
+    timed: int = 0
+    seconds: float = 0.0
+    wall: float = 0.0
+
+
+def save(path: Path, run: Run, model: Model, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    partial = path.with_suffix(".partial")
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({"run": dataclasses.asdict(run), **parts, "progress": vars(progress)}, partial)
+    partial.replace(path)
+
+
+def load(path: Path, run: Run, model: Model, optimizer: torch.optim.Optimizer, device: str) -> Progress:
+    """Restore what ``save`` wrote. Raises ValueError where it is the state of other settings."""
+    state = torch.load(path, map_location=device, weights_only=True)
+    if changed := [key for key, value in dataclasses.asdict(run).items() if state["run"][key] != value]:
+        raise ValueError(f"{path} was saved with other settings: {', '.join(changed)}")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Progress(**state["progress"])
+
+
+def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) -> dict[str, object]:
+    """Train one network, from ``state`` on where that file is there; return its losses and speed.
+
+    Raises TimeUpError past the deadline of ``tokens``, after saving ``state``. The caller removes it when the result is recorded.
+    """
     torch.manual_seed(run.seed)
     with torch.device(device):
-        model = Model(run, tokens.vocabulary)
+        model = Model(run, tokens.stored["vocabulary"])
     check_size(run, model)
+    tokens.check(run)
     if compiled:
         model.compile_parts()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     optimizer = make_optimizer(run, model, device)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    window = torch.arange(run.context + 1, device=device)
-    last = len(tokens.train) - run.context
-    starts = torch.randint(last, (run.steps, run.batch), generator=torch.Generator().manual_seed(run.seed)).to(device)
-    losses, norms = (torch.zeros(run.steps, device=device) for _ in range(2))
+    progress = Progress(*(torch.zeros(run.steps, device=device) for _ in range(2)))
+    begin = time.monotonic()
+    if state.exists():
+        progress = load(state, run, model, optimizer, device)
+        begin -= progress.wall
     autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-    warm_steps, begin = min(5, run.steps // 2), time.monotonic()
-    for step in range(run.steps):
+    every = max(1, round(EVALUATED / (run.batch * run.context)))
+    batches, first, saved = tokens.batches(run, progress.step), progress.step, time.monotonic()
+    warm, timed_from = min(5, (run.steps - first) // 2), None
+    for step in range(first, run.steps):
+        try:
+            batch = next(batches)
+            if step % CHECKED == 0 and step > first:  # elsewhere the host runs ahead
+                _wait(device)
+                if time.monotonic() > tokens.deadline:
+                    raise TimeUpError
+        except TimeUpError:
+            progress.step, progress.wall = step, time.monotonic() - begin
+            save(state, run, model, optimizer, progress)
+            print(f"{run.name}: saved after {step} of {run.steps} steps; {json.dumps(progress.evaluations[-1:])}", flush=True)
+            raise
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * schedule(run, step)
-        for chosen in starts[step].split(run.micro_batch):
+        for part in batch.split(run.micro_batch):
             with autocast:
-                loss = model(tokens.train[chosen[:, None] + window].long())
-            share = len(chosen) / run.batch
+                loss = model(part.long())
+            share = len(part) / run.batch
             (loss * share).backward()
-            losses[step] += loss.detach() * share
-        norms[step] = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+            progress.losses[step] += loss.detach() * share
+        progress.norms[step] = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step + 1 == warm_steps or step % 100 == 0:  # elsewhere the host runs ahead
+        done = step + 1
+        if timed_from is not None and (done % CHECKED == 0 or done % every == 0 or done == run.steps):
             _wait(device)
-            if time.monotonic() > deadline:
-                raise TimeUpError
-        if step + 1 == warm_steps:
-            warm = time.monotonic()
-    _wait(device)
-    seconds = time.monotonic() - warm
+            now = time.monotonic()
+            progress.timed, progress.seconds = progress.timed + done - timed_from[0], progress.seconds + now - timed_from[1]
+            timed_from = (done, now)
+        if done % every == 0 and done < run.steps:
+            losses = validate(run, model, tokens, autocast, SAMPLE)
+            progress.evaluations.append({"tokens": done * run.batch * run.context} | losses)
+            if time.monotonic() - saved > SAVED:
+                progress.step, progress.wall = done, time.monotonic() - begin
+                save(state, run, model, optimizer, progress)
+                saved = time.monotonic()
+            timed_from = timed_from and (done, time.monotonic())
+        if done == first + warm:
+            _wait(device)
+            timed_from = (done, time.monotonic())
+    memory = torch.cuda.max_memory_allocated() - tokens.bytes if device == "cuda" else None
+    losses = validate(run, model, tokens, autocast)
     return {
-        "losses": losses.tolist(),
-        "norms": norms.tolist(),
+        "losses": progress.losses.tolist(),
+        "norms": progress.norms.tolist(),
         "non_embedding": non_embedding(model),
-        "validation_loss": validate(run, model, tokens, autocast),
-        "tokens_per_second": round((run.steps - warm_steps) * run.batch * run.context / seconds),
+        "evaluations": progress.evaluations,
+        "validation_loss": losses.pop("all"),
+        "validation": losses,
+        "tokens_per_second": round(progress.timed * run.batch * run.context / progress.seconds) if progress.timed else None,
         "seconds": round(time.monotonic() - begin, 2),
-        "first_steps_seconds": round(warm - begin, 2),
+        "peak_memory": memory,
     }
 
 
-def validate(run: Run, model: Model, tokens: Tokens, autocast) -> float:
-    """Mean loss of the validation tokens, in windows of the context side by side; the last batch stays out where it is not full."""
-    windows = tokens.val.unfold(0, run.context + 1, run.context)
-    total, batches = 0.0, [batch for batch in windows.split(run.micro_batch) if len(batch) == run.micro_batch] or [windows]
-    for batch in batches:
+def validate(run: Run, model: Model, tokens: Tokens, autocast, sample: int | None = None) -> dict[str, float]:
+    """Mean losses by kind and, as "all", of all their tokens, in windows of the context side by side.
+
+    ``sample`` windows of each kind, evenly spaced, or all of them. The last batch of a kind stays out where it is not full.
+    """
+    sums, counts = {}, {}
+    for kind, text in tokens.validation.items():
+        windows = text.unfold(0, run.context + 1, run.context)
+        if sample is not None and len(windows) > sample:
+            windows = windows[torch.arange(sample, device=text.device) * len(windows) // sample]
+        batches = [batch for batch in windows.split(run.micro_batch) if len(batch) == run.micro_batch] or [windows]
         with autocast:  # with gradients on: without, every block would be compiled again
-            total += model(batch.long()).item()
-    return total / len(batches)
+            sums[kind] = sum(model(batch.long()).item() for batch in batches)
+        counts[kind] = len(batches)
+    means = {kind: round(sums[kind] / counts[kind], 5) for kind in sums}
+    return means | {"all": round(sum(sums.values()) / sum(counts.values()), 5)}
 
 
 def chosen_backend(run: Run, device: str) -> str | None:
@@ -381,12 +497,17 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def record(run: Run, result: dict[str, object], device: str, commit: str) -> str:
-    """The run as JSON lines: configuration and versions, losses, result."""
-    first = {
+def record(run: Run, result: dict[str, object], device: str, commit: str, tokens: Tokens) -> dict[str, object]:
+    """The line of a run: configuration, versions, mean training loss and gradient norm of every ``every`` steps, evaluations, result."""
+    every = max(10, run.steps // 100)
+    means = {
+        name: [round(float(np.mean(result[name][begin : begin + every])), 4) for begin in range(0, run.steps, every)]
+        for name in ("losses", "norms")
+    }
+    return {
         "run": run.name,
         "configuration": dataclasses.asdict(run),
-        "non_embedding": result.pop("non_embedding"),
+        "non_embedding": result["non_embedding"],
         "backend": chosen_backend(run, device),
         "commit": commit,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
@@ -396,17 +517,17 @@ def record(run: Run, result: dict[str, object], device: str, commit: str) -> str
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
         },
+        "corpus": {"tokenizer_sha256": tokens.stored["tokenizer_sha256"], "pieces": tokens.pieces},
+        "every": every,
+        **result,
+        **means,
     }
-    losses, norms = result.pop("losses"), result.pop("norms")
-    rows = [
-        {
-            "step": min(begin + MEAN_OF, run.steps),
-            "loss": round(float(np.mean(losses[begin : begin + MEAN_OF])), 4),
-            "gradient_norm": round(float(np.mean(norms[begin : begin + MEAN_OF])), 4),
-        }
-        for begin in range(0, run.steps, MEAN_OF)
-    ]
-    return "".join(json.dumps(row) + "\n" for row in (first, *rows, result))
+
+
+def write_lines(path: Path, lines: Iterable[dict]) -> None:
+    """Append a line a run, at once."""
+    with path.open("a") as stream:
+        stream.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
 @contextmanager
@@ -425,41 +546,36 @@ def work(options: argparse.Namespace, deadline: float) -> int:
     """Takes runs until none is left or the time is up; returns how many failed."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 256  # a graph for each kind of network
     torch.set_float32_matmul_precision("high")
-    device, tokens, last_took, failed = options.device, None, {}, 0
-    locks = options.out / "locks"
+    device, tokens, failed = options.device, None, 0
+    locks, results = options.out / "locks", options.out / "runs.jsonl"
     locks.mkdir(parents=True, exist_ok=True)
     for entry in read_queue(options.queue):
         with _lock(locks / entry.name, wait=False) as held:
-            finished = finished_runs([*options.done, options.out])
+            finished = finished_runs([*options.done, results])
             if not held or entry.name in finished:
                 continue
             run = entry.run(finished)
             if run is None:
                 print(f"{entry.name}: left out, none of {', '.join(entry.best_of)} is finished", flush=True)
                 continue
-            if time.monotonic() + last_took.get(run.size, 0) > deadline:
+            if time.monotonic() + options.least > deadline:
                 print(f"{run.name}: no time left", flush=True)
                 break
-            tokens = tokens or Tokens.load(options.tokens, device)
-            begin = time.monotonic()
+            state = options.out / f"{run.name}.state"
             try:
-                result = train(run, tokens, device, options.compile, deadline)
+                tokens = tokens or Tokens(options.tokens, device, options.pieces, deadline)
+                result = train(run, tokens, device, options.compile, state)
             except TimeUpError:
-                print(f"{run.name}: dropped, the time is up", flush=True)
                 break
             except Exception:
                 failed += 1
                 print(f"{run.name}: failed\n{traceback.format_exc()}", flush=True)
                 continue
-            last_took[run.size] = result["seconds"]
-            print(f"{run.name}: {json.dumps({key: result[key] for key in list(result)[2:]})}, {time.monotonic() - begin:.0f} s", flush=True)
-            lines = record(run, result, device, options.commit)
-            partial = options.out / f"{run.name}.partial"
-            partial.write_text(lines)
-            partial.replace(options.out / f"{run.name}.jsonl")
-            if options.append is not None:
-                with _lock(locks / ".append", wait=True), options.append.open("a") as stream:
-                    stream.write(lines)
+            shown = {key: value for key, value in result.items() if key not in ("losses", "norms", "evaluations")}
+            print(f"{run.name}: {json.dumps(shown)}", flush=True)
+            with _lock(locks / ".runs", wait=True):
+                write_lines(results, [record(run, result, device, options.commit, tokens)])
+            state.unlink(missing_ok=True)
     return failed
 
 
@@ -476,9 +592,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("queue", type=Path)
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--done", type=Path, nargs="*", default=[], help="further directories whose runs are finished")
-    parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--append", type=Path, help="a file that finished runs are written to as well, one after another")
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="further files of finished runs")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="of this call; an unfinished run is saved and goes on in the next one"
+    )
+    parser.add_argument("--least", type=float, default=60, help="seconds that must be left for a run to begin or go on")
+    parser.add_argument("--pieces", type=int, help="pieces to train on, the first ones, waited for; those that are there otherwise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--workers", type=int, help="processes, one a GPU; all GPUs otherwise")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
@@ -486,13 +605,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     deadline = begin + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
+    options.pieces = options.pieces or len(list(options.tokens.glob("train-*.bin")))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # shared by the processes, and by the next call where --out is kept
         os.environ.setdefault(name, str(options.out.resolve() / "cache" / name.partition("_")[0].lower()))
     workers = options.workers or (torch.cuda.device_count() if options.device == "cuda" else 1)
     if workers == 1:
         return min(1, work(options, deadline))
     command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments), "--workers", "1", "--commit", options.commit]
-    command += ["--minutes", str((deadline - time.monotonic()) / 60)]
+    command += ["--pieces", str(options.pieces), "--minutes", str((deadline - time.monotonic()) / 60)]
     started = [subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}) for gpu in range(workers)]
     return max(process.wait() for process in started)
 

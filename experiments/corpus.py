@@ -1,18 +1,22 @@
-"""English prose as token files for the comparisons of compare.py. No text is committed, only its recipe and hashes (corpus.json).
+"""Source code and English prose as token files for the comparisons of compare.py. corpus.json has their recipe and hashes, no text.
 
-corpus.py fetch SOURCES       downloads the packages of corpus.json into SOURCES (apt-get, pip) and checks their sha256
-                              Debian's mirrors keep the current versions; older ones are at snapshot.debian.org
-corpus.py build SOURCES TEXT  cleans and deduplicates them into TEXT/text-NN.jsonl.xz, trains TEXT/tokenizer.json
-corpus.py tokenise TEXT OUT   writes OUT/train.bin and OUT/val.bin (uint16), using every core
-corpus.py files PATH... OUT   the same token files from The Pile (.jsonl, .jsonl.gz, .jsonl.zst), PG19 (.txt) or any such files
+corpus.py fetch SOURCES            downloads the packages of corpus.json into SOURCES (apt-get, pip, npm) and checks their sha256
+                                   Debian's mirrors keep the current versions; older ones are at snapshot.debian.org
+corpus.py build SOURCES TEXT       cleans and deduplicates them, trains the tokenizer and writes the pieces TEXT/00, TEXT/01, ...
+corpus.py tokenise TEXT OUT        writes OUT/train-NN.bin of the pieces that TEXT has and OUT lacks (uint16), using every core
+corpus.py files PATH... OUT        the same token files from The Pile (.jsonl, .jsonl.gz, .jsonl.zst), PG19 (.txt) or any such files
 
-A document is a file of a package, or 200,000 characters of a longer one. A hash of its name decides whether it is validation text, so
-the split does not change when sources are added, and no paragraph is in both: paragraphs are kept once.
+A document is a file of a package. A hash of its name decides whether it is validation text (only files of at most 200,000 characters are),
+so the split does not change when sources are added. Paragraphs of prose and large blocks of code are kept once, so none is in both parts.
+
+Every piece is a fair sample of the training text: sections of prose and folders of code are spread over the pieces by a hash. A prefix of
+the pieces is a smaller corpus of the same kind. Piece 00 also holds the tokenizer and the validation text, prose and code apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import bz2
 import gzip
 import hashlib
 import html
@@ -24,28 +28,43 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 MANIFEST = Path(__file__).with_name("corpus.json")
 VOCABULARY, EOS = 16384, "<eos>"
 SECTION = 200_000  # characters of a document at most
-ARCHIVE = 48 << 20  # bytes of text in one archive file: few enough files for xz's window, enough of them to decompress side by side
+ARCHIVE = 32 << 20  # bytes of text in one compressed file: the files of a piece unpack side by side
 GROUP = 1 << 20  # characters that one process tokenises at a time
-VALIDATION = 50  # one document of this many
-SUFFIXES = (".html", ".htm", ".txt", ".text", ".rst", ".md", ".dict.dz")
+VALIDATION = {"prose": 50, "code": 250}  # one document of this many
+SAMPLE = 32  # one document of this many trains the tokenizer
+BLOCK = 160  # characters of a block of code that is kept once; shorter ones repeat as idioms do
+PROSE = (".html", ".htm", ".txt", ".text", ".rst", ".md", ".pod", ".dict.dz")
+CODE = tuple(
+    ".c .h .cc .cpp .cxx .hh .hpp .hxx .inl .ipp .cu .m .mm .S .java .go .rs .py .pyx .pxd .js .mjs .jsx .ts .tsx .php .pas .pp .inc "
+    ".el .lisp .scm .ml .mli .erl .hrl .pl .pm .sh .adb .ads .vim .lua .rb .hs .y .awk".split()
+)
+SKIPPED = ("/testsuite/", "/_sources/", ".min.js", "/locale/", "/locales/", "/i18n/")  # _sources: Sphinx' text beside its pages
 
 _UNREAD = re.compile(r"(?is)<(script|style|nav|head|pre|footer)\b.*?</\1\s*>|<!--.*?-->")
-_BLOCK = re.compile(r"(?i)</?(p|div|li|ul|ol|dl|dt|dd|td|th|tr|table|h[1-6]|br|section|article|blockquote|hr)\b[^>]*>")
+_TAGS_OF_BLOCKS = re.compile(r"(?i)</?(p|div|li|ul|ol|dl|dt|dd|td|th|tr|table|h[1-6]|br|section|article|blockquote|hr)\b[^>]*>")
 _TAG = re.compile(r"<[^>]*>")
 _BLANKS, _LINES, _PARAGRAPH = re.compile(r"[ \t\r\f\v\xa0]+"), re.compile(r"\s*\n\s*"), re.compile(r"\n\s*\n")
 _LONG = re.compile(r"(?s).{1,2000}.*?(?:\n(?=\S)|\Z)")
 _NOT_WORD = re.compile(r"[\W_]+")
 _FREQUENT = re.compile(r"(?i)\b(?:the|of|and|to|a|in|is|for|that|it|be|as|with|or|are|this|on|by|not|an|you|if|his|was|from|can|we)\b")
+_GENERATED = re.compile(rb"(?i)do not (?:edit|modify)|auto-?(?:matically)?[ -]?generated|@generated|generated (?:by|from)")
+_LETTERS, _DIGITS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", b"0123456789"
+_SOURCES = re.compile(r"usr/src/([^/]+/)?[^/]+\.tar\.[gx]z$|/lib/src\.zip$")
+_EMPTY = re.compile(r"\n{3,}")
+
+Part = tuple[bytes | None, str]  # a paragraph or block and the hash by which it is kept once
 
 
 def paragraphs(text: str, is_html: bool) -> Iterator[str]:
@@ -53,7 +72,7 @@ def paragraphs(text: str, is_html: bool) -> Iterator[str]:
     if is_html:
         text = _UNREAD.sub(" ", text).replace("\r", "")
         text = _LINES.sub(" ", text)
-        text = html.unescape(_TAG.sub("", _BLOCK.sub("\n\n", text)))
+        text = html.unescape(_TAG.sub("", _TAGS_OF_BLOCKS.sub("\n\n", text)))
     for paragraph in (part for block in _PARAGRAPH.split(text) for part in _cut(block)):
         paragraph = _BLANKS.sub(" ", paragraph).strip()
         if len(paragraph) < 80:
@@ -69,80 +88,151 @@ def _cut(block: str) -> list[str]:
     return [block] if len(block) < 4000 else _LONG.findall(block)
 
 
-def _decoded(name: str, raw: bytes) -> str:
-    if name.endswith((".gz", ".dz")):
-        raw = gzip.decompress(raw)
+def blocks(raw: bytes) -> list[str]:
+    """The blocks of a source file between empty lines; none for minified, generated, binary and very long files and for tables."""
+    lines = raw.count(b"\n") + 1
+    if not 200 <= len(raw) <= 1_000_000 or len(raw) > 120 * lines or b"\0" in raw or _GENERATED.search(raw, 0, 2000):
+        return []
+    marks = raw.translate(None, b" \t\r\n")
+    letters, digits = (len(marks) - len(marks.translate(None, kind)) for kind in (_LETTERS, _DIGITS))
+    if letters < 0.55 * len(marks) or digits > 0.15 * len(marks) or lines > 100 and raw.count(b"\n#define ") > 0.6 * lines:
+        return []
+    text = "\n".join(map(str.rstrip, _decoded(raw).split("\n")))
+    return _EMPTY.sub("\n\n", text).strip("\n").split("\n\n")
+
+
+def _decoded(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return raw.decode("latin-1")
 
 
-def _wanted(name: str) -> bool:
-    if "/_sources/" in name:  # Sphinx' sources beside its pages: the same text with other marks
-        return False
-    return name.lower().removesuffix(".gz").endswith(SUFFIXES) or "share/games/fortunes/" in name and "." not in Path(name).name
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
 
 
-def _clean(package: Path) -> list[tuple[str, list[str]]]:
-    """(name, paragraphs) of the readable files of a package, sorted by name."""
-    if package.suffix == ".deb":
-        unpacked = subprocess.Popen(["dpkg", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE)
-        stream = tarfile.open(fileobj=unpacked.stdout, mode="r|")
-        prefix = package.name.split("_")[0]
+def kind_of(name: str) -> str | None:
+    """ "prose" or "code" by the suffix of a file; None for what is not read."""
+    if any(part in name for part in SKIPPED):
+        return None
+    bare = name.removesuffix(".gz")
+    if bare.lower().endswith(PROSE) or "share/games/fortunes/" in name and "." not in Path(name).name:
+        return "prose"
+    return "code" if bare.endswith(CODE) else None
+
+
+def members(name: str, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """(path, content) of the readable files of an archive and of the source archive that a Debian package holds."""
+    if name.endswith((".zip", ".whl")):
+        with zipfile.ZipFile(io.BytesIO(stream.read())) as archive:
+            yield from ((entry, archive.read(entry)) for entry in archive.namelist() if kind_of(entry))
+        return
+    archive = tarfile.open(fileobj=stream, mode="r|*")
+    for member in archive:
+        if member.isreg() and _SOURCES.search(member.name):
+            yield from members(member.name, archive.extractfile(member))
+        elif member.isreg() and kind_of(member.name):
+            yield member.name.removeprefix("./"), archive.extractfile(member).read()
+
+
+def _clean(package: tuple[str, Path]) -> list[tuple[str, str, list[Part]]]:
+    """(name, kind, parts) of the readable files of a package, sorted by name."""
+    prefix, path = package
+    if path.suffix == ".deb":
+        unpacked = subprocess.Popen(["dpkg", "--fsys-tarfile", str(path)], stdout=subprocess.PIPE)
+        stream = unpacked.stdout
     else:
-        stream, prefix = tarfile.open(package, mode="r|*"), package.name.rpartition("-")[0]
+        stream = path.open("rb")
     found = []
-    for member in stream:
-        if not member.isreg() or not _wanted(member.name):
-            continue
-        kept = list(paragraphs(_decoded(member.name, stream.extractfile(member).read()), ".htm" in member.name.lower()))
-        if kept:
-            found.append((f"{prefix}/{member.name.removeprefix('./')}", kept))
-    return sorted(found)
+    with stream:
+        for name, raw in members("data.tar" if path.suffix == ".deb" else path.name, stream):
+            kind = kind_of(name)
+            if name.endswith((".gz", ".dz")):
+                raw = gzip.decompress(raw)
+            if kind == "prose":
+                kept = [(_digest(_NOT_WORD.sub("", each).lower()), each) for each in paragraphs(_decoded(raw), ".htm" in name.lower())]
+            else:
+                kept = [(_digest(each) if len(each) >= BLOCK else None, each) for each in blocks(raw)]
+            if kept:
+                found.append((f"{prefix}/{name}", kind, kept))
+    return sorted(found, key=lambda item: item[0])
 
 
-def documents(packages: list[Path], processes: int) -> Iterator[tuple[str, str]]:
-    """(name, text) of every document, without paragraphs (by their letters) of earlier ones, in the order of the packages."""
+def documents(packages: list[tuple[str, Path]], processes: int) -> Iterator[tuple[str, str, str]]:
+    """(name, kind, text) of every document in the order of the packages, without paragraphs (by their letters) and blocks of earlier ones.
+
+    A source file most of which was there before is a copy, and what is left of it says nothing: it goes whole.
+    """
     seen = set()
     with get_context("spawn").Pool(processes) as pool:
         for files in pool.imap(_clean, packages):
-            for name, found in files:
+            for name, kind, found in files:
                 kept = []
-                for paragraph in found:
-                    key = hashlib.blake2b(_NOT_WORD.sub("", paragraph).lower().encode("utf-8", "replace"), digest_size=8).digest()
-                    if key not in seen:
+                for key, part in found:
+                    if key is None or key not in seen:
+                        kept.append(part)
+                    if key is not None:
                         seen.add(key)
-                        kept.append(paragraph)
-                yield from _sections(name, kept)
+                if kind == "prose":
+                    yield from ((section, kind, text) for section, text in _sections(name, kept))
+                elif 2 * sum(map(len, kept)) > sum(len(part) for _, part in found):
+                    yield name, kind, "\n\n".join(kept) + "\n"
 
 
 def _sections(name: str, kept: list[str]) -> Iterator[tuple[str, str]]:
-    section, size, count = [], 0, 0
+    """The name is the file's where it is one section, otherwise NAME#0, NAME#1, ..."""
+    sections, size = [[]], 0
     for paragraph in kept:
         if size and size + len(paragraph) > SECTION:
-            yield f"{name}#{count}", "\n\n".join(section)
-            section, size, count = [], 0, count + 1
-        section.append(paragraph)
+            sections.append([])
+            size = 0
+        sections[-1].append(paragraph)
         size += len(paragraph) + 2
-    if section:
-        yield f"{name}#{count}", "\n\n".join(section)
+    for count, section in enumerate(sections if kept else []):
+        yield name if len(sections) == 1 else f"{name}#{count}", "\n\n".join(section)
 
 
 def _hash(name: str, salt: bytes = b"") -> int:
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8, salt=salt).digest(), "big")
 
 
-def is_validation(name: str) -> bool:
-    return _hash(name) % VALIDATION == 0
+def is_validation(name: str, kind: str) -> bool:
+    return "#" not in name and _hash(name) % VALIDATION[kind] == 0
+
+
+def piece_of(name: str, kind: str, pieces: int) -> int:
+    """Folders of code stay together, since files of one folder compress best side by side."""
+    return _hash(name if kind == "prose" else name.rpartition("/")[0], b"piece") % pieces
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while block := stream.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# What a client's download command is called with, and the name of the file that it leaves.
+_WHEELS = "--only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none --platform any".split()
+_WHEELS += [f"--platform=manylinux{version}_x86_64" for version in ("2014", "_2_17", "_2_24", "_2_27", "_2_28")]
+_PIP = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+
+
+def _download(name: str, source: str, version: str | None) -> list[str]:
+    match source:
+        case "debian":
+            return ["apt-get", "download", "-qq", name if version is None else f"{name}={version}"]
+        case "npm":
+            return ["npm", "pack", "--silent", name if version is None else f"{name}@{version}"]
+        case "pypi" | "sdist":
+            options = _WHEELS if source == "pypi" else ["--no-binary", ":all:"]
+            return [*_PIP, *options, name if version is None else f"{name}=={version}"]
+    raise ValueError(f"{name} is from {source!r}; supported: debian, npm, pypi, sdist")
+
+
+def _package_file(sources: Path, name: str, source: str) -> Path | None:
+    bare = {"npm": name.removeprefix("@").replace("/", "-"), "pypi": name.replace("-", "_")}.get(source, name)
+    pattern = {"debian": f"{bare}_*.deb", "npm": f"{bare}-[0-9]*.tgz", "pypi": f"{bare}-*.whl", "sdist": f"{bare}-*.tar.gz"}[source]
+    return next(iter(sorted(sources.glob(pattern))), None)
 
 
 def fetch(sources: Path, record: bool) -> None:
@@ -150,107 +240,138 @@ def fetch(sources: Path, record: bool) -> None:
     manifest = json.loads(MANIFEST.read_text())
     sources.mkdir(parents=True, exist_ok=True)
     for package in manifest["packages"]:
-        name, debian = package["name"], package["from"] == "debian"
-        version = None if record else package["version"]
-        if debian:
-            command = ["apt-get", "download", "-qq", name if version is None else f"{name}={version}"]
-        else:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-            command.append(name if version is None else f"{name}=={version}")
-        there = _package_file(sources, name, debian)
+        name, source = package["name"], package["from"]
+        there = _package_file(sources, name, source)
         if there is None:
-            subprocess.run(command, cwd=sources, check=True)
-            there = _package_file(sources, name, debian)
+            command = _download(name, source, None if record else package["version"])
+            subprocess.run(command, cwd=sources, check=True, stdout=subprocess.DEVNULL)
+            there = _package_file(sources, name, source)
         if record:
-            package |= {"version": _version(there, debian), "sha256": sha256(there), "licences": _licences(there, debian)}
+            package |= {"version": _version(there, source), "sha256": sha256(there), "licences": _licences(there, source)}
         elif sha256(there) != package["sha256"]:
             raise SystemExit(f"{there}: the sha256 is not that of corpus.json; another version would be another corpus")
     if record:
-        MANIFEST.write_text(json.dumps(manifest, indent=1) + "\n")
+        write_manifest(manifest)
 
 
-def _package_file(sources: Path, name: str, debian: bool) -> Path | None:
-    return next(iter(sorted(sources.glob(f"{name}_*.deb" if debian else f"{name}-*.tar.gz"))), None)
+def write_manifest(manifest: dict) -> None:
+    """A line a package."""
+    lines = ",\n".join("  " + json.dumps(package, ensure_ascii=False) for package in manifest["packages"])
+    rest = "".join(f',\n "{key}": {json.dumps(value)}' for key, value in manifest.items() if key != "packages")
+    MANIFEST.write_text(f'{{\n "packages": [\n{lines}\n ]{rest}\n}}\n')
 
 
-def _version(package: Path, debian: bool) -> str:
-    if debian:
-        return subprocess.run(["dpkg-deb", "-f", str(package), "Version"], capture_output=True, text=True, check=True).stdout.strip()
-    return package.name.removesuffix(".tar.gz").rpartition("-")[2]
+def _version(package: Path, source: str) -> str:
+    match source:
+        case "debian":
+            return subprocess.run(["dpkg-deb", "-f", str(package), "Version"], capture_output=True, text=True, check=True).stdout.strip()
+        case "pypi":
+            return package.name.split("-")[1]
+    return re.search(r"-(\d[^-]*(?:-[\w.]+)?)\.(?:tgz|tar\.gz)$", package.name)[1]
 
 
-def _licences(package: Path, debian: bool) -> list[str]:
-    """The names after ``License:`` in debian/copyright or PKG-INFO; where there are none, what common-licenses the text refers to."""
-    if debian:
-        tar = subprocess.run(["dpkg", "--fsys-tarfile", str(package)], capture_output=True, check=True).stdout
-        stream, ends = tarfile.open(fileobj=io.BytesIO(tar)), ("/copyright",)
+def _licences(package: Path, source: str) -> list[str]:
+    """The names after ``License:`` in debian/copyright, METADATA, PKG-INFO or package.json; where there are none, what common-licenses the
+    text refers to."""
+    ends = {"debian": ("/copyright",), "npm": ("package/package.json",), "pypi": (".dist-info/METADATA",)}
+    ends = ends.get(source, ("/PKG-INFO", "/COPYING", "/LICENSE.txt"))
+    if source == "pypi":
+        with zipfile.ZipFile(package) as archive:
+            texts = [archive.read(name) for name in archive.namelist() if name.endswith(ends)]
     else:
-        stream, ends = tarfile.open(package), ("/PKG-INFO", "/COPYING", "/LICENSE.txt")
-    text = "".join(
-        stream.extractfile(member).read().decode("utf-8", "replace") for member in stream if member.isreg() and member.name.endswith(ends)
-    )
-    named = {name.strip() for name in re.findall(r"(?mi)^License: *([\w][^\n]*)", text) if len(name) <= 40}
-    return sorted(named or set(re.findall(r"common-licenses/([\w.+-]+\w)", text)) or {"see debian/copyright" if debian else "see COPYING"})
+        unpack = ["dpkg", "--fsys-tarfile", str(package)]
+        raw = io.BytesIO(subprocess.run(unpack, capture_output=True, check=True).stdout) if source == "debian" else package.open("rb")
+        with raw, tarfile.open(fileobj=raw) as archive:
+            texts = [archive.extractfile(member).read() for member in archive if member.isreg() and member.name.endswith(ends)]
+    text = "\n".join(raw.decode("utf-8", "replace") for raw in texts)
+    if source == "npm":
+        return [str(json.loads(texts[0]).get("license", "see package.json"))]
+    named = {name.strip() for name in re.findall(r"(?mi)^License(?:-Expression)?: *([\w][^\n]*)", text) if len(name) <= 40}
+    named = named or set(re.findall(r"(?m)^Classifier: License :: OSI Approved :: ([^\n]+)", text))
+    return sorted(named or set(re.findall(r"common-licenses/([\w.+-]+\w)", text)) or {"see the package's licence files"})
 
 
-def build(sources: Path, text: Path, processes: int, limit: int, record: bool) -> None:
-    """Writes the archive; ``record`` writes its hashes into corpus.json, otherwise they must be those that are there."""
+def build(sources: Path, text: Path, processes: int, record: bool) -> None:
+    """Writes the pieces; ``record`` writes their hash into corpus.json, otherwise it must be the one that is there."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     manifest = json.loads(MANIFEST.read_text())
-    packages = [_package_file(sources, package["name"], package["from"] == "debian") for package in manifest["packages"]]
+    packages = [(package["name"], _package_file(sources, package["name"], package["from"])) for package in manifest["packages"]]
     by_name = {package["name"]: package for package in manifest["packages"]}
-    text.mkdir(parents=True, exist_ok=True)
-    characters = dict.fromkeys(by_name, 0)
-    found, size = [], 0
-    for name, document in documents(packages, processes):
-        found.append((name, document))
-        characters[name.partition("/")[0]] += len(document)
-        size += len(document.encode("utf-8", "replace"))
-    if size > limit:  # the archive travels in a parcel of limited size: whole documents go, chosen by a hash of their names
-        keep = limit / size
-        found = [item for item in found if _hash(item[0], b"trim") < keep * 2**64]
+    characters = {name: dict.fromkeys(VALIDATION, 0) for name in by_name}
+    found = []
+    for name, kind, document in documents(packages, processes):
+        found.append((name, kind, document))
+        characters[next(owner for owner in _owners(name) if owner in by_name)][kind] += len(document)
+    print(f"{len(found)} documents", flush=True)
+    found.sort(key=lambda item: (item[1], Path(item[0]).suffix, item[0]))  # what is alike stands together
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator((document for _, document in found[::4]), trainer)
-    tokenizer.save(str(text / "tokenizer.json"))
-    digest, parts, part, filled = hashlib.sha256(), [], [], 0
-    for name, document in found:
-        line = json.dumps({"name": name, "text": document}, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-        digest.update(line)
-        part.append(line)
-        filled += len(line)
-        if filled >= ARCHIVE:
-            parts.append(b"".join(part))
-            part, filled = [], 0
-    parts.append(b"".join(part))
-    with ThreadPoolExecutor(processes) as pool:
-        for index, packed in enumerate(pool.map(lambda raw: lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME), parts)):
-            (text / f"text-{index:02}.jsonl.xz").write_bytes(packed)
+    sample = (document for name, kind, document in found if _hash(name, b"sample") % SAMPLE == 0 and not is_validation(name, kind))
+    tokenizer.train_from_iterator(sample, trainer)
+    (text / "00").mkdir(parents=True)
+    tokenizer.save(str(text / "00" / "tokenizer.json"))
+    print("tokenizer trained", flush=True)
+    parts: dict[str, list[bytes]] = {}
+    for name, kind, document in found:
+        where = f"00/val-{kind}" if is_validation(name, kind) else f"{piece_of(name, kind, manifest['pieces']):02}/train"
+        parts.setdefault(where, []).append(document.encode("utf-8", "replace").replace(b"\0", b""))
+    del found
+    digest = hashlib.sha256()
+
+    def chunks() -> Iterator[tuple[Path, bytes]]:
+        for where, texts in sorted(parts.items()):
+            (text / where).parent.mkdir(exist_ok=True)
+            for index, raw in enumerate(_filled(texts)):
+                digest.update(raw)
+                yield text / f"{where}-{index:02}.bz2", raw
+
+    with ThreadPoolExecutor(processes) as pool:  # bz2 releases the interpreter lock
+        for _ in pool.map(lambda item: item[0].write_bytes(bz2.compress(item[1])), chunks()):
+            pass
     result = {
-        "documents": len(found),
-        "characters": sum(len(document) for _, document in found),
+        "documents": sum(map(len, parts.values())),
+        "characters": {kind: sum(each[kind] for each in characters.values()) for kind in VALIDATION},
         "sha256": digest.hexdigest(),
-        "tokenizer_sha256": sha256(text / "tokenizer.json"),
+        "tokenizer_sha256": sha256(text / "00" / "tokenizer.json"),
     }
     if record:
         for name, count in characters.items():
             by_name[name]["characters"] = count
-        MANIFEST.write_text(json.dumps(manifest | {"text": result}, indent=1) + "\n")
+        write_manifest(manifest | {"text": result})
     elif result != manifest.get("text"):
         raise SystemExit(f"{text} is another corpus than that of corpus.json: {result}")
 
 
-def read_archive(text: Path) -> Iterator[tuple[str, str]]:
-    with ThreadPoolExecutor() as pool:  # lzma releases the interpreter lock
-        for raw in pool.map(lambda path: lzma.decompress(path.read_bytes()), sorted(text.glob("text-*.jsonl.xz"))):
-            for line in io.BytesIO(raw):
-                record = json.loads(line)
-                yield record["name"], record["text"]
+def _owners(name: str) -> Iterator[str]:
+    """The packages whose file this can be: names from npm hold a slash."""
+    parts = name.split("/", 2)
+    yield parts[0]
+    yield "/".join(parts[:2])
+
+
+def _filled(texts: list[bytes]) -> Iterator[bytes]:
+    """Documents joined by a zero byte, ARCHIVE bytes or a little more at a time."""
+    part, size = [], 0
+    for each in texts:
+        part.append(each)
+        size += len(each)
+        if size >= ARCHIVE:
+            yield b"\0".join(part)
+            part, size = [], 0
+    if part:
+        yield b"\0".join(part)
+
+
+def read_piece(paths: list[Path]) -> Iterator[str]:
+    """The documents of compressed files, which are unpacked side by side."""
+    with ThreadPoolExecutor() as pool:
+        for raw in pool.map(lambda path: bz2.decompress(path.read_bytes()), paths):
+            yield from raw.decode("utf-8").split("\0")
 
 
 def read_files(paths: list[Path]) -> Iterator[tuple[str, str]]:
@@ -283,17 +404,14 @@ def _start(tokenizer: str) -> None:
     _eos = _tokenizer.token_to_id(EOS)
 
 
-def _encode(group: list[tuple[str, str]]) -> list[tuple[bool, bytes]]:
-    encoded = _tokenizer.encode_batch_fast([document for _, document in group])
-    return [
-        (is_validation(name), np.array([*ids.ids, _eos], dtype=np.uint16).tobytes()) for (name, _), ids in zip(group, encoded, strict=True)
-    ]
+def _encode(group: list[str]) -> bytes:
+    return b"".join(np.array([*each.ids, _eos], dtype=np.uint16).tobytes() for each in _tokenizer.encode_batch_fast(group))
 
 
-def _groups(found: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+def _groups(found: Iterable[str]) -> Iterator[list[str]]:
     group, size = [], 0
-    for name, document in found:
-        group.append((name, document))
+    for document in found:
+        group.append(document)
         size += len(document)
         if size >= GROUP:
             yield group
@@ -302,18 +420,45 @@ def _groups(found: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]
         yield group
 
 
-def tokenise(found: Iterable[tuple[str, str]], tokenizer: Path, out: Path, processes: int) -> dict[str, object]:
-    """Writes train.bin and val.bin; returns their sizes in tokens and hashes, which tokens.json holds too."""
+def tokenise(parts: dict[str, Iterable[str]], tokenizer: Path, out: Path, processes: int) -> dict[str, object]:
+    """Writes OUT/PART.bin of each part's documents; returns the sizes in tokens and hashes of all parts of OUT, as in tokens.json."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "train.bin").open("wb") as train, (out / "val.bin").open("wb") as val:
-        with get_context("spawn").Pool(processes, _start, (str(tokenizer),)) as pool:
-            for group in pool.imap(_encode, _groups(found)):
-                for validation, ids in group:
-                    (val if validation else train).write(ids)
-    result = {
-        name: {"tokens": (out / f"{name}.bin").stat().st_size // 2, "sha256": sha256(out / f"{name}.bin")} for name in ("train", "val")
-    } | {"vocabulary": len(json.loads(tokenizer.read_text())["model"]["vocab"]), "tokenizer_sha256": sha256(tokenizer)}
-    (out / "tokens.json").write_text(json.dumps(result, indent=1) + "\n")
+    stored = out / "tokens.json"
+    result = json.loads(stored.read_text()) if stored.exists() else {"tokenizer_sha256": sha256(tokenizer), "parts": {}}
+    if result["tokenizer_sha256"] != sha256(tokenizer):
+        raise SystemExit(f"{out} holds tokens of another tokenizer than {tokenizer}")
+    result["vocabulary"] = len(json.loads(tokenizer.read_text())["model"]["vocab"])
+    with get_context("spawn").Pool(processes, _start, (str(tokenizer),)) as pool:
+        for name, found in parts.items():
+            partial = out / f"{name}.partial"
+            with partial.open("wb") as stream:
+                for ids in pool.imap(_encode, _groups(found)):
+                    stream.write(ids)
+            result["parts"][name] = {"tokens": partial.stat().st_size // 2, "sha256": sha256(partial)}
+            stored.with_suffix(".partial").write_text(json.dumps(result, indent=1) + "\n")
+            stored.with_suffix(".partial").replace(stored)
+            partial.replace(out / f"{name}.bin")  # a training may wait for it
+    return result
+
+
+def tokenise_pieces(text: Path, out: Path, processes: int, record: bool) -> dict[str, object]:
+    """Tokenises the pieces that OUT lacks, with piece 00's tokenizer, which OUT keeps. ``record`` writes their sizes and hashes into
+    corpus.json, otherwise they must be those that are recorded there."""
+    tokenizer, parts = out / "tokenizer.json", {}
+    if not tokenizer.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        tokenizer.write_bytes((text / "00" / "tokenizer.json").read_bytes())
+    for piece in sorted(each for each in text.iterdir() if each.is_dir()):
+        for kind in sorted({path.name.rpartition("-")[0] for path in piece.glob("*.bz2")}, reverse=True):  # a training needs val first
+            name = f"train-{piece.name}" if kind == "train" else kind
+            if not (out / f"{name}.bin").exists():
+                parts[name] = read_piece(sorted(piece.glob(f"{kind}-*.bz2")))
+    result = tokenise(parts, tokenizer, out, processes)
+    manifest = json.loads(MANIFEST.read_text())
+    if record:
+        write_manifest(manifest | {"tokens": result["parts"]})
+    elif wrong := sorted(name for name, part in result["parts"].items() if part != manifest.get("tokens", {}).get(name, part)):
+        raise SystemExit(f"{out}: not the tokens of corpus.json: {', '.join(wrong)}")
     return result
 
 
@@ -322,15 +467,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("fetch")
     add.add_argument("sources", type=Path)
-    add.add_argument("--record", action="store_true", help="take the newest versions and write them into corpus.json")
     add = commands.add_parser("build")
     add.add_argument("sources", type=Path)
     add.add_argument("text", type=Path)
-    add.add_argument("--record", action="store_true", help="write the hashes into corpus.json instead of comparing")
-    add.add_argument("--limit", type=int, default=1 << 40, help="bytes of text at most")
     add = commands.add_parser("tokenise")
     add.add_argument("text", type=Path)
     add.add_argument("out", type=Path)
+    for add in commands.choices.values():
+        add.add_argument("--record", action="store_true", help="write versions or hashes into corpus.json instead of comparing")
     add = commands.add_parser("files")
     add.add_argument("paths", type=Path, nargs="+")
     add.add_argument("out", type=Path)
@@ -342,11 +486,16 @@ def main() -> None:
         case "fetch":
             fetch(options.sources, options.record)
         case "build":
-            build(options.sources, options.text, options.processes, options.limit, options.record)
+            build(options.sources, options.text, options.processes, options.record)
         case "tokenise":
-            print(json.dumps(tokenise(read_archive(options.text), options.text / "tokenizer.json", options.out, options.processes)))
+            print(json.dumps(tokenise_pieces(options.text, options.out, options.processes, options.record)))
         case "files":
-            print(json.dumps(tokenise(read_files(options.paths), options.tokenizer, options.out, options.processes)))
+            found = list(read_files(options.paths))
+            parts = {
+                name: [text for each, text in found if is_validation(each, "prose") == validation]
+                for name, validation in (("val-prose", True), ("train-00", False))
+            }
+            print(json.dumps(tokenise(parts, options.tokenizer, options.out, options.processes)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The runs of compare.py as a table and plots with 95 % confidence intervals.
 
-report.py collect FILE... RESULTS    one file a run from files that compare.py --append wrote
+report.py collect FILE... RESULTS    takes the runs of compare.py's files into RESULTS, in place of earlier ones of these names
 report.py table RESULTS... [--reference NAME] [--markdown FILE] [--plot FILE.png]
 report.py document [--check]         the blocks of docs/quality.md from experiments/results, and the plot beside it
 
@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import Run, read_run
+from compare import Run, finished_runs, write_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, DOCUMENT, PLOT = "experiments/results", "docs/quality.md", "docs/quality.png"
+RESULTS, DOCUMENT, PLOT = "experiments/results/runs.jsonl", "docs/quality.md", "docs/quality.png"
 MARK = "(experiments/report.py)"
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
 
@@ -39,7 +39,7 @@ class Row:
     configuration: dict[str, object]
     non_embedding: int
     losses: dict[int, float]
-    curves: list[list[dict]]
+    records: list[dict]
 
     @property
     def mean(self) -> float:
@@ -55,30 +55,25 @@ def interval(values: Iterable[float]) -> float | None:
 
 
 def collect(files: Iterable[Path], results: Path) -> list[str]:
-    """Writes RESULTS/NAME.jsonl for every run of the files; returns the names. A run without its last line is left out."""
-    results.mkdir(parents=True, exist_ok=True)
-    runs: list[list[str]] = []
-    for file in files:
-        for line in file.read_text().splitlines():
-            if "run" in json.loads(line):
-                runs.append([])
-            runs[-1].append(line)
-    complete = [run for run in runs if "validation_loss" in json.loads(run[-1])]
-    for run in complete:
-        (results / f"{json.loads(run[0])['run']}.jsonl").write_text("\n".join(run) + "\n")
-    return [json.loads(run[0])["run"] for run in complete]
+    """Take the runs of the files into RESULTS, sorted by name; return the names. Later ones take the place of earlier ones."""
+    found = finished_runs(files)
+    together = finished_runs([results]) | found
+    partial = results.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    write_lines(partial, (together[name] for name in sorted(together)))
+    partial.replace(results)
+    return list(found)
 
 
-def rows(directories: Iterable[Path]) -> list[Row]:
+def rows(files: Iterable[Path]) -> list[Row]:
     """Rows by mean loss, sizes apart; a row has the name of its first run."""
     found: dict[str, Row] = {}
-    for path in sorted(path for directory in directories for path in directory.glob("*.jsonl")):
-        first, *steps, last = read_run(path)
-        complete = dataclasses.asdict(Run(**first["configuration"]))  # an older run lacks the fields added since
+    for name, line in sorted(finished_runs(files).items()):
+        complete = dataclasses.asdict(Run(**line["configuration"]))  # an older run lacks the fields added since
         configuration = {key: value for key, value in complete.items() if key not in ("name", "seed")}
-        row = found.setdefault(json.dumps(configuration, sort_keys=True), Row(first["run"], configuration, first["non_embedding"], {}, []))
-        row.losses[first["configuration"]["seed"]] = last["validation_loss"]
-        row.curves.append(steps)
+        row = found.setdefault(json.dumps(configuration, sort_keys=True), Row(name, configuration, line["non_embedding"], {}, []))
+        row.losses[line["configuration"]["seed"]] = line["validation_loss"]
+        row.records.append(line)
     return sorted(found.values(), key=lambda row: (row.non_embedding // 2_000_000, row.mean))
 
 
@@ -135,9 +130,9 @@ def plot(found: list[Row], path: Path) -> None:
         half = interval(row.losses.values())
         left.errorbar(row.mean, -index, xerr=half, fmt="o", capsize=3)
         left.plot(list(row.losses.values()), [-index] * len(row.losses), "k.", markersize=3)
-        per_step = row.configuration["batch"] * row.configuration["context"]
-        curve = row.curves[0]
-        right.plot([step["step"] * per_step / 1e6 for step in curve], [step["loss"] for step in curve], linewidth=0.8)
+        first = row.records[0]
+        per_loss = first["every"] * row.configuration["batch"] * row.configuration["context"] / 1e6
+        right.plot([per_loss * count for count in range(1, len(first["losses"]) + 1)], first["losses"], linewidth=0.8)
     left.set_yticks([-index for index in range(len(found))], [f"{row.name} ({row.configuration['size']})" for row in found], fontsize=7)
     left.set_xlabel("validation loss (nats a token), 95 % of the mean; dots are runs")
     right.set(xlabel="tokens (millions)", ylabel="training loss of the first seed", ylim=(left.get_xlim()[0] - 0.3, left.get_xlim()[1] + 1))

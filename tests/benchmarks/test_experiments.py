@@ -1,10 +1,13 @@
-"""The scripts of experiments/: text to tokens, a queue of small trainings on the CPU, resumption, the report."""
+"""The scripts of experiments/: packages to tokens, a queue of small trainings on the CPU, resumption, the report."""
 
 import dataclasses
 import fcntl
+import io
+import itertools
 import json
-import lzma
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +40,7 @@ QUEUE = {
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """train.bin and val.bin of a hundred documents of one user's JSON lines."""
+    """train-00.bin and the validation text of two kinds, from one user's JSON lines."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     directory = tmp_path_factory.mktemp("tokens")
@@ -47,7 +50,9 @@ def tokens(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(directory / "tokenizer.json"))
-    corpus.tokenise(corpus.read_files([directory / "pile.jsonl"]), directory / "tokenizer.json", directory / "bins", 1)
+    texts = [text for _, text in corpus.read_files([directory / "pile.jsonl"])]
+    parts = {"val-prose": texts[:2], "val-code": texts[2:3], "train-00": texts[3:100], "train-01": texts[100:]}
+    corpus.tokenise(parts, directory / "tokenizer.json", directory / "bins", 1)
     return directory / "bins"
 
 
@@ -75,11 +80,15 @@ def test_optimizer_of_a_parameter():
 
 
 def run_queue(queue, tokens, out, *arguments):
-    return compare.main(list(map(str, (queue, "--tokens", tokens, "--out", out, "--device", "cpu", *arguments))))
+    return compare.main(list(map(str, (queue, "--tokens", tokens, "--out", out, "--device", "cpu", "--least", 0, *arguments))))
 
 
-def names(directory):
-    return {path.stem for path in directory.glob("*.jsonl")}
+def finished(directory):
+    return compare.finished_runs([directory / "runs.jsonl"])
+
+
+def train(run, tokens, state, pieces=2, **arguments):
+    return compare.train(run, compare.Tokens(tokens, "cpu", pieces, **arguments), "cpu", False, state)
 
 
 def test_prose_is_kept_and_tables_code_and_other_languages_are_not():
@@ -97,62 +106,114 @@ def test_a_dictionary_without_blank_lines_is_cut_at_its_entries():
     assert len(found) > 5 and max(map(len, found)) < 4000 and all(part.startswith("word") for part in found)
 
 
-def test_packages_to_text_to_tokens(tmp_path, monkeypatch):
-    """The archive gives the same tokens with any number of processes, and no paragraph is in it twice."""
-    import tarfile
+SOURCE = "/* Computes the {0}th value of the sequence. */\nint value_{0}(int seed)\n{{\n    return seed * step_{0} + offset_{0};\n}}\n"
 
+
+def test_source_code_is_kept_and_tables_minified_and_generated_files_are_not():
+    code = "\n\n".join(SOURCE.format(name) for name in ("first", "second", "third"))
+    assert "\n\n".join(corpus.blocks(code.encode())) == code.replace("\n\n\n", "\n\n").strip("\n")
+    for other in (
+        "/* DO NOT EDIT */\n" + code,
+        code.replace("\n", " "),
+        "".join(f"0x{i:04x}, 0x{i:02x},\n" for i in range(200)),
+        code[:150],
+    ):
+        assert corpus.blocks(other.encode()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("src/a.c", "code"), ("doc/a.rst", "prose"), ("a.txt.gz", "prose"), ("gcc/testsuite/a.c", None), ("a.min.js", None), ("a.png", None)],
+)
+def test_the_kind_of_a_file(name, kind):
+    assert corpus.kind_of(name) == kind
+
+
+def test_the_source_archive_in_a_package_is_read():
+    inner, outer = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("b/c.java", "class C {}")
+    with tarfile.open(fileobj=outer, mode="w:xz") as archive:
+        for name, raw in (("./a.py", b"pass"), ("usr/lib/src.zip", inner.getvalue()), ("test/other.zip", b"broken"), ("lib/a.bin", b"\0")):
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            archive.addfile(member, io.BytesIO(raw))
+    outer.seek(0)
+    assert list(corpus.members("data.tar.xz", outer)) == [("a.py", b"pass"), ("b/c.java", b"class C {}")]
+
+
+def test_packages_to_pieces_to_tokens(tmp_path, monkeypatch):
+    """Any number of processes gives the same tokens, pieces can come one by one, and no paragraph is in the corpus twice."""
     manifest = tmp_path / "corpus.json"
-    manifest.write_text(json.dumps({"packages": [{"name": "letters", "from": "pypi"}]}))
+    manifest.write_text(json.dumps({"packages": [{"name": "letters", "from": "sdist"}], "pieces": 3}))
     monkeypatch.setattr(corpus, "MANIFEST", manifest)
     monkeypatch.setattr(corpus, "VOCABULARY", 300)
+    monkeypatch.setattr(corpus, "SAMPLE", 1)
+    monkeypatch.setattr(corpus, "ARCHIVE", 4000)
+    monkeypatch.setattr(corpus, "VALIDATION", {"prose": 10, "code": 10})
+    words = [f"{a}{b}" for a in "abcdefghijk" for b in "lmnopqrstuv"]
     with tarfile.open(tmp_path / "letters-1.0.tar.gz", "w:gz") as archive:
-        for i in range(120):
-            path = tmp_path / f"{i}.txt"
-            path.write_text(f"{SENTENCE.format(i)}\n\n{SENTENCE.format(i // 2).upper()}\n\n{SENTENCE.format(i)}")
-            archive.add(path, f"letters-1.0/{i}.txt")
+        for i, word in enumerate(words):
+            prose = f"{SENTENCE.format(word)}\n\n{SENTENCE.format(words[i // 2]).upper()}\n\n{SENTENCE.format(word)}"
+            for name, text in (
+                (f"{word}.txt", prose),
+                (f"{word}/{word}.c", SOURCE.format(word) * 2),
+                (f"{word}/copy.h", SOURCE.format(word) * 2),
+            ):
+                member = tarfile.TarInfo(f"letters-1.0/{name}")
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
     text = tmp_path / "text"
-    corpus.build(tmp_path, text, 1, 1 << 30, True)
-    assert json.loads(manifest.read_text())["text"]["documents"] == len(list(corpus.read_archive(text)))
-    corpus.build(tmp_path, tmp_path / "again", 1, 1 << 30, False)
+    corpus.build(tmp_path, text, 1, True)
+    built = json.loads(manifest.read_text())
+    assert built["text"]["documents"] == 2 * len(words) and min(built["text"]["characters"].values()) > 10_000
+    corpus.build(tmp_path, tmp_path / "again", 2, False)
+    manifest.write_text(json.dumps(built | {"text": {}}))
     with pytest.raises(SystemExit, match="another corpus"):
-        corpus.build(tmp_path, tmp_path / "half", 1, 8000, False)
-    half = list(corpus.read_archive(tmp_path / "half"))
-    assert half and set(half) < set(corpus.read_archive(text))
-    records = [json.loads(line) for path in text.glob("*.xz") for line in lzma.open(path)]
-    found = [paragraph.lower() for record in records for paragraph in record["text"].split("\n\n")]
-    assert sorted(found) == sorted(SENTENCE.format(i).lower() for i in range(120))
-    one, two = (corpus.tokenise(corpus.read_archive(text), text / "tokenizer.json", tmp_path / f"bins{n}", n) for n in (1, 2))
-    assert one == two and one["train"]["tokens"] > 10 * one["val"]["tokens"] > 0
-    ids = np.fromfile(tmp_path / "bins1" / "val.bin", np.uint16)
-    assert (ids == 0).sum() == sum(corpus.is_validation(record["name"]) for record in records)
+        corpus.build(tmp_path, tmp_path / "other", 1, False)
+
+    documents = {path.relative_to(text): list(corpus.read_piece([path])) for path in text.glob("*/*.bz2")}
+    found = [paragraph.lower() for texts in documents.values() for each in texts for paragraph in each.split("\n\n") if "clerk" in each]
+    assert sorted(found) == sorted(SENTENCE.format(word).lower() for word in words)
+    assert {path.parent.name for path in documents} == {"00", "01", "02"}
+    first = tmp_path / "first"
+    corpus.tokenise_pieces(text, first, 1, True)
+    (tmp_path / "carried").mkdir()
+    for piece in ("00", "01", "02"):  # pieces that come one by one, and go
+        (text / piece).rename(tmp_path / "carried" / piece)
+        result = corpus.tokenise_pieces(tmp_path / "carried", tmp_path / "second", 2, False)
+        (tmp_path / "carried" / piece).rename(text / piece)
+    recorded = json.loads(manifest.read_text())["tokens"]
+    assert result["parts"] == recorded and set(recorded) == {"val-prose", "val-code", "train-00", "train-01", "train-02"}
+    ids = np.fromfile(first / "train-01.bin", np.uint16)
+    assert (ids == 0).sum() == sum(len(texts) for path, texts in documents.items() if path.parent.name == "01")
+    manifest.write_text(json.dumps(built | {"tokens": recorded | {"train-02": {}}}))
+    with pytest.raises(SystemExit, match="not the tokens of corpus.json: train-02"):
+        corpus.tokenise_pieces(text, first, 1, False)
 
 
 @pytest.mark.slow
-def test_a_queue_is_trained_resumed_and_reported(queue, tokens, tmp_path, capsys):
-    out, together, collected = tmp_path / "runs", tmp_path / "all.jsonl", tmp_path / "collected"
-    assert run_queue(queue, tokens, out, "--append", together, "--commit", "abc") == 0
-    assert names(out) == {"swiglu-lr0.001", "swiglu-lr0.002", "flash", "flash-muon", "swiglu-best-seed1", "swiglu-best-seed2"}
+def test_a_queue_is_trained_taken_up_again_and_reported(queue, tokens, tmp_path, capsys):
+    out, collected = tmp_path / "runs", tmp_path / "collected.jsonl"
+    assert run_queue(queue, tokens, out, "--commit", "abc") == 0
+    assert set(finished(out)) == {"swiglu-lr0.001", "swiglu-lr0.002", "flash", "flash-muon", "swiglu-best-seed1", "swiglu-best-seed2"}
+    assert not list(out.glob("*.state"))
     capsys.readouterr()
-    assert run_queue(queue, tokens, tmp_path / "other", "--done", out) == 0 and capsys.readouterr().out == ""
-    assert set(report.collect([together], collected)) == names(out)
-    assert all((collected / path.name).read_text() == path.read_text() for path in out.glob("*.jsonl"))
-    (out / "flash.jsonl").unlink()
-    assert run_queue(queue, tokens, out) == 0 and capsys.readouterr().out.count("validation_loss") == 1
+    assert run_queue(queue, tokens, tmp_path / "other", "--done", out / "runs.jsonl") == 0 and capsys.readouterr().out == ""
+    assert set(report.collect([out / "runs.jsonl"], collected)) == set(finished(out))
+    assert compare.finished_runs([collected]) == finished(out)
 
-    head, *steps, last = compare.read_run(collected / "flash.jsonl")
-    assert head["configuration"]["heads"] == 4 and head["backend"] == "eager" and head["commit"] == "abc"
-    assert head["versions"]["torch"] == torch.__version__
-    assert [step["step"] for step in steps] == [5] and last["validation_loss"] < steps[0]["loss"] + 1
-    best = min(("swiglu-lr0.001", "swiglu-lr0.002"), key=lambda name: compare.read_run(out / f"{name}.jsonl")[-1]["validation_loss"])
-    taken = compare.read_run(out / "swiglu-best-seed1.jsonl")[0]["configuration"]
-    assert taken["learning_rate"] == compare.read_run(out / f"{best}.jsonl")[0]["configuration"]["learning_rate"] and taken["seed"] == 1
+    line = finished(out)["flash"]
+    assert line["configuration"]["heads"] == 4 and line["backend"] == "eager" and line["commit"] == "abc"
+    assert line["versions"]["torch"] == torch.__version__ and line["corpus"]["pieces"] == 2
+    assert len(line["losses"]) == 1 and line["validation_loss"] < line["losses"][0] + 1 and set(line["validation"]) == {"prose", "code"}
+    best = min(("swiglu-lr0.001", "swiglu-lr0.002"), key=lambda name: finished(out)[name]["validation_loss"])
+    taken = finished(out)["swiglu-best-seed1"]["configuration"]
+    assert taken["learning_rate"] == finished(out)[best]["configuration"]["learning_rate"] and taken["seed"] == 1
     rows = report.rows([collected])
     assert sorted(len(row.losses) for row in rows) == [1, 1, 1, 3]
-    older = dict(
-        head, configuration={key: value for key, value in head["configuration"].items() if key not in ("optimizer", "projections")}
-    )
-    older["configuration"]["seed"] = 7  # a run recorded before these fields were added joins its row
-    (collected / "older.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (older, *steps, last)))
+    older = {key: value for key, value in line["configuration"].items() if key not in ("optimizer", "projections")} | {"seed": 7}
+    compare.write_lines(collected, [line | {"run": "older", "configuration": older}])  # recorded before these fields were added
     assert sorted(len(row.losses) for row in report.rows([collected])) == [1, 1, 2, 3]
     text = report.table(rows, None)
     assert all(text.count(f"| {row.name} | tiny |") == 1 for row in rows) and "Standard deviation between seeds" in text
@@ -163,10 +224,10 @@ def test_a_queue_is_trained_resumed_and_reported(queue, tokens, tmp_path, capsys
 @pytest.mark.slow
 def test_two_processes_share_a_queue(queue, tokens, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
-    assert run_queue(queue, tokens, tmp_path / "runs", "--append", tmp_path / "all.jsonl", "--workers", "2") == 0
+    assert run_queue(queue, tokens, tmp_path / "runs", "--workers", "2") == 0
     trained = [line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if "validation_loss" in line]
-    assert set(trained) == names(tmp_path / "runs") >= {"swiglu-lr0.001", "swiglu-lr0.002", "flash"} and len(set(trained)) == len(trained)
-    assert set(report.collect([tmp_path / "all.jsonl"], tmp_path / "collected")) == set(trained)
+    assert set(trained) == set(finished(tmp_path / "runs")) >= {"swiglu-lr0.001", "swiglu-lr0.002", "flash"}
+    assert len(set(trained)) == len(trained)
 
 
 def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(queue, tokens, tmp_path, capsys):
@@ -175,21 +236,72 @@ def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(queue, to
     with (out / "locks" / "flash").open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         assert run_queue(queue, tokens, out) == 0
-    assert len(names(out)) == 5 and "flash" not in names(out)
+    assert len(finished(out)) == 5 and "flash" not in finished(out)
     assert run_queue(queue, tokens, out, "--minutes", "0") == 0
-    assert "flash: no time left" in capsys.readouterr().out and "flash" not in names(out)
+    assert "flash: no time left" in capsys.readouterr().out and "flash" not in finished(out)
 
 
-def test_a_run_past_the_minutes_is_dropped(tokens):
-    run = compare.Run(name="a", ffn="swiglu", width=192, **SMALL)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, tmp_path, monkeypatch, optimizer):
+    run = compare.Run(name="a", ffn="flashmhf", heads=4, subnets=2, width=148, optimizer=optimizer, **SMALL | {"steps": 12})
+    monkeypatch.setattr(compare, "CHECKED", 5)
+    monkeypatch.setattr(compare, "EVALUATED", 3 * 4 * 16)
+    monkeypatch.setattr(compare, "SAVED", 0)
+    state = tmp_path / "a.state"
+    whole = train(run, tokens, state)
+    assert [each["tokens"] for each in whole["evaluations"]] == [192, 384, 576] and state.exists()
+    state.unlink()
+    for deadline in (0.0, 0.0):
+        with pytest.raises(compare.TimeUpError):
+            train(run, tokens, state, deadline=deadline)
+    assert torch.load(state)["progress"]["step"] == 10
+    with pytest.raises(ValueError, match="other settings: seed"):
+        train(dataclasses.replace(run, seed=1), tokens, state)
+    parts = train(run, tokens, state)
+    for name in ("losses", "norms", "evaluations", "validation_loss", "validation"):
+        assert parts[name] == whole[name], name
+
+
+def test_a_killed_run_goes_on_from_its_last_state(tokens, tmp_path, monkeypatch):
+    run = compare.Run(name="a", ffn="swiglu", width=192, **SMALL | {"steps": 12})
+    monkeypatch.setattr(compare, "EVALUATED", 5 * 4 * 16)
+    monkeypatch.setattr(compare, "SAVED", 0)
+    whole = train(run, tokens, tmp_path / "whole.state")  # its last state is that of step 10
+    assert train(run, tokens, tmp_path / "whole.state")["losses"] == whole["losses"]
+
+
+def test_every_window_is_seen_once_a_pass(tmp_path):
+    """A pass takes the pieces in their order, and another start takes the same batches from there on."""
+    (tmp_path / "tokens.json").write_text("{}")
+    for index, (low, high) in enumerate(((0, 1000), (1000, 2500))):
+        np.arange(low, high, dtype=np.uint16).tofile(tmp_path / f"train-{index:02}.bin")
+    loaded = compare.Tokens(tmp_path, "cpu", 2)
+    run = compare.Run(name="a", ffn="swiglu", width=192, **SMALL | {"batch": 2, "context": 64})
+    batches = list(itertools.islice(loaded.batches(run, 0), 30))
+    firsts = [int(window[0]) for batch in batches for window in batch]
+    assert all(torch.equal(window, torch.arange(start, start + 65)) for window, start in zip(torch.cat(batches), firsts, strict=True))
+    passes = [sorted(firsts[:14]), sorted(firsts[14:36]), sorted(firsts[36:50])]  # 7 batches of piece 0, 11 of piece 1
+    assert all(
+        low <= start < high for each, (low, high) in zip(passes, ((0, 1000), (1000, 2500), (0, 1000)), strict=True) for start in each
+    )
+    assert all({b - a for a, b in itertools.pairwise(each)} <= {64, 128} for each in passes)
+    assert passes[0][0] % 64 != passes[2][0] % 64 and firsts[:14] != passes[0]
+    later = list(itertools.islice(loaded.batches(run, 9), 21))
+    assert all(torch.equal(one, two) for one, two in zip(later, batches[9:], strict=True))
+
+
+def test_more_than_four_passes_are_refused_and_a_missing_piece_is_waited_for(tokens, tmp_path):
+    run = compare.Run(name="a", ffn="swiglu", width=192, **SMALL | {"steps": 100_000})
+    with pytest.raises(ValueError, match="a: steps is 100000, .* at most 4"):
+        train(run, tokens, tmp_path / "a.state")
+    some = compare.Tokens(tokens, "cpu", 3, deadline=0.0)
     with pytest.raises(compare.TimeUpError):
-        compare.train(run, compare.Tokens.load(tokens, "cpu"), "cpu", False, 0.0)
+        some.piece(2)
 
 
-def test_the_same_seed_gives_the_same_run(tokens):
+def test_the_same_seed_gives_the_same_run(tokens, tmp_path):
     entry = compare.Run(name="a", ffn="flashmhf", heads=4, subnets=2, width=148, **SMALL)
-    loaded = compare.Tokens.load(tokens, "cpu")
-    one, two = (compare.train(entry, loaded, "cpu", False, float("inf")) for _ in range(2))
+    one, two = (train(entry, tokens, tmp_path / "a.state") for _ in range(2))
     assert one["losses"] == two["losses"] and one["validation_loss"] == two["validation_loss"]
 
 
@@ -201,10 +313,10 @@ def test_the_same_seed_gives_the_same_run(tokens):
         ({"ffn": "mlp"}, "ffn is 'mlp'"),
     ],
 )
-def test_unequal_sizes_and_unknown_settings_are_refused(tokens, change, message):
+def test_unequal_sizes_and_unknown_settings_are_refused(tokens, tmp_path, change, message):
     run = compare.Run(**{"name": "a", "ffn": "swiglu", "width": 192, **SMALL, **change})
     with pytest.raises(ValueError, match=message):
-        compare.train(run, compare.Tokens.load(tokens, "cpu"), "cpu", False, float("inf"))
+        train(run, tokens, tmp_path / "a.state")
 
 
 @pytest.mark.parametrize("entry", [{"name": "a", "wide": 1}, {"name": "a", "best_of": ["b"]}])
