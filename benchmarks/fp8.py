@@ -17,6 +17,7 @@ import math
 import pathlib
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -186,18 +187,19 @@ def model(tokens: pathlib.Path) -> list[dict]:
     run = compare.Run(
         "fp8", "flashmhf", 1040, heads=8, subnets=5, optimizer="muon", learning_rate=8e-3, rates={"projection": 0.3}, steps=700
     )
-    data, trained = compare.Tokens.load(tokens, "cuda"), []
+    data, trained = compare.Tokens(tokens, "cuda"), []
     validate = compare.validate
-    compare.validate = lambda run, model, *rest: trained.append(model) or 0.0
+    compare.validate = lambda run, model, *rest: trained.append(model) or {"all": 0.0}
     try:
-        compare.train(run, data, "cuda", True, math.inf)
+        with tempfile.TemporaryDirectory() as directory:
+            compare.train(run, data, "cuda", True, pathlib.Path(directory) / "fp8.state")
     finally:
         compare.validate = validate
     torch.manual_seed(0)
     with torch.device("cuda"):
-        plain = compare.Model(run, data.vocabulary)
+        plain = compare.Model(run, data.stored["vocabulary"])
     plain.load_state_dict(trained[0].state_dict())
-    windows = data.val.unfold(0, run.context + 1, run.context)[:512]
+    windows = torch.cat([text.unfold(0, run.context + 1, run.context)[:256] for text in data.validation.values()])
 
     def loss() -> float:
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
@@ -223,9 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument(
-        "--tokens", type=pathlib.Path, help="train.bin, val.bin and tokens.json of experiments/corpus.py, for the part model"
-    )
+    parser.add_argument("--tokens", type=pathlib.Path, help="the folder of tokens of experiments/corpus.py, for the part model")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this PyTorch sees no CUDA GPU")

@@ -300,17 +300,19 @@ class TimeUpError(Exception):
 
 @dataclass
 class Tokens:
-    """Token ids on the device, int32: ``pieces`` pieces to train on, loaded when they are reached, and the validation text by kind."""
+    """Token ids on the device, int32: ``pieces`` pieces to train on (None: those that are there), loaded when they are reached, and the
+    validation text by kind."""
 
     directory: Path
     device: str
-    pieces: int
+    pieces: int | None = None
     deadline: float = math.inf
     stored: dict = field(init=False)
     validation: dict[str, Tensor] = field(init=False)
     loaded: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.pieces = self.pieces or len(list(self.directory.glob("train-*.bin")))
         self.stored = json.loads((self.directory / "tokens.json").read_text())
         self.validation = {path.stem.partition("-")[2]: self._read(path) for path in sorted(self.directory.glob("val-*.bin"))}
 
@@ -605,14 +607,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     deadline = begin + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
-    options.pieces = options.pieces or len(list(options.tokens.glob("train-*.bin")))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # shared by the processes, and by the next call where --out is kept
         os.environ.setdefault(name, str(options.out.resolve() / "cache" / name.partition("_")[0].lower()))
     workers = options.workers or (torch.cuda.device_count() if options.device == "cuda" else 1)
     if workers == 1:
         return min(1, work(options, deadline))
     command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments), "--workers", "1", "--commit", options.commit]
-    command += ["--pieces", str(options.pieces), "--minutes", str((deadline - time.monotonic()) / 60)]
+    command += ["--minutes", str((deadline - time.monotonic()) / 60)]
     started = [subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}) for gpu in range(workers)]
     return max(process.wait() for process in started)
 
