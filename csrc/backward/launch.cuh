@@ -4,9 +4,10 @@
 #include <algorithm>
 
 #include "backward/collect.cuh"
+#include "backward/gate_grad.cuh"
+#include "backward/gate_rows.cuh"
 #include "backward/inter_kernel.cuh"
 #include "backward/launch.h"
-#include "backward/router_kernels.cuh"
 #include "backward/token_kernel.cuh"
 #include "common/launch_kernel.cuh"
 
