@@ -181,7 +181,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
         use_local_output: of one network only: return a tensor, not a DTensor.
 
     Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with :func:`shard_placement`.
-    ``accumulate_main_grad`` needs ``main_grad`` buffers that are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
+    The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
     Raises ValueError for a mesh of several dimensions, for a mesh whose size does not divide H, and for a model without any such network.
     """
     if mesh.ndim != 1:

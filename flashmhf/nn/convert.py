@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..reference import ACTIVATIONS
 from .arguments import divisor, positive
@@ -179,4 +179,21 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for theirs, ours in _STACKED.items():
         weight = state[ours] if gated else state[ours].unsqueeze(1)
         result[theirs] = weight.permute(1, 2, 0, 3).reshape(-1, kv_heads * head_dim)
+    return result
+
+
+def resize_subnets(state: Mapping[str, Tensor], subnet_dim: int) -> dict[str, Tensor]:
+    """Give k, u and v [H_kv, E, d_e, d_h] of a ``FlashMHF`` state dict ``subnet_dim`` rows per sub-network: the same function.
+
+    More rows are zeros. They get zero gradients, so optimizers leave them zero; fewer rows are possible where the others are zero.
+    The kernels need multiples of 16 (docs/official.md). Raises KeyError for a missing weight, ValueError for other dimensions and if a
+    row that is not zero would be lost, TypeError if ``subnet_dim`` is not an integer.
+    """
+    rows, result = positive("subnet_dim", subnet_dim), dict(state)
+    for name in ("k", "u", "v"):
+        if state[name].dim() != 4:
+            raise ValueError(f"{name} has shape {list(state[name].shape)}; expected [H_kv, E, d_e, d_h]")
+        if state[name][:, :, rows:].any():
+            raise ValueError(f"subnet_dim is {rows}; {name} of shape {list(state[name].shape)} has rows beyond it that are not zero")
+        result[name] = nn.functional.pad(state[name], (0, 0, 0, rows - state[name].shape[2])).contiguous()
     return result

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import torch_private
 from ..backends.contract import Projection
-from ..ops import gate as router
 from ..ops import mix as ops
-from ..reference import accumulate_dtype
-from .arguments import backend_and_deterministic, epsilon, flag, positive
+from .arguments import backend_and_deterministic, epsilon, positive
 from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_unobserved
 
-WEIGHTS = ("k", "u", "v")
-SUBNET_MULTIPLE = 16  # of d_e, for the kernels
 CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
 
 
@@ -40,52 +34,6 @@ def uses_silu(feed_forward: nn.Module) -> bool:
         or activation is nn.functional.silu
         or type(activation).__name__ == "SiLUActivation"
     )
-
-
-class _MainGradForward(torch.autograd.Function):
-    """The operator whose backward adds the weight gradients into fp32 ``main_grad`` buffers (Megatron, Transformer Engine)."""
-
-    @staticmethod
-    def forward(ctx, q, k, u, v, r, backend, deterministic, activation):
-        if torch_private.autocasts(q.device.type):  # in backward nothing casts
-            (q,) = ops.cast((q,), torch.get_autocast_dtype(q.device.type))
-        ctx.save_for_backward(q, r)
-        ctx.parameters = (k, u, v)
-        ctx.backend, ctx.activation = backend, activation
-        ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=ctx.deterministic, backend=backend, activation=activation)
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        q, r = ctx.saved_tensors
-        trained = ctx.needs_input_grad[1:4]
-        needs_tokens = ctx.needs_input_grad[0] or ctx.needs_input_grad[4]
-        # The operator computes the three gradients together: that of a frozen weight goes where nobody reads it.
-        buffers = [
-            p.main_grad if needed else torch.zeros_like(p, dtype=accumulate_dtype(p.dtype))
-            for p, needed in zip(ctx.parameters, trained, strict=True)
-        ]
-        dq, dr = torch.ops.flashmhf.backward_accumulate_(
-            grad_out,
-            q,
-            *(p.to(q.dtype) for p in ctx.parameters),
-            r,
-            *buffers,
-            ctx.deterministic,
-            backend=ctx.backend,
-            needs=[needs_tokens, True],
-            activation=ctx.activation,
-        )
-        weights = [_signal_accumulated(p) if needed else None for p, needed in zip(ctx.parameters, trained, strict=True)]
-        return dq if ctx.needs_input_grad[0] else None, *weights, dr if ctx.needs_input_grad[4] else None, None, None, None
-
-
-def _signal_accumulated(parameter: Tensor) -> Tensor | None:
-    """Megatron marks parameters whose hooks must still fire: they get the flag and a gradient without storage of its own."""
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    return parameter.new_zeros(()).expand(parameter.shape)
 
 
 def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
@@ -122,11 +70,8 @@ class FlashMHF(GroupedHeads):
         q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none).
         skip_linear: no W_in and W_out.
         activation: "silu", "gelu", "relu" or "relu2", as in :func:`flashmhf.flash_mhf`.
-        pad_subnets: store k, u and v with zero rows up to the next multiple of 16 of d_e, which hopper and triton need. The rows get zero
-            gradients, so optimizers leave them zero. State dicts have d_e rows.
         bias: biases in in_proj and out_proj.
         backend, deterministic: as in :func:`flashmhf.flash_mhf`.
-        accumulate_main_grad: add the gradients of k, u, v into their fp32 ``main_grad`` buffers instead of returning them.
 
     State: in_proj.weight, k, u, v [num_kv_heads, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
 
@@ -137,11 +82,9 @@ class FlashMHF(GroupedHeads):
 
     num_subnets: int
     subnet_dim: int
-    pad_subnets: bool
     router_eps: float
     backend: str
     deterministic: bool | None
-    accumulate_main_grad: bool
     router: nn.Parameter
 
     def __init__(
@@ -157,21 +100,17 @@ class FlashMHF(GroupedHeads):
         q_norm_eps: float = 1e-5,
         skip_linear: bool = False,
         activation: str = "silu",
-        pad_subnets: bool = False,
         bias: bool = False,
         backend: str = "auto",
         deterministic: bool | None = None,
-        accumulate_main_grad: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, skip_linear, activation, bias, device, dtype)
         self.num_subnets = positive("num_subnets", num_subnets)
         self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
-        self.pad_subnets = flag("pad_subnets", pad_subnets)
         self.router_eps = epsilon("router_eps", router_eps)
         self.backend, self.deterministic = backend_and_deterministic(backend, deterministic)
-        self.accumulate_main_grad = flag("accumulate_main_grad", accumulate_main_grad)
         shape = self.weight_shape
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.router = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.num_subnets, device=device, dtype=dtype))
@@ -222,77 +161,24 @@ class FlashMHF(GroupedHeads):
             (module.u, swiglu.up_proj.weight.view(shape)),
             (module.v, num_subnets * swiglu.down_proj.weight.T.reshape(shape)),
         ):
-            parameter[:, :, : shape[2]] = value
+            parameter.copy_(value)
         module.router.zero_()
         return module
 
     def _draw(self) -> None:
         self._draw_heads(self.subnet_dim / self.num_subnets)  # the gates are near 1 / E
         self.scheme.draw(self.router, "router", self.scheme.initializer_range)
-        if self.weight_shape[2] != self.subnet_dim:
-            with torch.no_grad():
-                for weight in (self.k, self.u, self.v):
-                    # Not by a slice: one of a DTensor that is sharded over d_e is a copy. A negative dimension here would count each
-                    # rank's rows from 1.
-                    row = torch.ones_like(weight, dtype=torch.int32).cumsum(weight.dim() - 2)
-                    weight.masked_fill_(row > self.subnet_dim, 0)
-
-    def stack_weights(self, stacked: bool = True) -> FlashMHF:
-        """Stores k, u and v as parameters [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) over the same memory.
-
-        Returns the module.
-
-        For tools that adapt parameters of two or three dimensions only, such as LoRA in PEFT (docs/lora.md). State dicts hold four
-        dimensions in either case. The parameters are new objects: call this before an optimizer takes them. Raises ValueError for a
-        module with accumulate_main_grad=True, whose buffers belong to the parameters of four dimensions.
-        """
-        if flag("stacked", stacked) and self.accumulate_main_grad:
-            raise ValueError("accumulate_main_grad is True; stack_weights supports False only")
-        shape = self.weight_shape
-        for name in WEIGHTS:
-            weight = getattr(self, name)
-            stored = weight.detach().view(-1, *shape[2:]) if stacked else weight.detach().view(shape)
-            setattr(self, name, nn.Parameter(stored, requires_grad=weight.requires_grad))
-        return self
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
-        """(H_kv, E, d_e, d_h) of k, u and v; d_e with the zero rows of pad_subnets."""
-        width = -(-self.subnet_dim // SUBNET_MULTIPLE) * SUBNET_MULTIPLE if self.pad_subnets else self.subnet_dim
-        return self.num_kv_heads, self.num_subnets, width, self.head_dim
+        """(H_kv, E, d_e, d_h) of k, u and v."""
+        return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """k, u, v [H_kv, E, d_e, d_h], however they are stored."""
+        """k, u, v [H_kv, E, d_e, d_h], from parameters of four dimensions or of three (flashmhf.integrations.peft)."""
         shape = self.weight_shape
         k, u, v = (weight if weight.dim() == 4 else weight.view(shape) for weight in (self.k, self.u, self.v))
         return k, u, v
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._reshape(destination, prefix, self.weight_shape)
-        if self.weight_shape[2] != self.subnet_dim:
-            for name in WEIGHTS:
-                destination[prefix + name] = destination[prefix + name][:, :, : self.subnet_dim].contiguous()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in WEIGHTS:
-            value, padding = state_dict.get(prefix + name), self.weight_shape[2] - self.subnet_dim
-            if padding and isinstance(value, Tensor) and value.dim() in (3, 4):
-                if value.shape[-2] == self.subnet_dim:
-                    state_dict[prefix + name] = nn.functional.pad(value, (0, 0, 0, padding))
-                elif value.shape[-2] == self.weight_shape[2]:  # the one other width that PyTorch would load
-                    error_msgs: list[str] = args[-1]
-                    width = f"a width of {value.shape[-2]}, the module has subnet_dim {self.subnet_dim}"
-                    error_msgs.append(f"size mismatch for {prefix}{name}: the state dict has {width}")
-            self._reshape(state_dict, prefix, getattr(self, name).shape, (name,))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _reshape(self, state: dict[str, Any], prefix: str, shape: Sequence[int], names: Sequence[str] = WEIGHTS) -> None:
-        """Gives k, u, v of ``state`` ``shape`` where they are stored with other dimensions but hold as many elements."""
-        for name in names:
-            value = state.get(prefix + name)
-            if isinstance(value, Tensor) and value.dim() in (3, 4) and value.dim() != len(shape) and value.numel() == math.prod(shape):
-                state[prefix + name] = value.reshape(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
@@ -356,8 +242,6 @@ class FlashMHF(GroupedHeads):
     def _mix(self, q: Tensor) -> Tensor:
         """Q -> S, both [..., H, d_h]. The caller keeps no reference to Q, so it is released before out_proj where no gradient needs it."""
         q = self.normalise(q)
-        if self.accumulate_main_grad and torch.is_grad_enabled() and any(weight.requires_grad for weight in (self.k, self.u, self.v)):
-            return self._mix_into_main_grad(q)
         return ops.gated_flash_mhf(
             q,
             *self._weights(),
@@ -367,13 +251,6 @@ class FlashMHF(GroupedHeads):
             backend=self.backend,
             activation=self.activation,
         )
-
-    def _mix_into_main_grad(self, q: Tensor) -> Tensor:
-        for name, parameter in (("k", self.k), ("u", self.u), ("v", self.v)):
-            if parameter.requires_grad and not isinstance(getattr(parameter, "main_grad", None), Tensor):
-                raise ValueError(f"{name}.main_grad is missing; accumulate_main_grad=True needs a float32 tensor of {name}'s shape there")
-        r = router.gate(q, self.router, self.router_eps)
-        return _MainGradForward.apply(q, self.k, self.u, self.v, r, self.backend, self.deterministic, self.activation)
 
     def extra_repr(self) -> str:
         sizes = f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={self.num_subnets}, subnet_dim={self.subnet_dim}"

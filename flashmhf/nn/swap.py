@@ -62,8 +62,6 @@ def replace_ffn(
     networks, so that :func:`flashmhf.models.load_replaced` loads what the model's own ``save_pretrained`` stores.
     Raises ValueError when there is nothing to replace, when ``model`` itself is the network to replace, or when sizes do not fit.
     """
-    if kwargs.get("pad_subnets"):
-        raise ValueError("pad_subnets is True; from_pretrained loads parameters of their own shapes, so give a subnet_dim of whole 16s")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     shared: dict[int, list[str]] = {}  # the names of each network; ids, so that a replaced network's memory is free at once
@@ -96,7 +94,7 @@ def replace_ffn(
 
 def _settings(network: FlashMHF) -> dict[str, Any]:
     """The arguments that make such a network again, without device and dtype; JSON can hold them."""
-    names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic", "accumulate_main_grad")
+    names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
     bias = not network.skip_linear and network.in_proj.bias is not None
     settings = {name: getattr(network, name) for name in names} | {"bias": bias}
     defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu"}
@@ -105,7 +103,8 @@ def _settings(network: FlashMHF) -> dict[str, Any]:
 
 
 def rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
-    """The network of recorded settings, with fresh weights of the device and dtype of ``like``."""
+    """Return the network of recorded settings, with fresh weights of the device and dtype of ``like``."""
+    settings = {name: value for name, value in settings.items() if name != "accumulate_main_grad"}  # which 0.1 recorded
     return FlashMHF(**settings, device=like.device, dtype=like.dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import flashmhf
+from flashmhf import convert
 from flashmhf.nn.init import GATED_VARIANCE, OfficialInit
 from flashmhf.reference import ACTIVATIONS
 
@@ -77,10 +78,6 @@ def test_state_of_grouped_heads_without_projections():
     weights = (2, SUBNETS, SUBNET_DIM, HEAD_DIM)
     assert shapes == {"k": weights, "u": weights, "v": weights, "router": (HEADS, HEAD_DIM, SUBNETS)}
     assert "num_kv_heads=2" in repr(module)
-    stacked = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2, skip_linear=True).stack_weights()
-    stacked.load_state_dict(module.state_dict())
-    x = torch.randn(4, D_MODEL)
-    torch.testing.assert_close(stacked(x), module(x))
 
 
 @pytest.mark.parametrize(
@@ -146,47 +143,23 @@ def test_replaced_networks_of_grouped_heads_have_equal_parameters():
     assert flashmhf.replace_ffn(model, num_heads=4, num_kv_heads=1) == ["0"]
     counts = [sum(p.numel() for p in network.parameters()) for network in (swiglu, model[0])]
     assert counts[1] == pytest.approx(counts[0], rel=0.03) and model[0].num_kv_heads == 1
-    with pytest.raises(ValueError, match="pad_subnets is True"):
-        flashmhf.replace_ffn(nn.Sequential(swiglu), num_heads=4, num_subnets=2, subnet_dim=20, pad_subnets=True)
 
 
-def test_padded_subnets_are_the_same_function_and_stay_padded(tmp_path):
+def test_padded_subnets_are_the_same_function_and_stay_padded():
     plain = randomised(flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2))
-    padded = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2, pad_subnets=True).double()
-    assert padded.k.shape[2] == 32 and not padded.k[:, :, SUBNET_DIM:].any()
-    torch.save(plain.state_dict(), tmp_path / "state.pt")
-    padded.load_state_dict(torch.load(tmp_path / "state.pt"))
-    for stacked in (False, True):
-        padded.stack_weights(stacked)
-        state = padded.state_dict()
-        assert state.keys() == plain.state_dict().keys() and all(torch.equal(state[n], w) for n, w in plain.state_dict().items())
-        x = torch.randn(3, 5, D_MODEL, dtype=torch.float64)
-        torch.testing.assert_close(padded(x), plain(x), rtol=1e-12, atol=1e-12)
-    padded.stack_weights(False)
+    padded = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, 32, num_kv_heads=2).double()
+    padded.load_state_dict(convert.resize_subnets(plain.state_dict(), 32))
+    x = torch.randn(3, 5, D_MODEL, dtype=torch.float64)
+    torch.testing.assert_close(padded(x), plain(x), rtol=1e-12, atol=1e-12)
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1) for module in (plain, padded)]
     for _ in range(3):
         for module, optimizer in zip((plain, padded), optimizers, strict=True):
             module(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert not any(weight[:, :, SUBNET_DIM:].any() for weight in (padded.k, padded.u, padded.v))
-    for name, weight in padded.state_dict().items():
+    for name, weight in convert.resize_subnets(padded.state_dict(), SUBNET_DIM).items():
         torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-9, atol=1e-9)
-    padded.reset_parameters("official")
-    assert not padded.v[:, :, SUBNET_DIM:].any() and padded.v[:, :, :SUBNET_DIM].all()
-
-
-def test_padded_subnets_refuse_weights_of_the_padded_width():
-    """Their rows would take part in the result, and a state dict would leave them out."""
-    wide = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, 32)
-    padded = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, pad_subnets=True)
-    with pytest.raises(RuntimeError, match=rf"size mismatch for k: .* a width of 32, .* subnet_dim {SUBNET_DIM}"):
-        padded.load_state_dict(wide.state_dict())
-
-
-def test_padded_subnets_from_a_swiglu():
-    swiglu = flashmhf.SwiGLU(D_MODEL, 3 * SUBNET_DIM)
-    module = flashmhf.FlashMHF.from_swiglu(swiglu, num_subnets=3, pad_subnets=True)
-    x = torch.randn(5, D_MODEL)
-    assert module.k.shape[2] == 32
-    torch.testing.assert_close(module(x), swiglu(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"subnet_dim is 16; k of shape \[2, 4, 20, 8\] has rows beyond it that are not zero"):
+        convert.resize_subnets(plain.state_dict(), 16)
+    with pytest.raises(ValueError, match=r"k has shape \[6, 50, 8\]; expected \[H_kv, E, d_e, d_h\]"):
+        convert.resize_subnets(flashmhf.MHFFN(D_MODEL, HEADS, 50).state_dict(), 64)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flashmhf
 from flashmhf import reference
-from flashmhf.testing import assert_accurate, gated_forward, problem, relative_l2
+from flashmhf.testing import assert_accurate, gated_forward, problem
 
 ops = torch.ops.flashmhf
 
@@ -218,78 +218,6 @@ def test_checkpointing(policy):
         checkpoint(module, x, use_reentrant=False, **context).sum().backward()
     torch.testing.assert_close(x.grad, expected)
     assert calls.count(ops.gated_forward.default) == (1 if policy == "save operator" else 2)
-
-
-def test_main_grad_accumulation():
-    module = flashmhf.FlashMHF(64, 4, 3, 32, accumulate_main_grad=True)
-    plain = flashmhf.FlashMHF(64, 4, 3, 32)
-    plain.load_state_dict(module.state_dict())
-    x = torch.randn(2, 9, 64)
-    with pytest.raises(ValueError, match="k.main_grad is missing"):
-        module(x)
-    weights = (module.k, module.u, module.v)
-    for weight in weights:
-        weight.main_grad = torch.ones(weight.shape)
-    for _ in range(2):
-        module(x).square().sum().backward()
-        plain(x).square().sum().backward()
-    for name, weight in zip("kuv", weights, strict=True):
-        assert weight.grad is None
-        torch.testing.assert_close(weight.main_grad - 1, getattr(plain, name).grad, rtol=1e-4, atol=1e-5)
-    for name in ("router", "in_proj.weight", "out_proj.weight"):
-        torch.testing.assert_close(module.get_parameter(name).grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
-    # Megatron's convention: parameters that carry the flag keep their hooks firing.
-    fired = []
-    module.k.grad_added_to_main_grad = False
-    module.k.register_post_accumulate_grad_hook(fired.append)
-    module(x).sum().backward()
-    assert module.k.grad_added_to_main_grad and fired
-    module.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(module(x), plain(x))
-
-
-def with_main_grad(module: flashmhf.FlashMHF, *names: str) -> flashmhf.FlashMHF:
-    for name in names:
-        weight = getattr(module, name)
-        weight.main_grad = torch.zeros(weight.shape)
-    return module
-
-
-@pytest.mark.parametrize("skip_linear", [False, True])
-def test_main_grad_accumulation_under_autocast(skip_linear):
-    """With skip_linear q is float32 where the operator computes in bf16."""
-    module = with_main_grad(flashmhf.FlashMHF(64, 4, 3, 32, skip_linear=skip_linear, accumulate_main_grad=True), *"kuv")
-    plain = flashmhf.FlashMHF(64, 4, 3, 32, skip_linear=skip_linear)
-    plain.load_state_dict(module.state_dict())
-    inputs = [torch.randn(9, 64, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
-    for network, x in zip((module, plain), inputs, strict=True):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = network(x)
-        assert out.dtype == torch.bfloat16
-        out.float().square().sum().backward()
-    for name in "kuv":
-        assert relative_l2(getattr(module, name).main_grad, getattr(plain, name).grad.double()) < 0.01
-    assert relative_l2(module.router.grad, plain.router.grad.double()) < 0.01
-    assert relative_l2(inputs[0].grad, inputs[1].grad.double()) < 0.01
-
-
-@pytest.mark.parametrize("frozen", ["u", "ku", "kuv"])
-def test_main_grad_of_frozen_weights(frozen):
-    """A frozen weight needs no buffer, and one that it has stays as it was."""
-    trained = set("kuv") - set(frozen)
-    module = with_main_grad(flashmhf.FlashMHF(64, 4, 3, 32, accumulate_main_grad=True), *trained, frozen[0])
-    plain = flashmhf.FlashMHF(64, 4, 3, 32)
-    plain.load_state_dict(module.state_dict())
-    x = torch.randn(9, 64)
-    for network in (module, plain):
-        for name in frozen:
-            getattr(network, name).requires_grad_(False)
-        network(x).square().sum().backward()
-    for name in trained:
-        torch.testing.assert_close(getattr(module, name).main_grad, getattr(plain, name).grad, rtol=1e-4, atol=1e-5)
-    assert not getattr(module, frozen[0]).main_grad.any()
-    torch.testing.assert_close(module.in_proj.weight.grad, plain.in_proj.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_backward_accumulate_refuses_to_be_differentiated():

@@ -12,6 +12,7 @@ from torch import nn
 
 import flashmhf
 from flashmhf import convert
+from flashmhf.integrations.peft import stack_weights
 
 SIZES = (32, 2, 3, 16)  # d_model, H, E, d_e
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "lora.md"
@@ -29,18 +30,18 @@ def test_stacked_weights_are_the_same_memory_and_function():
     module, x = make(), torch.randn(5, 32)
     expected, before = module(x), module.k.data_ptr()
     gradient = torch.autograd.grad(expected.sum(), module.k)[0]
-    assert module.stack_weights() is module
+    assert stack_weights(module) is module
     assert module.k.shape == module.v.shape == (6, 16, 16) and module.k.data_ptr() == before
     actual = module(x)
     assert torch.equal(actual, expected)
     assert torch.equal(torch.autograd.grad(actual.sum(), module.k)[0], gradient.view(6, 16, 16))
     with torch.no_grad():
         assert torch.equal(module(x), expected)
-    assert module.stack_weights(False).k.shape == (2, 3, 16, 16) and torch.equal(module(x), expected)
+    assert stack_weights(module, False).k.shape == (2, 3, 16, 16) and torch.equal(module(x), expected)
 
 
 def test_state_dicts_hold_four_dimensions_either_way():
-    plain, stacked = make(), make().stack_weights()
+    plain, stacked = make(), stack_weights(make())
     assert {name: x.shape for name, x in stacked.state_dict().items()} == {name: x.shape for name, x in plain.state_dict().items()}
     for assign in (False, True):
         stacked.load_state_dict(plain.state_dict(), assign=assign)
@@ -53,14 +54,12 @@ def test_state_dicts_hold_four_dimensions_either_way():
         stacked.load_state_dict(flashmhf.FlashMHF(32, 2, 4, 16).state_dict())
 
 
-def test_frozen_weights_stay_frozen_and_main_grad_is_refused():
+def test_frozen_weights_stay_frozen():
     module = make()
     module.k.requires_grad_(False)
-    assert not module.stack_weights().k.requires_grad and module.u.requires_grad
-    with pytest.raises(ValueError, match="accumulate_main_grad is True"):
-        make(accumulate_main_grad=True).stack_weights()
+    assert not stack_weights(module).k.requires_grad and module.u.requires_grad
     with pytest.raises(TypeError, match="stacked must be a bool"):
-        module.stack_weights(1)
+        stack_weights(module, 1)
 
 
 class Block(nn.Module):
@@ -77,7 +76,7 @@ def adapted(model: Block):
     peft = pytest.importorskip("peft")
     for module in model.modules():
         if isinstance(module, flashmhf.FlashMHF):
-            module.stack_weights()
+            stack_weights(module)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=["ffn.k", "ffn.u", "ffn.v"])
     return peft.get_peft_model(model, config)
 
@@ -106,12 +105,12 @@ def test_lora_of_every_weight_trains_and_merges(tmp_path):
     peft = pytest.importorskip("peft")
     model.save_pretrained(tmp_path)
     again = copy.deepcopy(base)
-    again.ffn.stack_weights()
+    stack_weights(again.ffn)
     torch.testing.assert_close(peft.PeftModel.from_pretrained(again, tmp_path)(x), after)
 
     model.merge_and_unload()  # PEFT leaves layers inside a module whose parameters it adapts: the second call takes these
     merged = model.merge_and_unload()
-    merged.ffn.stack_weights(False)
+    stack_weights(merged.ffn, False)
     torch.testing.assert_close(merged(x), after, rtol=1e-4, atol=1e-5)
     fresh = Block()
     fresh.load_state_dict(merged.state_dict())

@@ -1,0 +1,43 @@
+"""K, U and V as parameters of three dimensions, for tools that adapt two or three only, such as LoRA in PEFT (docs/lora.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..nn import FlashMHF
+from ..nn.arguments import flag
+
+_WEIGHTS = ("k", "u", "v")
+
+
+def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
+    """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) over the same memory; return it.
+
+    State dicts hold four dimensions in either case. The parameters are new objects: call this before an optimizer takes them.
+    Raises TypeError if ``network`` is not a FlashMHF or ``stacked`` not a bool.
+    """
+    if not isinstance(network, FlashMHF):
+        raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
+    shape = network.weight_shape
+    if flag("stacked", stacked) and network.k.dim() == 4:
+        network.register_state_dict_post_hook(_unstack)
+        network.register_load_state_dict_pre_hook(_stack)
+    for name in _WEIGHTS:
+        weight = getattr(network, name)
+        stored = weight.detach().view(-1, *shape[2:]) if stacked else weight.detach().view(shape)
+        setattr(network, name, nn.Parameter(stored, requires_grad=weight.requires_grad))
+    return network
+
+
+def _unstack(network: FlashMHF, state: dict[str, Any], prefix: str, _: object) -> None:
+    for name in _WEIGHTS:
+        state[prefix + name] = state[prefix + name].view(network.weight_shape)
+
+
+def _stack(network: FlashMHF, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name in _WEIGHTS:
+        value, stored = state.get(prefix + name), getattr(network, name)
+        if isinstance(value, Tensor) and value.dim() == 4 and value.shape == network.weight_shape:
+            state[prefix + name] = value.reshape(stored.shape)
