@@ -62,12 +62,20 @@ def _number(text: str) -> float | str:
         return text
 
 
+def short_device(name: str) -> str:
+    """The device's name as records' file names have it: h100, h200, cpu."""
+    found = re.search(r"[A-Z]+\d+\w*", name.replace("NVIDIA ", ""))
+    return "cpu" if "CPU" in name else (found[0] if found else name.replace(" ", "_")).lower()
+
+
 def command(arguments: list[str] | None = None) -> str:
     """The command line of this process, with absolute paths cut to their last part and without the interpreter's folder."""
     script, *rest = sys.argv if arguments is None else arguments
     path = pathlib.Path(script)
     if path.name == "__main__.py":
         words = [path.parent.name]
+    elif path.parent.name == "benchmarks":
+        words = ["python", "-m", f"benchmarks.{path.stem}"]
     elif path.name in ("flashmhf", "pytest"):
         words = [path.name]
     else:
@@ -96,6 +104,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "flashmhf": flashmhf.__version__,
         "cuda": torch.version.cuda,
+        "back_ends": {name: reason or "usable" for name, reason in flashmhf.info().reasons.items()},
         "packages": {package: _version(package) for package in PACKAGES},
     }
     if device.type != "cuda":

@@ -1,9 +1,15 @@
-"""From a record: the paper's tables beside ours, the ratios between subjects, and README's table."""
+"""Tables of the suites layer and decode: the paper's beside ours, the ratios between subjects, and README's."""
 
 from __future__ import annotations
 
+from ..harness.markdown import conditions, table
 from .shapes import BATCH, PAPER_MB, PAPER_MS, SHAPES
 from .subjects import SUBJECTS
+
+
+def stack_ms(row: dict) -> float:
+    """The median time of a layer times the model's number of layers."""
+    return row["layers"] * row["ms"]["p50"]
 
 
 class Rows:
@@ -22,11 +28,13 @@ class Rows:
         return None
 
     def value(self, what: str, *key, **kwargs) -> float | None:
-        """stack_ms, beyond or total (MiB) of a row that has a number, else None."""
+        """stack_ms, gb_per_s, or memory beyond or total (MiB) of a row that has a number, else None."""
         row = self.find(*key, **kwargs)
         if row is None or row["status"] != "ok":
             return None
-        return row.get("memory_mib", {}).get(what) if what in ("beyond", "total") else row[what]
+        if what in ("beyond", "total"):
+            return row.get("memory_mib", {}).get(what)
+        return stack_ms(row) if what == "stack_ms" else row[what]
 
     def sizes(self, group: str) -> list[int]:
         return sorted({row["batch"] if group == "decode" else row["length"] for row in self.all if row["group"] == group})
@@ -38,13 +46,6 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 def _cell(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown with aligned columns."""
-    widths = [max(2, *(len(line[i]) for line in [header, *rows])) for i in range(len(header))]
-    lines = [header, ["-" * (width - 1) + ":" for width in widths], *rows]
-    return "\n".join("| " + " | ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
 def _paper_ratio(length: int) -> float | None:
@@ -88,11 +89,11 @@ def training_table(record: dict, group: str = "training") -> str:
         key = {"shape": row["shape"], "direction": "training"}
         ours, memory = (rows.value(what, group, rows.ours, row["length"], **key) for what in ("stack_ms", "beyond"))
         if row["status"] != "ok":
-            lines.append([row["shape"], row["title"], *["–"] * 4, f"{row['status']}: {row['reason']}"])
+            lines.append([row["shape"], SUBJECTS[row["subject"]].title, *["–"] * 4, f"{row['status']}: {row['reason']}"])
             continue
         beyond = row.get("memory_mib", {}).get("beyond")
-        numbers = [_cell(row["stack_ms"]), _cell(ratio(ours, row["stack_ms"])), _cell(beyond, 0), _cell(ratio(beyond, memory))]
-        lines.append([row["shape"], row["title"], *numbers, ""])
+        numbers = [_cell(stack_ms(row)), _cell(ratio(ours, stack_ms(row))), _cell(beyond, 0), _cell(ratio(beyond, memory))]
+        lines.append([row["shape"], SUBJECTS[row["subject"]].title, *numbers, ""])
     return table(["shape", "subject", "ms", "FlashMHF ÷ it", "MiB beyond", "it ÷ FlashMHF", "note"], lines)
 
 
@@ -102,7 +103,7 @@ def decode_table(record: dict) -> str:
     copy = record["before"].get("copy_gb_per_s")
     for tokens in rows.sizes("decode"):
         found = [rows.find("decode", subject, tokens) for subject in (rows.ours, "swiglu", "swiglu_compiled")]
-        micro = [None if row is None or row["status"] != "ok" else 1e3 * row["layer_ms"]["p50"] for row in found]
+        micro = [None if row is None or row["status"] != "ok" else 1e3 * row["ms"]["p50"] for row in found]
         stacks = [rows.value("stack_ms", "decode", subject, tokens) for subject in (rows.ours, "swiglu", "swiglu_compiled")]
         bandwidth = rows.value("gb_per_s", "decode", rows.ours, tokens)
         share = None if copy is None or bandwidth is None else 100 * bandwidth / copy
@@ -121,11 +122,11 @@ def everyone_table(record: dict) -> str:
         if row["group"] != "latency" or row["length"] not in lengths:
             continue
         if row["status"] != "ok":
-            lines.append([str(row["length"]), row["title"], "–", "–", "–", f"{row['status']}: {row['reason']}"])
+            lines.append([str(row["length"]), SUBJECTS[row["subject"]].title, "–", "–", "–", f"{row['status']}: {row['reason']}"])
             continue
         ours = rows.value("stack_ms", "latency", rows.ours, row["length"])
-        numbers = [_cell(row["stack_ms"]), _cell(row["tflops"], 0), _cell(ratio(row["stack_ms"], ours))]
-        lines.append([str(row["length"]), row["title"], *numbers, ""])
+        numbers = [_cell(stack_ms(row)), _cell(row["tflops"], 0), _cell(ratio(stack_ms(row), ours))]
+        lines.append([str(row["length"]), SUBJECTS[row["subject"]].title, *numbers, ""])
     return table(["L", "subject", "stack ms", "TFLOP/s", "÷ FlashMHF", "note"], lines)
 
 
@@ -189,26 +190,11 @@ def summary_table(record: dict) -> str:
     return table(["what", "measured"], [[name, _cell(value)] for name, value in summary(record).items()])
 
 
-def conditions(record: dict) -> str:
-    """One line: device, versions, clocks, the matrix product before and after."""
-    where, before, after = record["environment"], record["before"], record.get("after", {})
-    parts = [
-        where["device"],
-        *(f"{name} {version}" for name, version in where["packages"].items() if version and name in ("torch", "triton")),
-    ]
-    sensors = before.get("sensors", {})
-    if "power_limit_w" in sensors:
-        parts += [f"driver {sensors['driver']}", f"power limit {sensors['power_limit_w']} W"]
-    if "matmul_tflops" in before and "matmul_tflops" in after:
-        parts.append(f"bf16 8192³ product {before['matmul_tflops']:.0f} TFLOP/s before and {after['matmul_tflops']:.0f} after")
-    return ", ".join([*parts, where["date"]])
-
-
 def report(record: dict) -> str:
     """All tables of the record, as Markdown."""
     model = SHAPES["paper"]
     groups = {row["group"] for row in record["rows"]}
-    parts = [conditions(record)]
+    parts = []
     if "latency" in groups:
         stacks = f"{model.layers} FlashMHF layers against {model.swiglu_layers} of SwiGLU"
         parts += [f"Forward, batch {BATCH}, ms: {stacks}", latency_table(record), "Peak memory of one layer, MiB", memory_table(record)]

@@ -20,11 +20,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import flashmhf
-from flashmhf import backends, reference
+from flashmhf import reference
 
-from .environment import brief
+from ..harness.environment import brief
 from .shapes import Shape
 
+BACKENDS = tuple(flashmhf.info().reasons)
 Weights = Mapping[str, Tensor]
 Call = Callable[[nn.Module, Tensor], Tensor]
 
@@ -91,12 +92,13 @@ def _exact_flashmhf(shape: Shape, w: Weights, x: Tensor) -> Tensor:
     return _exact_kernel(shape, w, x @ w["in_proj.weight"].T) @ w["out_proj.weight"].T
 
 
-def why_no_backend(backend: str, settings: Settings, *, d_h: int, d_e: int) -> str | None:
-    return backends.BACKENDS[backend].why_not(settings.device, settings.dtype, d_h=d_h, d_e=d_e)
+def why_no_backend(backend: str, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+    like = {"device": device, "dtype": dtype}
+    return flashmhf.info(torch.empty(1, 1, d_h, **like), torch.empty(1, 1, d_e, d_h, **like)).reasons[backend]
 
 
 def _why_no_backend(backend: str, shape: Shape, settings: Settings) -> str | None:
-    return why_no_backend(backend, settings, d_h=shape.head_dim, d_e=shape.subnet_dim)
+    return why_no_backend(backend, settings.device, settings.dtype, d_h=shape.head_dim, d_e=shape.subnet_dim)
 
 
 class _Kernel(nn.Module):
@@ -291,8 +293,8 @@ def _kernel(backend: str) -> Subject:
 
 
 _ALL = (
-    *(_ours(backend) for backend in backends.BACKENDS),
-    *(_kernel(backend) for backend in backends.BACKENDS),
+    *(_ours(backend) for backend in BACKENDS),
+    *(_kernel(backend) for backend in BACKENDS),
     Subject("swiglu", "SwiGLU (eager)", _make_swiglu, **_SWIGLU),
     Subject("swiglu_compiled", "SwiGLU (torch.compile)", _make_swiglu, caller=_compiled_caller, **_SWIGLU),
     Subject("swiglu_checkpointed", "SwiGLU (checkpointed)", _make_swiglu, caller=_checkpointed_caller, **_SWIGLU),
@@ -342,4 +344,4 @@ SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}
 
 def first_backend(shape: Shape, settings: Settings) -> str:
     """The back end that ``backend="auto"`` chooses."""
-    return next(name for name in backends.BACKENDS if _why_no_backend(name, shape, settings) is None)
+    return next(name for name in BACKENDS if _why_no_backend(name, shape, settings) is None)

@@ -1,0 +1,135 @@
+"""Steps of language-model training: a preset's model with the recipe's layout and optimizer groups, one batch after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flashmhf.models import FlashMHFForCausalLM
+from flashmhf.models.presets import preset
+from flashmhf.nn import param_groups
+from flashmhf_recipes.flops import peak_flops, training_flops_per_token
+from flashmhf_recipes.layout import Layout
+
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+WARM_UP = 3  # steps that hold the compilation
+ALONE = Layout(1, 1, 1)
+
+
+class Training:
+    """The training of ``name``, a preset, on this process's device alone or over all processes.
+
+    precision: "bf16" is autocast over float32 weights, as in the recipe; "fp32" computes in float32 on the eager back end.
+    rate: reached linearly within ``warm_up`` steps. sizes: of the configuration, instead of the preset's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        layout: Layout = ALONE,
+        *,
+        length: int,
+        compiled: bool = False,
+        checkpointing: bool = False,
+        precision: str = "bf16",
+        rate: float = 1e-3,
+        warm_up: int = 1000,
+        **sizes: object,
+    ):
+        self.device, self.layout, self.length, self.precision = device, layout, length, precision
+        config = preset(name).config(max_position_embeddings=max(length, 4096), tie_word_embeddings=False, use_cache=False, **sizes)
+        torch.manual_seed(0)
+        with device:
+            self.model = FlashMHFForCausalLM(config).float().train()
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for network in self.model.modules():
+            if precision == "fp32" and hasattr(network, "backend"):
+                network.backend = "eager"
+        self.flops = training_flops_per_token(self.model, length)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        if layout.sharded:
+            layout.shard(self.model, device.type, compiled)
+        elif compiled:
+            for block in self.model.model.layers:
+                block.compile()
+        self.optimizer = torch.optim.AdamW(param_groups(self.model, rate, WEIGHT_DECAY), rate, BETAS, fused=device.type == "cuda")
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / warm_up))
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of ``batch`` [sequences, length], the same on all processes; each process computes its share of the sequences."""
+        rank = dist.get_rank() if self.layout.processes > 1 else 0
+        mine = batch.chunk(self.layout.data_processes)[self.layout.data_index(rank)].to(self.device)
+        bf16 = torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        with bf16:
+            loss = self.model(input_ids=mine, labels=mine).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        total = loss.detach()
+        if self.layout.processes > 1:  # the processes that share heads have the same loss
+            dist.all_reduce(total)
+            total /= self.layout.processes
+        return total
+
+    def measure(self, sequences: int, steps: int) -> dict[str, object]:
+        """Time, speed and memory of steps on batches of ``sequences``; the first WARM_UP do not count."""
+        gpu = self.device.type == "cuda"
+        losses, seconds = [], []
+        for batch in batches(self.model.config.vocab_size, sequences, self.length, WARM_UP + steps):
+            start = time.perf_counter()
+            losses.append(self.step(batch).item())
+            seconds.append(time.perf_counter() - start)
+            if gpu and len(losses) == WARM_UP:
+                torch.cuda.reset_peak_memory_stats(self.device)
+        typical = statistics.median(seconds[WARM_UP:])
+        speed, peak = sequences * self.length / typical, peak_flops(self.device)
+        counted = sorted(seconds[WARM_UP:])
+        return {
+            "parameters": self.parameters,
+            "ms": {name: 1e3 * counted[int(f * (len(counted) - 1))] for name, f in (("p20", 0.2), ("p80", 0.8))} | {"p50": 1e3 * typical},
+            "tokens_per_s": speed,
+            "mfu": None if peak is None else speed * self.flops / (peak * self.layout.processes),
+            "memory_mib": torch.cuda.max_memory_allocated(self.device) / 2**20 if gpu else None,
+            "losses": losses,
+        } | (open_communication(self, batch) if gpu and self.layout.processes > 1 else {})
+
+
+def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterator[torch.Tensor]:
+    """The same on every process: words of a Zipf distribution, each sequence half of them said twice, so that there is much to learn."""
+    generator = torch.Generator().manual_seed(1)
+    frequencies = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
+    for _ in range(steps):
+        half = torch.multinomial(frequencies, sequences * length // 2, replacement=True, generator=generator).view(sequences, -1)
+        yield torch.cat([half, half], 1)
+
+
+def open_communication(training: Training, batch: torch.Tensor) -> dict[str, float]:
+    """Milliseconds of one further step in which collectives run, and in which they run alone, without another kernel beside them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        training.step(batch)
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.profiler.kineto_results.events() if event.device_type() == torch.autograd.DeviceType.CUDA]
+    spans = {True: [], False: []}
+    for event in kernels:
+        spans["nccl" in event.name().lower()].append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    communication, all_of_them = covered(spans[True]), covered(spans[True] + spans[False])
+    return {"communication_ms": communication / 1e6, "open_communication_ms": (all_of_them - covered(spans[False])) / 1e6}
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """The length of the union of intervals."""
+    total, end = 0, -(1 << 62)
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -1,0 +1,194 @@
+"""FP8 inference: the operator, decode and whole networks beside 16 bits and beside an FP8 SwiGLU.
+
+The FP8 SwiGLU is two products of torch._scaled_mm with scales for rows, its quantisation included, compiled. All run as CUDA graphs;
+networks are also called by the host. Decode and networks run layers whose weights do not fit in the L2 cache together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import flashmhf
+from flashmhf import quantize, reference
+from flashmhf.quantize.linear import quantise_rows, scaled_product
+from flashmhf.testing import relative_l2
+
+from ..harness import timing
+from ..harness.measure import Cell, Context, MissingError, Prepared, require
+from .shapes import BATCH, LENGTHS, SHAPES
+
+ERROR_LIMIT = 0.07
+LAYERS = 4  # together larger than the L2 cache
+DECODE_TOKENS = (1, 16, 64)
+NETWORK_TOKENS = (*DECODE_TOKENS, 128, 256, *(BATCH * length for length in LENGTHS))
+HEADS = {64: (32, 22, 192), 96: (21, 22, 256), 128: (16, 22, 384), 256: (8, 22, 704)}  # d_h -> (H, E, d_e)
+OURS, KEPT, PLAIN, SWIGLU = "flashmhf", "flashmhf, 16-bit projections", "flashmhf in 16 bits", "swiglu"
+
+
+class ScaledLinear(quantize.Fp8Linear):
+    """The product of e4m3 rows for any number of tokens, in operations that a compiler fuses with what stands before them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = scaled_product(*quantise_rows(rows), self.weight8, self.scale, self.bias, x.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class Fp8SwiGLU(nn.Module):
+    """SwiGLU with all weights in e4m3 and scales for rows: two products of ``torch._scaled_mm``, as gate and up projection are one."""
+
+    @torch.no_grad()
+    def __init__(self, plain: flashmhf.SwiGLU) -> None:
+        super().__init__()
+        both = nn.Linear(plain.d_model, 2 * plain.intermediate_dim, bias=False, device="meta")
+        both.weight = nn.Parameter(torch.cat([plain.gate_proj.weight, plain.up_proj.weight]))
+        self.into, self.down = ScaledLinear.from_linear(both), ScaledLinear.from_linear(plain.down_proj)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_model] -> [..., d_model]."""
+        gate, up = self.into(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+def weights(context: Context, heads: int, subnets: int, subnet_dim: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    k, u, v = (torch.randn(heads, subnets, subnet_dim, head_dim, device=context.device, dtype=context.dtype) for _ in range(3))
+    return k / math.sqrt(head_dim), u / math.sqrt(head_dim), v / math.sqrt(subnets * subnet_dim)
+
+
+def inputs(context: Context, tokens: int, heads: int, subnets: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    q = torch.randn(tokens, heads, head_dim, device=context.device, dtype=context.dtype)
+    r = torch.rand(tokens, heads, subnets, device=context.device)
+    return q, r / r.sum(-1, keepdim=True)
+
+
+def graph(calls: list[Callable[[], object]], row: dict) -> Prepared:
+    """The calls one after the other as a CUDA graph: the GPU's time, however long the host takes for a call."""
+
+    @torch.no_grad()
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return Prepared(timing.graphed(run), len(calls), row)
+
+
+@functools.cache
+def swiglu_layer(device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """One compiled FP8 SwiGLU of 8,448 features for all cells, so that it is compiled once."""
+    return torch.compile(Fp8SwiGLU(flashmhf.SwiGLU(2048, 8448, device=device, dtype=dtype)), fullgraph=True, dynamic=True)
+
+
+def operator_cell(head_dim: int, tokens: int) -> Cell:
+    """The FP8 operator beside the 16-bit one; at d_h = 128 also beside an FP8 SwiGLU of equal size."""
+    heads, subnets, subnet_dim = HEADS[head_dim]
+    work = {"flops": 6 * tokens * heads * head_dim * subnets * subnet_dim}
+    calls = 1 if tokens > 4096 else 8
+
+    def make(context: Context) -> tuple:
+        kuv = weights(context, heads, subnets, subnet_dim, head_dim)
+        return kuv, quantize.pack_fp8(*kuv), *inputs(context, tokens, heads, subnets, head_dim)
+
+    def fp8(context: Context, made: tuple) -> Prepared:
+        kuv, packed, q, r = made
+        chosen = torch.linspace(0, tokens - 1, 64, device=q.device).long()
+        exact = reference.forward(*(x.double() for x in (q[chosen], *kuv, r[chosen])))
+        error = require({"out": relative_l2(quantize.forward(q, packed, r)[chosen], exact)}, ERROR_LIMIT)
+        return graph([lambda: quantize.forward(q, packed, r)] * calls, work | {"error": error})
+
+    def plain(context: Context, made: tuple) -> Prepared:
+        kuv, _, q, r = made
+        return graph([lambda: flashmhf.flash_mhf(q, *kuv, r)] * calls, work)
+
+    def swiglu(context: Context, made: tuple) -> Prepared:
+        x, layer = made[2].view(tokens, -1), swiglu_layer(context.device, context.dtype)
+        return graph([lambda: layer(x)] * calls, work)
+
+    subjects = {"fp8": fp8, "16 bits": plain} | ({"swiglu fp8": swiglu} if head_dim == 128 else {})
+    row = {"part": "operator", "d_h": head_dim, "T": tokens}
+    return Cell(row, subjects, make, product=True, faster_than={name: (name, 1.0) for name in subjects if name != "fp8"}, window_scale=2)
+
+
+def decode_cell(tokens: int) -> Cell:
+    """The operator for few tokens: time, and the bytes of the weights over it."""
+    heads, subnets, subnet_dim = HEADS[128]
+    size = 3 * heads * subnets * subnet_dim * 128
+
+    def make(context: Context) -> tuple:
+        return [weights(context, heads, subnets, subnet_dim, 128) for _ in range(4)], *inputs(context, tokens, heads, subnets, 128)
+
+    def fp8(context: Context, made: tuple) -> Prepared:
+        layers, q, r = made
+        packed = [quantize.pack_fp8(*layer) for layer in layers]
+        return graph([lambda each=each: quantize.forward(q, each, r) for each in packed * 5], {"bytes": size})
+
+    def plain(context: Context, made: tuple) -> Prepared:
+        layers, q, r = made
+        return graph([lambda each=each: flashmhf.flash_mhf(q, *each, r) for each in layers * 5], {"bytes": 2 * size})
+
+    subjects = {"fp8": fp8, "16 bits": plain}
+    return Cell({"part": "decode", "d_h": 128, "T": tokens}, subjects, make, faster_than={"16 bits": ("16 bits", 1.0)})
+
+
+@functools.cache
+def networks(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
+    """The same layers for all cells, so that SwiGLU's are compiled once."""
+    shape, like = SHAPES["paper"], {"device": device, "dtype": dtype}
+    plain = [flashmhf.FlashMHF(shape.d_model, shape.heads, shape.subnets, shape.subnet_dim, **like) for _ in range(LAYERS)]
+    swiglu = [Fp8SwiGLU(flashmhf.SwiGLU(shape.d_model, shape.swiglu_dim, **like)) for _ in range(LAYERS)]
+    return {
+        OURS: [quantize.to_fp8(each) for each in plain],
+        KEPT: [quantize.to_fp8(each, projections=False) for each in plain],
+        PLAIN: plain,
+        SWIGLU: [torch.compile(layer, fullgraph=True, dynamic=True) for layer in swiglu],
+    }
+
+
+def network_cell(tokens: int, way: str) -> Cell:
+    """Whole networks with projections; ``x_swiglu`` is of 24 layers of SwiGLU over 20 of FlashMHF."""
+    shape = SHAPES["paper"]
+
+    def make(context: Context) -> tuple:
+        found = networks(context.device, context.dtype)
+        return found, torch.randn(tokens, shape.d_model, device=context.device, dtype=context.dtype)
+
+    @torch.no_grad()
+    def prepare(name: str, context: Context, made: tuple) -> Prepared:
+        found, x = made
+        row = {}
+        if name in (OURS, KEPT):
+            row["error"] = require({"FP8 against 16 bits": relative_l2(found[name][0](x), found[PLAIN][0](x).double())}, 2 * ERROR_LIMIT)
+        calls = [functools.partial(layer, x) for layer in found[name]]
+        if way == "graph":
+            return graph(calls, row)
+
+        @torch.no_grad()
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return Prepared(run, len(calls), row)
+
+    subjects = {name: functools.partial(prepare, name) for name in (OURS, KEPT, PLAIN, SWIGLU)}
+    faster_than = {"swiglu": (SWIGLU, shape.swiglu_layers / shape.layers), "16-bit projections": (KEPT, 1.0)}
+    return Cell({"part": "networks", "T": tokens, "way": way}, subjects, make, faster_than=faster_than)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="T", help="of the parts decode and networks")
+
+
+def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
+    if context.device.type != "cuda":
+        raise MissingError("the suite fp8 needs a CUDA GPU")
+    found = {
+        "operator": [operator_cell(d_h, tokens) for d_h in HEADS for tokens in (1536, 32256)],
+        "decode": [decode_cell(tokens) for tokens in options.tokens or DECODE_TOKENS],
+        "networks": [network_cell(t, way) for t in options.tokens or NETWORK_TOKENS for way in ("graph", "called")],
+    }
+    return [cell for part in options.parts for cell in found[part]]

@@ -1,0 +1,236 @@
+"""One layer at inference: CUDA graphs beside SwiGLU (serving), the host's time to queue a call (host), the bits of outputs (bits)."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import flashmhf
+from flashmhf import quantize
+from flashmhf.testing import relative_l2
+
+from ..harness import timing
+from ..harness.measure import LIMITS, Cell, Context, MissingError, Prepared, attempt, require
+
+SIZES, D_FF = (2048, 16, 22, 384), 8192
+SETS = 4  # layers of a graph, together larger than the L2 cache
+SERVING_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+HOST_TOKENS, HOST_CALLS, HOST_ROUNDS = (1, 64, 256, 1536), 50, 20
+BITS_TOKENS = (0, 1, 5, 16, 33, 64, 100, 128, 257, 512, 1000, 2048, 20000)
+BITS_SIZES = {"d_h 64": (256, 4, 3, 128), "d_h 96": (192, 2, 3, 128), "d_h 128": (512, 4, 3, 128), "d_h 256": (512, 2, 3, 128)}
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, fullgraph=True, dynamic=True)
+
+
+# CUDA graphs
+
+
+class MergedSwiGLU(nn.Module):
+    """SwiGLU with one product for gate and up, as inference engines have it: x [T, d_model] -> [T, d_model]."""
+
+    def __init__(self, d_model: int, d_ff: int, **settings) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(d_model, 2 * d_ff, bias=False, **settings)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=False, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class Piece(nn.Module):
+    """What an engine compiles and captures between two calls of attention: residual sum, RMSNorm, ``network``, residual sum, RMSNorm."""
+
+    def __init__(self, network: nn.Module, **settings) -> None:
+        super().__init__()
+        self.network = network
+        self.before, self.after = (nn.RMSNorm(SIZES[0], eps=1e-5, **settings) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x + x
+        residual = residual + self.network(self.before(residual))
+        return self.after(residual) + residual
+
+
+@functools.cache
+def served(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
+    """SETS modules of each kind for all cells, so that each is compiled once; module, compiled and piece share their weights."""
+    like = {"device": device, "dtype": dtype}
+    modules = [flashmhf.FlashMHF(*SIZES, **like).eval() for _ in range(SETS)]
+    merged = [MergedSwiGLU(SIZES[0], D_FF, **like) for _ in range(SETS)]
+    return {
+        "module": modules,
+        "compiled": [compiled(module) for module in modules],
+        "swiglu": [flashmhf.SwiGLU(SIZES[0], D_FF, **like) for _ in range(SETS)],
+        "piece": [compiled(Piece(module, **like)) for module in modules],
+        "piece swiglu": [compiled(Piece(module, **like)) for module in merged],
+    }
+
+
+def serving_cell(tokens: int) -> Cell:
+    def make(context: Context) -> tuple:
+        return served(context.device, context.dtype), torch.randn(tokens, SIZES[0], device=context.device, dtype=context.dtype)
+
+    @torch.no_grad()
+    def prepare(name: str, context: Context, made: tuple) -> Prepared:
+        modules, x = made
+        row = {}
+        if name == "compiled":
+            row["error"] = require({"out": relative_l2(modules[name][0](x), modules["module"][0](x).double())}, LIMITS[x.dtype])
+
+        @torch.no_grad()
+        def run() -> None:
+            for module in modules[name]:
+                module(x)
+
+        return Prepared(timing.graphed(run) if x.is_cuda else run, SETS, row)
+
+    names = ("module", "compiled", "swiglu", "piece", "piece swiglu")
+    faster_than = {"swiglu": ("swiglu", 1.0), "piece swiglu": ("piece swiglu", 1.0)}
+    return Cell({"T": tokens}, {name: functools.partial(prepare, name) for name in names}, make, faster_than=faster_than)
+
+
+# The host
+
+
+@functools.cache
+def queued(device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
+    like = {"device": device, "dtype": dtype}
+    plain = {
+        "flashmhf": flashmhf.FlashMHF(*SIZES, **like),
+        "flashmhf q_norm": flashmhf.FlashMHF(*SIZES, q_norm=True, **like),
+        "swiglu": flashmhf.SwiGLU(SIZES[0], D_FF, **like),
+    }
+    eager = {name: module.eval() for name, module in plain.items()}
+    fp8 = {"flashmhf fp8": quantize.to_fp8(eager["flashmhf"])}
+    return eager | fp8 | {f"{name} compiled": compiled(module) for name, module in eager.items()}
+
+
+@dataclass(frozen=True)
+class HostCell:
+    """Milliseconds in which the host queues a call, the best of HOST_ROUNDS rounds in which the modules take turns.
+
+    Products of some milliseconds keep the GPU busy, so that a call takes only what the host needs for it.
+    """
+
+    tokens: int
+
+    @torch.no_grad()
+    def measure(self, context: Context) -> list[dict]:
+        modules = queued(context.device, context.dtype)
+        x = torch.randn(self.tokens, SIZES[0], device=context.device, dtype=context.dtype)
+        filler = torch.randn(8192, 8192, device=context.device, dtype=context.dtype)
+        best = dict.fromkeys(modules, float("inf"))
+        for module in modules.values():
+            module(x)  # compiles
+        for _ in range(HOST_ROUNDS):
+            for name, module in modules.items():
+                best[name] = min(best[name], queue_time(module, x, filler))
+        return [
+            {"T": self.tokens, "subject": name, "status": "ok", "timing": "host clock", "ms": {"p50": 1e3 * seconds}}
+            for name, seconds in best.items()
+        ]
+
+
+def queue_time(module: nn.Module, x: Tensor, filler: Tensor) -> float:
+    """Seconds per call, while the GPU works on ``filler``."""
+    torch.cuda.synchronize()
+    for _ in range(4):
+        filler @ filler
+    begin = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        module(x)
+    seconds = (time.perf_counter() - begin) / HOST_CALLS
+    torch.cuda.synchronize()
+    return seconds
+
+
+# Bits
+
+
+@torch.no_grad()
+def filled(module: nn.Module) -> nn.Module:
+    """The module with parameters that depend on their names and sizes alone, so that two builds have the same ones."""
+    for name, weight in sorted(module.named_parameters()):
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        scale = 1.0 if weight.dim() == 1 else weight.shape[-1] ** -0.5
+        weight.copy_(1 + 0.1 * values if weight.dim() == 1 else scale * values)
+    return module
+
+
+@functools.cache
+def variants(shape: str, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """By name, a module for each way in which a layer computes. They serve all numbers of tokens, so that each is compiled once."""
+    torch._dynamo.reset()
+
+    def make(**options) -> nn.Module:
+        return filled(flashmhf.FlashMHF(*BITS_SIZES[shape], device=device, dtype=dtype, **options)).eval()
+
+    fp8 = {"fp8": quantize.to_fp8(make()), "fp8, 16-bit projections": quantize.to_fp8(make(), projections=False)}
+    eager = {"module": make(), "q_norm": make(q_norm=True), "gelu": make(activation="gelu"), **fp8}
+    return eager | {f"{name} compiled": compiled(eager[name]) for name in ("module", "q_norm", "fp8")}
+
+
+def digest(*tensors: Tensor) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class BitsCell:
+    """Digests of a layer's outputs for one number of tokens, and of its gradients in deterministic mode."""
+
+    shape: str
+    tokens: int
+
+    def measure(self, context: Context) -> list[dict]:
+        like = {"device": context.device, "dtype": context.dtype}
+        size = self.tokens, BITS_SIZES[self.shape][0]
+        x, grad = (torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(**like) for seed in (self.tokens, 1))
+
+        @torch.no_grad()
+        def inference(module: nn.Module) -> dict:
+            return {"status": "ok", "digest": digest(module(x))}
+
+        def training(module: nn.Module) -> dict:
+            leaf = x.clone().requires_grad_()
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            try:
+                out = module(leaf)
+                leaves = dict(sorted(module.named_parameters()))
+                gradients = torch.autograd.grad(out, [leaf, *leaves.values()], grad)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            return {"status": "ok", "digest": digest(out, *gradients)}
+
+        modules = variants(self.shape, context.device, context.dtype)
+        calls = {name: functools.partial(inference, module) for name, module in modules.items()}
+        calls["training"] = functools.partial(training, modules["module"])
+        return [{"shape": self.shape, "T": self.tokens, "subject": name} | attempt(call) for name, call in calls.items()]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="T")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=(64, 96, 128, 256), metavar="d_h", help="of the suite bits")
+
+
+def cells(options: argparse.Namespace, context: Context) -> list:
+    if "bits" not in options.parts and context.device.type != "cuda":
+        raise MissingError(f"the suite {options.suite} needs a CUDA GPU")
+    found = {
+        "serving": lambda: [serving_cell(tokens) for tokens in options.tokens or SERVING_TOKENS],
+        "host": lambda: [HostCell(tokens) for tokens in options.tokens or HOST_TOKENS],
+        "bits": lambda: [BitsCell(f"d_h {d_h}", tokens) for d_h in options.head_dims for tokens in options.tokens or BITS_TOKENS],
+    }
+    return [cell for part in options.parts for cell in found[part]()]
