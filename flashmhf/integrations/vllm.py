@@ -1,7 +1,7 @@
 """The model for vLLM: its Llama with the feed-forward networks of this package, whose heads are divided among tensor-parallel ranks.
 
 vLLM's transformers back end would replace in_proj and out_proj by linear layers of its own, which ends the fused path, and replicate K,
-U, V and the router on every rank. vLLM imports this module by the name that ``flashmhf.integrations.plugins`` registers.
+U, V and the router on every rank. vLLM imports this module by the name that ``flashmhf.integrations.vllm_plugin`` registers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from vllm.distributed import (
 )
 from vllm.model_executor.models import llama
 
-from ..ops import gate as router
-from .shards import Rank, check_loaded, loadable, served_feed_forward
+from ..models.loading import check_complete
+from ..ops.gate import gate
+from .shards import Rank, loadable, served_feed_forward
 
 
 def _rank() -> Rank:
@@ -36,11 +37,12 @@ class DenseMoE(llama.LlamaMLP):
         self.count = rank.of("ffn_num_subnets", config.ffn_num_subnets)
         self.first = rank.index * self.count
         self.eps = config.ffn_router_eps
-        self.router = loadable(nn.Parameter(torch.empty(config.hidden_size, config.ffn_num_subnets)), None, rank)
+        router = nn.Parameter(torch.empty(config.hidden_size, config.ffn_num_subnets))
+        self.router = loadable(router, f"{prefix}.router", lambda whole: whole, router.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, d_model] -> [T, d_model]."""
-        r = router.gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)[:, self.first : self.first + self.count]
+        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)[:, self.first : self.first + self.count]
         activation = self.act_fn(self.gate_up_proj(x)[0]).unflatten(-1, (self.count, -1))
         return self.down_proj((activation * r[..., None].to(activation.dtype)).flatten(-2))[0]
 
@@ -62,7 +64,7 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
         if config.ffn_type == "dense_moe":
             self.mlp = DenseMoE(config, f"{prefix}.mlp")
         elif config.ffn_type != "swiglu":
-            self.mlp = served_feed_forward(config, _rank())
+            self.mlp = served_feed_forward(config, _rank(), f"{prefix}.mlp.")
         if not config.ffn_norm:
             self.post_attention_layernorm = NoNorm()
 
@@ -74,7 +76,7 @@ class FlashMHFForCausalLM(llama.LlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """vLLM itself does not look for missing tensors in a quantised checkpoint. Raises ValueError for those of the networks."""
+        """Load the checkpoint; vLLM itself does not look for missing tensors of a quantised one. Raises ValueError for missing tensors."""
         loaded = super().load_weights(weights)
-        check_loaded(self, loaded)
+        check_complete("the checkpoint", {name for name, _ in self.named_parameters()} - loaded)
         return loaded

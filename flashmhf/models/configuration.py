@@ -66,8 +66,6 @@ class FlashMHFConfig(LlamaConfig):
     model_type = "flashmhf"
     # "pkv" and "dense_moe" are replicated under tensor parallelism; the other networks have plans of their own.
     base_model_tp_plan = _ATTENTION_PLAN
-    # False: no plan has styles of ours (models.tensor_parallel), and the networks are replicated. For engines that refuse such styles.
-    plans_networks = True
 
     ffn_type: str = "flashmhf"
     ffn_num_heads: int | None = None
@@ -85,7 +83,7 @@ class FlashMHFConfig(LlamaConfig):
     def __post_init__(self, **kwargs):
         if self.ffn_type == "swiglu":
             self.base_model_tp_plan = dict(LlamaConfig.base_model_tp_plan)
-        elif self.plans_networks and self.ffn_type in ("mh_ffn", "flashmhf"):
+        elif self.ffn_type in _OPERATOR:
             self.base_model_tp_plan = _ATTENTION_PLAN | tensor_parallel.network_plan(self.ffn_q_norm, self.ffn_skip_linear)
         if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
             self.ffn_num_heads = max(1, self.hidden_size // 128)

@@ -131,7 +131,7 @@ class ParametricKV(MultiHead):
         q = q.flatten(0, -3) if q.dim() > 2 else q.unsqueeze(0)
         k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))
         mixed = nn.functional.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), k, v)
-        return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], self.d_model))
+        return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], q.shape[1] * q.shape[2]))
 
 
 class DenseMoE(Network):

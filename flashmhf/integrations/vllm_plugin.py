@@ -1,4 +1,7 @@
-"""The quantisation method "flashmhf_fp8" for vLLM, which asks for it before it imports a model class."""
+"""What vLLM's entry point ``vllm.general_plugins`` calls in every process, before a model class is imported.
+
+It registers the configuration with transformers, and with vLLM the quantisation method "flashmhf_fp8" and, by name, the model class.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,36 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import ModelRegistry
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ..models import FlashMHFFp8Config
 from ..quantize.modules import METHOD
 
+ARCHITECTURE = "FlashMHFForCausalLM"
+
+
+def register() -> None:
+    """Register the model class by its name. Importing this module has registered the rest."""
+    ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm:{ARCHITECTURE}")
+
 
 @register_quantization_config(METHOD)
 class FlashMHFFp8(QuantizationConfig):
-    """What vLLM asks of the checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded as it is."""
+    """What vLLM asks of a checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded as it is.
+
+    Raises ValueError without one: ``--quantization flashmhf_fp8`` quantises nothing by itself.
+    """
+
+    def __init__(self, stored: dict[str, Any] | None = None) -> None:
+        if stored is None:
+            raise ValueError(
+                f"quantization is {METHOD!r}, but the checkpoint has no packed weights; supported: a directory that "
+                "`flashmhf quantize` wrote, which needs no such option"
+            )
+        FlashMHFFp8Config.from_dict(stored)  # refuses another layout
+        super().__init__()
 
     def get_name(self) -> str:
         return METHOD
@@ -33,9 +56,7 @@ class FlashMHFFp8(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FlashMHFFp8:
-        """Raises ValueError for another layout of packed weights."""
-        FlashMHFFp8Config.from_dict(config)
-        return cls()
+        return cls(config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # needs a chosen platform

@@ -1,0 +1,270 @@
+"""Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs; the plug-in for vLLM."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import types
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashmhf
+from flashmhf import quantize
+from flashmhf.graphs import capturing
+from flashmhf.integrations.shards import Rank, shard
+
+D_MODEL, HEADS, SUBNETS, WIDTH = 256, 4, 3, 32
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def network(name: str = "flashmhf", device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A network with random weights and biases."""
+    settings = {"device": device, "dtype": dtype}
+    sizes = (D_MODEL, HEADS, SUBNETS, WIDTH)
+    made = {
+        "flashmhf": lambda: flashmhf.FlashMHF(*sizes, **settings),
+        "q_norm and bias": lambda: flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings),
+        "grouped": lambda: flashmhf.FlashMHF(*sizes, num_kv_heads=2, activation="relu", **settings),
+        "mh_ffn": lambda: flashmhf.MHFFN(D_MODEL, HEADS, 96, activation="gelu", q_norm=True, **settings),
+        "pkv": lambda: flashmhf.ParametricKV(D_MODEL, HEADS, 96, bias=True, **settings),
+        "fp8": lambda: quantize.to_fp8(flashmhf.FlashMHF(*sizes, num_kv_heads=2, **settings)),
+        "fp8, kept projections": lambda: quantize.to_fp8(flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings), projections=False),
+    }[name]()
+    for key, parameter in made.named_parameters():
+        if "bias" in key or "q_norm" in key:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+KINDS = ("flashmhf", "q_norm and bias", "grouped", "mh_ffn", "pkv", "fp8", "fp8, kept projections")
+
+
+def shards(whole: torch.nn.Module, size: int) -> list[torch.nn.Module]:
+    """The network's shards for ``size`` ranks whose sum the caller takes."""
+    return [shard(copy.deepcopy(whole), Rank(index, size, lambda y: y)) for index in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_shards_sum_to_the_network(name, size):
+    """One rank has the network's bits. FP8 ranks quantise their parts of S apart, as exactly as the whole network does."""
+    whole = network(name)
+    parts = shards(whole, size)
+    for tokens in (0, 1, 7, 65, 300, 1024):  # 513 and more tokens quantise the activations of FP8 projections
+        x = torch.randn(tokens, D_MODEL)
+        with torch.no_grad():
+            found, expected = sum(part(x) for part in parts), whole(x)
+        if size == 1:
+            assert torch.equal(found, expected)
+        else:
+            tolerance = 0.05 if name == "fp8" and tokens > 512 else 1e-5
+            assert found.shape == expected.shape and (found - expected).norm() <= tolerance * expected.norm()
+    assert sum(p.numel() for p in parts[0].parameters()) < sum(t.numel() for t in whole.state_dict().values()) / size * 1.01 + 3 * D_MODEL
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_checkpoint_of_the_whole_network_loads_into_every_rank(name):
+    whole = network(name)
+    with torch.device("meta"):
+        empty = copy.deepcopy(whole).to("meta")
+    for index, expected in enumerate(shards(whole, 2)):
+        loaded = shard(copy.deepcopy(empty), Rank(index, 2, lambda y: y), "mlp.")
+        parameters = dict(loaded.named_parameters())
+        assert parameters.keys() == whole.state_dict().keys()
+        for key, tensor in whole.state_dict().items():
+            parameters[key].weight_loader(parameters[key], tensor)
+            assert torch.equal(parameters[key], expected.get_parameter(key)) and not parameters[key].requires_grad
+    key = "k8" if "fp8" in name else "k"
+    with pytest.raises(ValueError, match=rf"mlp.{key} has shape .* in the checkpoint; expected \[[24], "):
+        parameters[key].weight_loader(parameters[key], whole.state_dict()[key][:1])
+    if key == "k8":
+        with pytest.raises(ValueError, match="layout is"):
+            loaded.layout.weight_loader(loaded.layout, torch.tensor([7], dtype=torch.uint8))
+        with pytest.raises(TypeError, match="mlp.k8 has dtype torch.bfloat16 in the checkpoint; expected torch.float8_e4m3fn"):
+            loaded.k8.weight_loader(loaded.k8, whole.k8.bfloat16())
+
+
+def test_refusals():
+    for rank, name in ((Rank(0, 3, lambda y: y), "num_heads is 4"), (Rank(0, 4, lambda y: y), "num_kv_heads is 2")):
+        with pytest.raises(ValueError, match=f"{name}; supported: multiples of the tensor-parallel size {rank.size}"):
+            shard(network("grouped"), rank)
+    with pytest.raises(ValueError, match="all_reduce is None"):
+        Rank(0, 2)
+    with pytest.raises(ValueError, match="index is 2"):
+        Rank(2, 2, lambda y: y)
+
+
+@pytest.mark.parametrize("name", ["flashmhf", "q_norm and bias", "fp8"])
+def test_one_node_for_every_number_of_tokens(name):
+    """A compiled shard is one operator, and another number of tokens compiles nothing."""
+    _, part = shards(network(name), 2)
+    graphs = []
+    compiled = torch.compile(part, fullgraph=True, dynamic=True, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    with torch.no_grad():
+        for tokens in (2, 7, 65, 300):
+            x = torch.randn(tokens, D_MODEL)
+            torch.testing.assert_close(compiled(x), part(x))
+    assert len(graphs) == 1
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [each for each in called if "flashmhf" in each] == ["flashmhf.fp8_layer" if name == "fp8" else "flashmhf.layer"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_a_gpu(size, compiled):
+    """Against float64, no less exact than the module, and in a CUDA graph the same bits."""
+    module = flashmhf.FlashMHF(2048, 16, 22, 384, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    double = copy.deepcopy(module).to(torch.float64)
+    parts = shards(module, size)
+    functions = [torch.compile(part, fullgraph=True, dynamic=True) if compiled else part for part in parts]
+    for tokens in (1, 16, 64, 256, 1024):
+        x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            eager = functions[0](x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph):
+                captured = functions[0](x)
+            graph.replay()
+            assert torch.equal(captured, eager)
+            exact = double(x.double())
+            error = (sum(function(x).float() for function in functions) - exact).norm() / exact.norm()
+            assert error <= 1.1 * (module(x).double() - exact).norm() / exact.norm()
+
+
+def test_the_network_of_a_configuration():
+    """Every multi-head ffn_type with the settings it has: the served network loads the model's and gives its values."""
+    pytest.importorskip("transformers")
+    from flashmhf.integrations.shards import served_feed_forward
+    from flashmhf.models import FlashMHFFp8Config
+    from flashmhf.models.modeling import feed_forward
+    from flashmhf.models.presets import preset
+
+    for ffn, settings in (
+        ("flashmhf", {"ffn_q_norm": True, "ffn_num_kv_heads": 1, "hidden_act": "relu"}),
+        ("mh_ffn", {"ffn_q_norm": True, "hidden_act": "gelu", "mlp_bias": True}),
+        ("pkv", {}),
+        ("fp8", {"ffn_q_norm": True, "mlp_bias": True}),
+        ("fp8, kept projections", {"ffn_num_kv_heads": 1}),
+    ):
+        config = preset(f"{ffn}-tiny" if "fp8" not in ffn else "flashmhf-tiny").config(**settings)
+        whole = feed_forward(config)
+        if "fp8" in ffn:
+            whole = quantize.to_fp8(whole, projections=ffn == "fp8")
+            config.quantization_config = FlashMHFFp8Config(projections=ffn == "fp8").to_dict()
+        served, state, x = served_feed_forward(config), whole.state_dict(), torch.randn(5, 64)
+        for name, parameter in served.named_parameters():
+            parameter.weight_loader(parameter, state.pop(name))
+        assert not state
+        with torch.no_grad():
+            assert torch.equal(served(x), whole(x)), ffn
+    for config, error, message in (
+        (preset("flashmhf-tiny").config(ffn_skip_linear=True), NotImplementedError, "ffn_skip_linear is True; supported: False"),
+        (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
+        (
+            preset("flashmhf-tiny").config(ffn_num_heads=1),
+            ValueError,
+            "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2",
+        ),
+        (preset("flashmhf-tiny").config(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
+    ):
+        with pytest.raises(error, match=message):
+            served_feed_forward(config, Rank(0, 2, lambda y: y))
+
+
+def test_the_plugin_for_vllm(monkeypatch):
+    """What the entry point names, with an engine in place of vLLM 0.32: the class by name, and the quantisation method."""
+    pytest.importorskip("transformers")
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    registered, methods = {}, {}
+    layers = "vllm.model_executor.layers"
+    models = types.SimpleNamespace(register_model=lambda name, where: registered.setdefault(name, where))
+    base = types.SimpleNamespace(QuantizationConfig=object, QuantizeMethodBase=object)
+    linear = types.SimpleNamespace(LinearBase=torch.nn.Linear, UnquantizedLinearMethod=type("UnquantizedLinearMethod", (), {}))
+    register = types.SimpleNamespace(register_quantization_config=lambda name: lambda method: methods.setdefault(name, method))
+    for name, module in (
+        ("vllm", types.SimpleNamespace(ModelRegistry=models)),
+        (f"{layers}.quantization", register),
+        (f"{layers}.quantization.base_config", base),
+        (f"{layers}.linear", linear),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "flashmhf.integrations.vllm_plugin", raising=False)
+    sources = Path(__file__).parents[2] / "pyproject.toml"
+    if not sources.exists():
+        pytest.skip("the sources are not here")
+    points = tomllib.loads(sources.read_text())["project"]["entry-points"]
+    for _ in range(2):  # an engine may load its plug-ins twice
+        EntryPoint("flashmhf", points["vllm.general_plugins"]["flashmhf"], "vllm.general_plugins").load()()
+    assert registered == {"FlashMHFForCausalLM": "flashmhf.integrations.vllm:FlashMHFForCausalLM"}
+    assert importlib.util.find_spec("flashmhf.integrations.vllm")
+    kind = methods.pop("flashmhf_fp8")
+    stored = {"quant_method": "flashmhf_fp8", "projections": True, "layout": quantize.LAYOUT}
+    method = kind.from_config(stored)
+    assert not methods and method.get_name() == "flashmhf_fp8" and method.get_supported_act_dtypes()[0] == torch.bfloat16
+    assert method.get_quant_method(torch.nn.Embedding(2, 2), "x") is None
+    assert type(method.get_quant_method(torch.nn.Linear(2, 2), "x")).__name__ == "UnquantizedLinearMethod"
+    with pytest.raises(ValueError, match="layout of the packed weights is 7"):
+        kind.from_config({**stored, "layout": 7})
+    with pytest.raises(ValueError, match="the checkpoint has no packed weights"):
+        kind()  # vLLM's call for --quantization flashmhf_fp8 on plain weights
+
+
+def two_ranks(rank: int, folder: str, device: str) -> None:
+    """One process of two: its shard of FlashMHF with a real all-reduce, on a GPU compiled and in a CUDA graph, against the module."""
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    compare_shard(rank, place)
+    # NCCL waits here for the other rank, which may have failed (hence no finally), and for the end of every graph with its operations.
+    torch.distributed.destroy_process_group()
+
+
+def compare_shard(rank: int, place: torch.device) -> None:
+    on_gpu = place.type == "cuda"
+    torch.manual_seed(0)
+    sizes = (2048, 16, 22, 384) if on_gpu else (D_MODEL, HEADS, SUBNETS, WIDTH)
+    settings = {"device": place, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+    module = flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings)
+    torch.nn.init.normal_(module.out_proj.bias)
+
+    def all_reduce(y: torch.Tensor) -> torch.Tensor:
+        collectives = torch.distributed._functional_collectives
+        # A capture fails that ends before the stream of the all-reduce has joined it.
+        return collectives.wait_tensor(collectives.all_reduce(y, "sum", torch.distributed.group.WORLD))
+
+    layer = shard(copy.deepcopy(module), Rank(rank, 2, all_reduce))
+    assert len(layer.k) == sizes[1] // 2
+    functions = [layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="inductor" if on_gpu else "eager")]
+    with torch.no_grad():
+        for tokens, function in ((tokens, function) for tokens in (1, 16, 64, 256) for function in functions):
+            x = torch.randn(tokens, sizes[0], **settings)
+            tolerance = {"rtol": 2e-2, "atol": 2e-2} if on_gpu else {}
+            torch.testing.assert_close(function(x), module(x), **tolerance)
+            if on_gpu:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with capturing(graph):
+                    y = function(x)
+                x.copy_(torch.randn(tokens, sizes[0], **settings))
+                graph.replay()
+                torch.testing.assert_close(y, module(x), **tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_ranks(device, tmp_path):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), device), nprocs=2)
