@@ -142,11 +142,11 @@ def plot(found: list[Row], path: Path) -> None:
 
 
 def network(row: Row) -> str:
-    """The feed-forward network and its sizes."""
+    """The feed-forward network, its sizes and the model's layers."""
     settings = row.configuration
     sizes = [f"d_h {settings['d_model'] // settings['heads']}"] if settings["heads"] else []
     sizes += [f"E {settings['subnets']}"] if settings["subnets"] else []
-    return " ".join([NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}"])])
+    return " ".join([NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])])
 
 
 def recipe(row: Row) -> str:
