@@ -29,7 +29,6 @@ template <int d_h> py::dict policy() {
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
     d["may_add_parts"] = P::may_add_parts;
-    d["q_bytes"] = P::consumers * P::row_tile_bytes;
     return d;
 }
 
@@ -47,7 +46,6 @@ template <int d_h, bool few_rows> py::dict fp8_policy() {
     d["consumer_registers"] = P::consumer_registers;
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
-    d["q_bytes"] = P::consumers * P::row_tile_bytes;
     return d;
 }
 
@@ -60,7 +58,6 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
     d["cluster_size"] = plan.cluster_size;
     d["row_ctas"] = plan.row_ctas;
     d["slices"] = s.slices;
-    d["sums_in_q"] = plan.sums_in_q;
     d["slice_pieces"] = plan.slice_pieces;
     d["spare_pieces"] = plan.spare_pieces;
     d["late_successor"] = plan.late_successor;

@@ -26,7 +26,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
     using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::reader_of, Stream::ring, Stream::q_phase;
     using Stream::wait_slot, Stream::release, Stream::release_ring, Stream::first_item, Stream::next_item, Stream::this_item,
-        Stream::last_item, Stream::release_q, Stream::offer_q;
+        Stream::last_item, Stream::release_q;
 
     __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
     template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, halved> &gate, Query &&query) {
@@ -52,7 +52,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if (tile.part < 0) stage_output(shared.q[wg], o);
         release_q();
         if constexpr (slices) {
-            exchange_slice_sums<d_h, T, true>(shared, p, tile, wg, FloatSliceSums<d_h>{o});
+            exchange_slice_sums<d_h, T>(shared, p, tile, wg, FloatSliceSums<d_h>{o});
         } else if (tile.part >= 0) {
             if (stores)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, tile.part,
@@ -128,7 +128,6 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if constexpr (slices) {  // one item: its gate is computed while the first tile comes
             begin_gate(gate, query);
             release_q();
-            offer_q();
         }
         wait_slot();
         mn = 0.f;

@@ -78,9 +78,9 @@ template <int d_h> struct FloatSliceSums {
     __device__ __forceinline__ static void add(float4 (&sum)[1], Piece x, float2) { flashmhf::add(sum[0], x); }
 };
 
-// The sums of a warpgroup, to the CTAs that add them. stores_own: those that this CTA adds, which the thread that stores them reads, take
-// ordinary stores; an asynchronous store to the CTA itself takes as long as one to another.
-template <bool stores_own, int of_tile, typename Sums>
+// The sums of a warpgroup, to the CTAs that add them. Those that this CTA adds, which the thread that stores them reads, take ordinary
+// stores; an asynchronous store to the CTA itself takes as long as one to another.
+template <int of_tile, typename Sums>
 __device__ __forceinline__ void send_slice_sums(typename Sums::Piece *slice_sums, kittens::semaphore &full, const Pieces<of_tile> &pieces,
                                                 const Sums &sums) {
     const int rank = kittens::cluster_ctarank();
@@ -88,7 +88,7 @@ __device__ __forceinline__ void send_slice_sums(typename Sums::Piece *slice_sums
     auto *at = slice_sums + pieces.number * pieces.stride + rank * pieces.threads + kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < of_tile; ++j) {
-        if (stores_own && cta == rank) *at = sums.piece(j);
+        if (cta == rank) *at = sums.piece(j);
         else tma::store_remote_async(at, sums.piece(j), full, cta);
         if (++cta == pieces.slices) cta = 0, at += pieces.stride;
     }
@@ -115,24 +115,24 @@ __device__ __forceinline__ void add_slice_sums(const typename Sums::Piece *slice
         }
     }
 }
-// A cluster's CTAs add the sums of its item, which `tile` describes: a copy, since the producer may overwrite the item's record.
-template <int d_h, typename T, bool stores_own, typename Shared, typename Sums>
+// A cluster's CTAs add the sums of its item, which `tile` describes: a copy, since the producer may overwrite the item's record. A CTA may
+// end with its sums on their way: the CTAs that they go to wait for them, and it has waited for all that comes to it.
+template <int d_h, typename T, typename Shared, typename Sums>
 __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const ForwardParams &p, const Item &tile, int warpgroup,
                                                     const Sums &sums) {
     const int row = fragment_row(kittens::warpgroup::laneid());
     const Pieces<d_h / Sums::columns> pieces(p, warpgroup);
     const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(row));
     // As many threads of each slice send sums of the warp's rows.
-    const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores)) * (pieces.slices - stores_own);
+    const int senders = __popc(__ballot_sync(kittens::MASK_ALL, stores));
     if (kittens::laneid() == 0) {
-        int bytes = pieces.count_of(kittens::cluster_ctarank()) * senders * int{sizeof(typename Sums::Piece)};
-        if (Sums::scaled) bytes += senders / 4 * int{sizeof(float2)};
+        int bytes = pieces.count_of(kittens::cluster_ctarank()) * (pieces.slices - 1) * senders * int{sizeof(typename Sums::Piece)};
+        if (Sums::scaled) bytes += pieces.slices * senders / 4 * int{sizeof(float2)};
         kittens::tma::expect_bytes(shared.semaphores.slice_sums_full, bytes);
     }
     __syncwarp();
-    if (p.sums_in_q) kittens::wait(shared.semaphores.q_free, 0);
-    else cluster_sync();  // every ring has been read for the last time
-    auto *slice_sums = reinterpret_cast<typename Sums::Piece *>(shared.slice_sums(p.sums_in_q));
+    cluster_sync();  // every ring has been read for the last time
+    auto *slice_sums = reinterpret_cast<typename Sums::Piece *>(shared.ring);
     // Scales lie in front of the pieces: of each slice, its warpgroups' pairs of rows.
     const int rank = kittens::cluster_ctarank(), pairs = Sums::scaled ? p.consumers * (tile_rows / 2) : 0;
     auto *slice_scales = reinterpret_cast<float2 *>(slice_sums) + warpgroup * (tile_rows / 2) + row / 16 * 8 + row % 8;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void exchange_slice_sums(Shared &shared, const Forwar
     if (stores) {
         if constexpr (Sums::scaled)
             send_slice_scale(slice_scales + rank * pairs, shared.semaphores.slice_sums_full, pieces.slices, sums.scale);
-        send_slice_sums<stores_own>(slice_sums, shared.semaphores.slice_sums_full, pieces, sums);
+        send_slice_sums(slice_sums, shared.semaphores.slice_sums_full, pieces, sums);
     }
     T *out = output_at<d_h, T>(p, tile, row, kittens::warpgroup::laneid() % 4 * 2);
     const bool both = holds_token(p, tile.sequence, tile.token + p.token_of(row + 8));

@@ -48,11 +48,6 @@ template <typename Shared, typename Params, int slots> struct ItemStream {
     __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
     // Q has been read. Its buffer is empty, or holds an output for the producer to store.
     __device__ __forceinline__ void release_q() { kittens::arrive(q_read_barrier(wg)); }
-    // This warp has read its rows of Q: the CTAs of the cluster may send sums to the buffers of Q.
-    __device__ __forceinline__ void offer_q() {
-        __syncwarp();
-        if (p.sums_in_q && lane < p.schedule.slices) tma::arrive_remote(shared.semaphores.q_free, lane);
-    }
 };
 
 }  // namespace flashmhf

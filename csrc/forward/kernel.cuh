@@ -47,7 +47,6 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
         kittens::init_semaphore(sem.w_full, ForwardArrivals::w_full);
         kittens::init_semaphore(sem.w_empty, ForwardArrivals::w_empty(p.consumers));
         kittens::init_semaphore(sem.slice_sums_full, ForwardArrivals::slice_sums_full(p.consumers));
-        kittens::init_semaphore(sem.q_free, ForwardArrivals::q_free(p.consumers, p.schedule.slices));
         for (auto &stored : sem.part_stored) kittens::init_semaphore(stored, ForwardArrivals::part_stored(p.consumers));
         for (int i = 0; i < P::piece_slots; ++i) kittens::init_semaphore(sem.piece_full[i], ForwardArrivals::piece_full);
         tma::fence_semaphore_init();
@@ -77,8 +76,8 @@ __global__ void __launch_bounds__(ForwardPolicy<d_h>::threads, 1)
                 if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
         }
         __syncwarp();
-        // Pairs: no CTA leaves while the other can still signal it. Slices: see exchange_slice_sums().
-        if (p.cluster_size > 1 && !p.sums_in_q) cluster_sync();
+        // Pairs: no CTA leaves while the other can still signal it. Slices: the consumers' half stands in the exchange of their sums.
+        if (p.cluster_size > 1) cluster_sync();
     } else {
         begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();

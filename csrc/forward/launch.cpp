@@ -67,7 +67,6 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     p.sum_threads = plan.sum_threads;
     p.slice_pieces = plan.slice_pieces;
     p.spare_pieces = plan.spare_pieces;
-    p.sums_in_q = plan.sums_in_q;
     p.late_successor = plan.late_successor;
     p.subnets = s.subnets;
     p.subnet_tiles = plan.subnet_tiles;
@@ -86,11 +85,11 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     return p;
 }
 
-CUtensorMap gate_map(const ForwardProblem &problem, int columns, int rows) {
+CUtensorMap gate_map(const ForwardProblem &problem, int columns) {
     const Shape &s = problem.shape;
     return tensor_map(
         "r", problem.r.data, MapType::fp32,
-        {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, rows}, {s.batch, problem.r.batch_stride, 1}},
+        {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
         columns * 4 == 128 ? 128 : 0);
 }
 

@@ -22,8 +22,8 @@ struct ForwardLaunch {
 bool may_bundle(const ForwardProblem &problem);
 // Whether R is fp32 with heads side by side at strides that TMA takes.
 bool gate_by_tma(const ForwardProblem &problem);
-// The tensor map of such an R: tiles of `columns` sub-networks of `rows` tokens.
-CUtensorMap gate_map(const ForwardProblem &problem, int columns, int rows = tile_rows);
+// The tensor map of such an R: tiles of `columns` sub-networks of a row tile.
+CUtensorMap gate_map(const ForwardProblem &problem, int columns);
 // Whether all row tiles of a CTA are of one head or bundle.
 bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan);
 // What the L2 brings from memory at least when it misses the weights. With few tokens each CTA streams weights of its own, a panel of their

@@ -36,11 +36,8 @@ struct ForwardParams {
     // A row tile has 64 tokens of a head, or, where these are few, 32 tokens of two heads or 16 of four: a bundle. Row r is token
     // r % 2^tile_shift of head r / 2^tile_shift. A warp's 16 rows are of one head. Bundles of several heads have one sequence.
     int bundle, tile_shift;
-    int head_router_bytes;  // of W of one head
-    // Of slices: threads of a warpgroup, whole warps, that may have sums to send, and whether the sums go to where Q was, which is free
-    // long before they come, or to the rings.
-    int sum_threads;
-    bool sums_in_q;
+    int head_router_bytes;           // of W of one head
+    int sum_threads;                 // of slices: threads of a warpgroup, whole warps, that may have sums to send
     int slice_pieces, spare_pieces;  // pieces of a row tile that each CTA adds, and those left, which go to one CTA each
     bool late_successor;             // of slices: the next kernel starts with the last product, not with the last copy
 #ifdef __CUDACC__

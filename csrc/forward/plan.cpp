@@ -15,15 +15,12 @@ template <int d_h>
 constexpr ForwardFootprint footprint = {
     .shared_memory = ForwardPolicy<d_h>::shared_memory,
     .pieces = ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
-    .queries = ForwardPolicy<d_h>::consumers * ForwardPolicy<d_h>::row_tile_bytes,
     .piece_columns = ForwardPolicy<d_h>::piece_columns,
-    .row_scale_bytes = 0,
     .gate_tile = ForwardPolicy<d_h>::gate_tile_bytes,
     .gate_tiles = ForwardPolicy<d_h>::gate_buffers * ForwardPolicy<d_h>::consumers,
     .consumers = ForwardPolicy<d_h>::consumers,
     .may_slice = ForwardPolicy<d_h>::may_slice,
     .may_add_parts = ForwardPolicy<d_h>::may_add_parts,
-    .may_take_lanes = true,
 };
 
 ForwardFootprint footprint_of(int head_dim) {
@@ -108,16 +105,13 @@ ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int cluster
     return s;
 }
 
-// What CTAs that divide an item send each other: sums of warps that have a token. Where all that a CTA receives fits the buffers of Q, it
-// need not wait for the ring.
+// What CTAs that divide an item send each other: sums of warps that have a token.
 void place_sums(ForwardPlan &plan, const Shape &shape, const ForwardFootprint &footprint) {
     const int64_t rows = plan.bundle > 1 ? tile_rows : std::min<int64_t>(shape.length, tile_rows);
     plan.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
-    const int slices = plan.schedule.slices, of_tile = shape.head_dim / footprint.piece_columns;
-    const int pieces = ceil_div(plan.consumers * of_tile, slices), scale_bytes = plan.consumers * tile_rows * footprint.row_scale_bytes;
-    plan.sums_in_q = slices * (pieces * plan.sum_threads * 16 + scale_bytes) <= footprint.queries;
-    plan.slice_pieces = of_tile / slices;
-    plan.spare_pieces = of_tile % slices;
+    const int of_tile = shape.head_dim / footprint.piece_columns;
+    plan.slice_pieces = of_tile / plan.schedule.slices;
+    plan.spare_pieces = of_tile % plan.schedule.slices;
 }
 
 }  // namespace
@@ -174,7 +168,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, const Forward
         return plan;
     }
     const int clusters = device.clusters[plan.row_ctas - 1];
-    const int lanes = footprint.may_take_lanes ? plan_lanes(heads, plan.blocks, inter_tiles, clusters, device, cost) : 1;
+    const int lanes = plan_lanes(heads, plan.blocks, inter_tiles, clusters, device, cost);
     plan.schedule = plan_schedule(items, lanes, inter_tiles, clusters, shape.head_dim, may_add_parts, cost);
     if (plan.schedule.splits > plan.schedule.rest)
         plan.partials = int64_t{plan.schedule.splits} * lanes * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;

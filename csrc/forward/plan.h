@@ -26,7 +26,6 @@ struct ForwardPlan {
     int shared_memory;                                          // bytes a CTA, without `pieces`
     int pieces;       // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
     int sum_threads;  // of slices, as in params.h
-    bool sums_in_q;
     int slice_pieces, spare_pieces;
     // Most clusters of another such launch fit beside this one, but not all. Started early, those would have most of their tiles when the
     // others, which wait for clusters of this launch to end, begin: 2.5 us of 10.5 (H = 16, groups of 4).
@@ -34,12 +33,15 @@ struct ForwardPlan {
     int spare_gate;  // bytes of the gate tiles that nobody uses when each cluster has one item: they cache W
 };
 
-// What the planner knows of a kernel's instance: bytes of shared memory, of them for parts that are added and for Q; of the sums that
-// slices send each other columns of a piece and bytes of the scale of a row; bytes of a tile of the gate; such tiles; row tiles of a CTA;
-// whether CTAs of a cluster may divide an item's inter range, and whether they may add parts themselves.
+// What the planner knows of a kernel's instance.
 struct ForwardFootprint {
-    int shared_memory, pieces, queries, piece_columns, row_scale_bytes, gate_tile, gate_tiles, consumers;
-    bool may_slice, may_add_parts, may_take_lanes;
+    int shared_memory;          // bytes
+    int pieces;                 // of them for parts that are added, or for W
+    int piece_columns;          // of a piece of the sums that slices send each other
+    int gate_tile, gate_tiles;  // bytes of a tile of the gate, and such tiles
+    int consumers;              // row tiles of a CTA, at most
+    bool may_slice;             // CTAs of a cluster may divide an item's inter range
+    bool may_add_parts;         // clusters may add parts themselves
 };
 
 // may_bundle: a row tile may be of several heads. Throws std::invalid_argument for shapes beyond the index range.

@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *
 
 // Returns when the cluster's barriers are initialised and the kernel before this one has finished. Code before it runs under that kernel.
 __device__ __forceinline__ void begin(const ForwardParams &p) {
-    if (p.row_ctas > 1 || p.sums_in_q) cluster_sync();
+    if (p.row_ctas > 1) cluster_sync();
     kittens::pdl::wait();
 }
 

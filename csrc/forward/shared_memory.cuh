@@ -45,7 +45,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     using Q = tile<tile_rows, d_h>;
 
     struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], q_free, slice_sums_full, part_stored[2],
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], slice_sums_full, part_stored[2],
             piece_full[P::piece_slots];
         kittens::semaphore w_full, w_empty;  // for the router
     };
@@ -60,13 +60,12 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     // Of parts that are being added, or W. The shared memory of a launch with neither ends here.
     alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
 
-    // Sums of the slices of an item, in the buffers of Q or in the ring when the consumers have read the last tile: as in epilogue.cuh.
+    // Sums of the slices of an item lie in the ring when the consumers have read the last tile.
     static_assert(!P::may_slice || (P::consumers * d_h / P::piece_columns + large_slices - 1) * tile_rows * 32 <= sizeof(ring));
     // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the gate tiles that nobody uses then.
     __device__ void *router(const ForwardParams &p) {
         return p.schedule.slices > 1 ? static_cast<void *>(gate[0] + p.consumers) : static_cast<void *>(pieces);
     }
-    __device__ float4 *slice_sums(bool in_q) { return in_q ? reinterpret_cast<float4 *>(q) : reinterpret_cast<float4 *>(ring); }
     __device__ KU &ku(int slot) { return *reinterpret_cast<KU *>(ring[slot]); }
     __device__ V &v(int slot) { return *reinterpret_cast<V *>(ring[slot] + (P::q_in_registers ? P::ku_bytes : 0)); }
 };

@@ -9,8 +9,6 @@
 //   r_full            the row loader's expect_bytes; its copy of R               consumers, before they promote sums for the first time
 //   w_full            the row loader's expect_bytes; its copy of W               consumers, before they compute the gate
 //   w_empty           a lane of each consumer warp, when it has the gate         the row loader, before it fetches the next W
-//   q_free            `slices` lanes of each consumer warp that has read Q,      consumers, before they send sums to the buffers of Q
-//                     one at each CTA of the cluster
 //   slice_sums_full   a lane of each consumer warp, which expects its rows'      consumers, before they add the slices' sums
 //                     sums; the bytes that the CTAs of the cluster send
 #pragma once
@@ -25,7 +23,6 @@ struct ForwardFp8Arrivals {
     static constexpr int slot_full = loader_arrival, r_full = loader_arrival, w_full = loader_arrival;
     static constexpr int q_full = loader_arrival + thread_arrival;
     __device__ __forceinline__ static int slot_empty(int consumers, int row_ctas) { return consumers * row_ctas; }
-    __device__ __forceinline__ static int q_free(int consumers, int slices) { return warpgroup_arrivals * consumers * slices; }
     __device__ __forceinline__ static int slice_sums_full(int consumers) { return warpgroup_arrivals * consumers; }
     __device__ __forceinline__ static int w_empty(int consumers) { return warpgroup_arrivals * consumers; }
 };

@@ -35,7 +35,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
 
     using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase;
     using Stream::wait_slot, Stream::release, Stream::first_item, Stream::next_item, Stream::this_item, Stream::last_item,
-        Stream::release_q, Stream::offer_q;
+        Stream::release_q;
 
     const uint32_t ring_address = tma::shared_address(shared.ring);
     uint32_t q[d_h / 8];     // e4m3
@@ -160,7 +160,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         }
         release_q();
         if (P::consumers > 2 && p.schedule.slices > 1) {
-            exchange_slice_sums<d_h, T, false>(shared, p, item, wg, Fp8SliceSums<d_h>{sums, scale});
+            exchange_slice_sums<d_h, T>(shared, p, item, wg, Fp8SliceSums<d_h>{sums, scale});
         } else if (part >= 0 && stores) {
             sums.get(o, scale);
             store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
@@ -225,7 +225,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             gate.prepare(item, gate_tile(), item_scales, wg, scale);
         };
 
-        if (first_item(P::early_slots(p.gate)).end == 0) return;
+        if (first_item(P::early_slots).end == 0) return;
         load_q<few_rows>();
         wait_slot();
 #pragma unroll
@@ -238,7 +238,6 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         warpgroup::mma_async_wait<0>();
         fp8::pin(s0);
         release_q();
-        offer_q();
         while (true) {
             // here: [M|N] of the first chunk of the item's first tile
             gate.begin(this_item());

@@ -44,7 +44,7 @@ template <int d_h, typename T, typename Shared> struct FewRowsExchange {
         __syncwarp();
 
         // Scales lie in front of the pieces: of each slice, its warpgroups' pairs of rows.
-        auto *const base = reinterpret_cast<float2 *>(shared.slice_sums(p.sums_in_q));
+        auto *const base = reinterpret_cast<float2 *>(shared.ring);
         float2 *const row_scales = base + warpgroup * (tile_rows / 2) + row / 16 * 8 + row % 8;
         pairs = p.consumers * (tile_rows / 2);
         auto *const all = reinterpret_cast<Piece *>(base + slices * pairs) + thread;
@@ -56,7 +56,7 @@ template <int d_h, typename T, typename Shared> struct FewRowsExchange {
 #pragma unroll
         for (int i = 0; i < max_slices / row_threads; ++i) {
             const int cta = thread % row_threads + i * row_threads;
-            scale_at[i] = tma::remote(row_scales + rank * pairs, full, cta);
+            scale_at[i] = tma::remote(row_scales + rank * pairs, full, min(cta, slices - 1));
             scales_sent += cta < slices;
         }
         const Piece *at = all + of.number * piece_stride + rank * slice_stride;
@@ -72,8 +72,7 @@ template <int d_h, typename T, typename Shared> struct FewRowsExchange {
     }
 
     __device__ __forceinline__ void run(const Sums &sums) {
-        if (p.sums_in_q) kittens::wait(shared.semaphores.q_free, 0);
-        else cluster_sync();  // every ring has been read for the last time
+        cluster_sync();  // every ring has been read for the last time
         if (stores) send(sums);
         kittens::wait(shared.semaphores.slice_sums_full, 0);
         if (stores) add();

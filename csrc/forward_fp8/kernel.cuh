@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h, few_rows>::threads, 1)
         kittens::init_semaphore(sem.w_full, Arrivals::w_full);
         kittens::init_semaphore(sem.w_empty, Arrivals::w_empty(p.consumers));
         kittens::init_semaphore(sem.slice_sums_full, Arrivals::slice_sums_full(p.consumers));
-        kittens::init_semaphore(sem.q_free, Arrivals::q_free(p.consumers, p.schedule.slices));
         tma::fence_semaphore_init();
     }
     __syncthreads();
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h, few_rows>::threads, 1)
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
             const WeightMaps weights{&map_k, &map_u, &map_v};
-            if (P::prefetched_tiles(p.gate) > 0 && kittens::laneid() == 0) prefetch_weights_fp8<P, d_h>(weights, p);
+            if (P::prefetched_tiles > 0 && kittens::laneid() == 0) prefetch_weights_fp8<P, d_h>(weights, p);
             __syncwarp();
             begin(p);
             if (kittens::laneid() == 0) {
@@ -74,8 +73,8 @@ __global__ void __launch_bounds__(ForwardFp8Policy<d_h, few_rows>::threads, 1)
             begin(p);
         }
         __syncwarp();
-        // Pairs: no CTA leaves while the other can still signal it. Slices: see exchange_slice_sums().
-        if (p.cluster_size > 1 && !p.sums_in_q) cluster_sync();
+        // Pairs: no CTA leaves while the other can still signal it. Slices: the consumers' half stands in the exchange of their sums.
+        if (p.cluster_size > 1) cluster_sync();
     } else {
         begin(p);
         kittens::warpgroup::increase_registers<P::consumer_registers>();

@@ -1,7 +1,5 @@
 #include "forward_fp8/launch.h"
 
-#include <algorithm>
-
 #include "common/tensor_map.h"
 #include "forward_fp8/policy.h"
 
@@ -44,9 +42,7 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
     ForwardFp8Launch launch{};
     launch.bf16 = problem.bf16;
     launch.plan = plan;
-    const bool exact = divides_few_rows(plan) && !has_router(problem.gate);
-    const int copied_rows = exact ? static_cast<int>(std::min<int64_t>(s.length, tile_rows)) : tile_rows;
-    launch.q = token_map("q", problem.bf16, s, problem.q, copied_rows);
+    launch.q = token_map("q", problem.bf16, s, problem.q);
     const int fetch = fetch_bytes(plan);
     launch.k = ku_map("k8", s, problem.k, panel, fetch);
     launch.u = ku_map("u8", s, problem.u, panel, fetch);
@@ -59,7 +55,6 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
 
     ForwardFp8Params &p = launch.params;
     static_cast<ForwardParams &>(p) = forward_params(problem, plan, workspace);
-    p.copied_rows = copied_rows;
     const int64_t plane = int64_t{s.weight_heads()} * s.subnets;
     p.k_scales = problem.scales;
     p.u_scales = p.k_scales + plane;
@@ -71,7 +66,7 @@ ForwardFp8Launch prepare_forward_fp8(const ForwardFp8Problem &problem, const For
     // TMA reads from multiples of four columns on: all sub-networks fit a tile wherever it begins.
     const int furthest = s.subnets % 4 == 0 ? 0 : s.subnets % 2 == 0 ? 2 : 3;
     p.gate_tiles = s.subnets + furthest <= gate_columns && gate_by_tma(problem);
-    if (p.gate_tiles) launch.r = gate_map(problem, gate_columns, copied_rows);
+    if (p.gate_tiles) launch.r = gate_map(problem, gate_columns);
     return launch;
 }
 

@@ -6,9 +6,6 @@
 namespace flashmhf {
 
 struct ForwardFp8Params : ForwardParams {
-    // Rows that a copy of Q or R brings to the instance for few rows. Where R is given no more than there are tokens: rows behind the last
-    // token, which TMA fills with zeros, take time.
-    int copied_rows;
     float *gate_rows;  // [CTAs][consumers][64][E], where the gate is computed and W or the gate does not fit shared memory
     // [weight heads, E]: what a unit of k8, u8 and v8 stands for; k's is the same for all sub-networks of a head.
     const float *k_scales, *u_scales, *v_scales;

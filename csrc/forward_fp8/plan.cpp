@@ -9,15 +9,12 @@ template <int d_h, bool few_rows> constexpr ForwardFootprint footprint() {
     using P = ForwardFp8Policy<d_h, few_rows>;
     return {.shared_memory = P::shared_memory,
             .pieces = P::router_bytes,
-            .queries = P::consumers * P::row_tile_bytes,
             .piece_columns = P::piece_columns,
-            .row_scale_bytes = 4,
             .gate_tile = 0,
             .gate_tiles = 0,
             .consumers = P::consumers,
             .may_slice = true,
-            .may_add_parts = false,
-            .may_take_lanes = true};
+            .may_add_parts = false};
 }
 template <bool few_rows> ForwardFootprint footprint_of(int head_dim) {
     return ForwardFp8HeadDims::dispatch(head_dim, []<int d_h>() { return footprint<d_h, few_rows>(); });

@@ -34,11 +34,9 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
     static constexpr int piece_columns = 16;                                // of a row tile's sums, as slices send them to each other
 
-    // Slots of the ring that slices fill before the first Q is there. With all of them Q comes later, probably behind the weights; with a
-    // router W comes, too. Tiles for the first of these slots are prefetched to the L2 under the kernel before: faster at d_h = 128,
-    // equal at 256 and 64, slower at 96 (README.md).
-    static constexpr int early_slots(Gate gate) { return !has_router(gate) ? 3 : d_h < 128 ? 2 : 1; }
-    static constexpr int prefetched_tiles(Gate gate) { return d_h < 128 || !few_rows ? 0 : has_router(gate) ? 1 : 2; }
+    // Slots of the ring that slices fill before the first Q is there: with all of them Q comes later, probably behind the weights. The tile
+    // of the first of these slots is prefetched to the L2 under the kernel before, where that gains.
+    static constexpr int early_slots = 2, prefetched_tiles = few_rows && d_h >= 128 ? 1 : 0;
 
     // Few rows: the addresses of the exchange of sums lie in registers from the first promotion on, where there are registers for them.
     static constexpr bool exchange_ahead = d_h <= 128;

@@ -33,7 +33,7 @@ template <typename P, int d_h> __device__ __forceinline__ void prefetch_weights_
              .next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank()))
         return;
 #pragma unroll 1
-    for (int i = work.begin; i < min(work.end, work.begin + P::prefetched_tiles(p.gate)); ++i) {
+    for (int i = work.begin; i < min(work.end, work.begin + P::prefetched_tiles); ++i) {
         const int subnet = i / p.subnet_tiles;
         each_copy<P, d_h, false>(maps, i - subnet * p.subnet_tiles, subnet + work.item / p.blocks * p.subnets,
                                  [](int, const CUtensorMap *map, int3 from) { tma::prefetch_tile<true>(map, from); });
@@ -84,7 +84,6 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
     const bool leader = lane == 0;
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     const bool stages = p.router_bytes > 0 && leader && first == 0;
-    const int copied_rows = few_rows ? p.copied_rows : tile_rows;  // elsewhere a variable would spill at d_h = 64
     int count = 0;
     auto each = [&](auto body) {  // for each of these warpgroups; one needs no loop
         if constexpr (P::consumers <= 3) {
@@ -148,7 +147,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
             auto &full = shared.semaphores.q_full[warpgroup];
             if (leader) {
                 constexpr int panel_cols = panel_cols_of(d_h);
-                kittens::tma::expect_bytes(full, copied_rows * d_h * element_bytes);
+                kittens::tma::expect_bytes(full, P::row_tile_bytes);
 #pragma unroll
                 for (int c = 0; c < d_h; c += panel_cols)
                     tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map_q, int4{c, item.head, item.token, item.sequence}, full);
@@ -167,7 +166,7 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
                 auto &r_full = shared.semaphores.r_full[warpgroup];
                 if (count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
                 if (leader) {
-                    kittens::tma::expect_bytes(r_full, copied_rows * P::gate_chunk * 4);
+                    kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
                     tma::load_async(shared.gate[warpgroup].values, map_r,
                                     int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
                 }

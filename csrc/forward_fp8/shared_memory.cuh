@@ -27,13 +27,13 @@ template <int d_h, typename T, bool few_rows> struct alignas(1024) ForwardFp8Sha
     using GateTile = Fp8GateTile<d_h>;
 
     struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], r_full[P::consumers], w_full, w_empty, q_free,
+        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], r_full[P::consumers], w_full, w_empty,
             slice_sums_full;
     };
 
     // A slot: for each chunk of inter rows and each panel of d_h its rows of K, then of U; behind them V, d_h rows of 64 inter units.
     uint8_t ring[P::slots][P::slot_bytes];
-    Q q[P::consumers];  // and the output on its way out, or the sums of slices
+    Q q[P::consumers];  // and the output on its way out
     GateTile gate[P::consumers];
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
     Fp8Scales<d_h> scales[2][P::consumers];
@@ -41,12 +41,9 @@ template <int d_h, typename T, bool few_rows> struct alignas(1024) ForwardFp8Sha
     // W of a head. The shared memory of a launch without a router ends here.
     alignas(16) uint8_t router[P::router_bytes > 0 ? P::router_bytes : 16];
 
-    // Sums of the slices of an item, in the buffers of Q or in the ring when the consumers have read the last tile.
+    // Sums of the slices of an item lie in the ring when the consumers have read the last tile.
     static_assert((P::consumers * d_h / P::piece_columns + max_slices - 1) * tile_rows * 32 + max_slices * P::consumers * tile_rows * 4 <=
                   sizeof(ring));
-    __device__ __forceinline__ float4 *slice_sums(bool in_q) {
-        return in_q ? reinterpret_cast<float4 *>(q) : reinterpret_cast<float4 *>(ring);
-    }
 };
 
 }  // namespace flashmhf

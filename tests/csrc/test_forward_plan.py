@@ -292,26 +292,12 @@ def test_few_tokens_need_no_second_kernel(length, slices):
     assert p["consumers"] == (1 if length <= 64 else 2)
 
 
-@pytest.mark.parametrize(
-    ("length", "heads", "d_h", "in_q"),
-    [(1, 16, 128, True), (48, 16, 128, True), (49, 16, 128, False), (128, 16, 128, False), (32, 32, 64, True), (96, 20, 96, False)],
-)
-def test_sums_of_slices_go_to_where_q_was_if_they_fit(length, heads, d_h, in_q):
-    p = plan.plan_forward(1, length, heads, d_h, 22, 384)
-    assert p["slices"] > 1 and p["sums_in_q"] is in_q
-    policy = next(policy for policy in plan.forward_policies() if policy["head_dim"] == d_h)
-    assert p["slices"] * p["slice_pieces"] + p["spare_pieces"] == d_h // 8 and p["spare_pieces"] < p["slices"]
-    warps = -(-min(length, 64 * p["consumers"]) // 16)
-    pieces = -(-(d_h // 8) // p["slices"]) * p["slices"]  # of 8 columns of a warp's 16 rows, from all slices
-    assert (warps * pieces * 512 <= policy["q_bytes"]) is in_q
-
-
-def test_sums_of_slices_in_fp8_and_of_bundles_go_to_where_q_was():
-    p = plan.plan_forward_fp8(1, 64, 16, 128, 22, 384)
-    assert p["sums_in_q"] and p["slices"] * p["slice_pieces"] + p["spare_pieces"] == 128 // 16, "pieces of 16 columns"
-    assert not plan.plan_forward_fp8(1, 192, 16, 128, 22, 384)["sums_in_q"]
-    assert plan.plan_forward(1, 16, 16, 128, 22, 384, group=4, large_clusters=7)["sums_in_q"]
-    assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["sums_in_q"], "no slices"
+@pytest.mark.parametrize(("length", "heads", "d_h"), [(1, 16, 128), (128, 16, 128), (32, 32, 64), (96, 20, 96)])
+def test_slices_divide_the_pieces_of_a_row_tile(length, heads, d_h):
+    for planner, columns in ((plan.plan_forward, 8), (plan.plan_forward_fp8, 16)):
+        p = planner(1, length, heads, d_h, 22, 384)
+        assert p["slices"] > 1
+        assert p["slices"] * p["slice_pieces"] + p["spare_pieces"] == d_h // columns and p["spare_pieces"] < p["slices"]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +320,7 @@ def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_woul
 
 
 def test_every_slice_has_a_tile():
-    """A CTA without a tile would leave before the others signal it that they have read Q."""
+    """A CTA without a tile would leave before the barrier of its cluster."""
     sizes = itertools.product((1, 3, 16), (1, 2, 5, 22), (16, 80, 384), (64, 96, 128, 256), (1, 33, 128, 400))
     for heads, subnets, d_e, d_h, length in sizes:
         for plan_of in (plan.plan_forward, plan.plan_forward_fp8):
