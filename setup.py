@@ -111,7 +111,7 @@ def plan_extension() -> Extension:
         include = []
     return Extension(
         "flashmhf._plan",
-        ["csrc/plan_bindings.cpp", *(f"csrc/{folder}/plan.cpp" for folder in ("forward", "forward_fp8", "backward", "project"))],
+        ["csrc/plan_bindings.cpp", *(f"csrc/{folder}/plan.cpp" for folder in ("forward", "backward", "project"))],
         include_dirs=[*include, "csrc"],
         extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],
         language="c++",

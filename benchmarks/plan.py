@@ -206,6 +206,13 @@ def plan_forward(problem: Problem) -> tuple[dict, dict]:
     return plan, module.forward_costs(p.head_dim) | {"sustained": 1}
 
 
+def candidates(problem: Problem) -> str:
+    """The launches that the planner compares, with their times, as text."""
+    p = problem
+    sizes = (p.batch, p.length, p.heads, p.head_dim, p.subnets, p.subnet_dim)
+    return planner().forward_candidates(*sizes, fp8=p.fp8, group=p.group, large_clusters=LARGE_CLUSTERS).rstrip()
+
+
 def forward(problem: Problem) -> str:
     """The plan of a forward launch as text. Raises ValueError for what has no kernel."""
     plan, costs = plan_forward(problem)
@@ -233,18 +240,21 @@ def forward(problem: Problem) -> str:
         basis = "streaming the weights of all heads"
     fitted = "the constants are fitted to long runs of an H200" if problem.fp8 else FITTED
     expected, tflops = forward_us(plan, costs, problem.kv_heads), FP8_TFLOPS if problem.fp8 else MATRIX_TFLOPS
-    return _lines(
-        _title("forward in FP8" if problem.fp8 else "forward", problem),
-        [
-            ("clusters", f"{plan['clusters']:,} of {_count(plan['cluster_size'], 'CTA')}"),
-            ("items", _items(plan, problem)),
-            ("inter tiles", f"{plan['inter_tiles']:,} an item: {problem.subnets} x {plan['subnet_tiles']} of 64 rows"),
-            ("waves", waves),
-            ("sums", sums),
-            ("workspace", f"{_FLOAT * plan['workspace'] / _MIB:.1f} MiB"),
-            ("shared memory", f"{plan['shared_memory']:,} bytes a CTA"),
-            *_time_rows(expected, 3 * problem.product_flops, moved, f"{basis}; {fitted}", tflops),
-        ],
+    return (
+        _lines(
+            _title("forward in FP8" if problem.fp8 else "forward", problem),
+            [
+                ("clusters", f"{plan['clusters']:,} of {_count(plan['cluster_size'], 'CTA')}"),
+                ("items", _items(plan, problem)),
+                ("inter tiles", f"{plan['inter_tiles']:,} an item: {problem.subnets} x {plan['subnet_tiles']} of 64 rows"),
+                ("waves", waves),
+                ("sums", sums),
+                ("workspace", f"{_FLOAT * plan['workspace'] / _MIB:.1f} MiB"),
+                ("shared memory", f"{plan['shared_memory']:,} bytes a CTA"),
+                *_time_rows(expected, 3 * problem.product_flops, moved, f"{basis}; {fitted}", tflops),
+            ],
+        )
+        + f"\nwhat the planner compares:\n{candidates(problem)}"
     )
 
 

@@ -6,7 +6,6 @@
 #include "backward/policy.h"
 #include "forward/plan.h"
 #include "forward/policy.h"
-#include "forward_fp8/plan.h"
 #include "forward_fp8/policy.h"
 #include "project/plan.h"
 
@@ -96,12 +95,20 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
 
 py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
                       int group, bool may_bundle, int large_clusters) {
-    return describe(
-        flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters, large_clusters}, may_bundle));
+    return describe(flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters, large_clusters},
+                                           flashmhf::WeightFormat::same, may_bundle));
 }
 py::dict plan_forward_fp8(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
                           int group) {
-    return describe(flashmhf::plan_forward_fp8({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters}));
+    return describe(flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters},
+                                           flashmhf::WeightFormat::e4m3, false));
+}
+
+std::string forward_candidates(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool fp8,
+                               const Clusters &clusters, int group, bool may_bundle, int large_clusters) {
+    const auto format = fp8 ? flashmhf::WeightFormat::e4m3 : flashmhf::WeightFormat::same;
+    return flashmhf::list_candidates({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters, large_clusters}, format,
+                                     may_bundle && !fp8, flashmhf::forward_costs(format));
 }
 
 py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms, int group) {
@@ -230,6 +237,10 @@ PYBIND11_MODULE(_plan, m) {
         "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
         "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
+    m.def("forward_candidates", &forward_candidates, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
+          py::arg("subnets"), py::arg("subnet_dim"), py::arg("fp8") = false, py::arg("clusters") = h200_clusters, py::arg("group") = 1,
+          py::arg("may_bundle") = true, py::arg("large_clusters") = 0,
+          "The ways to launch the forward that the planner compares, with their times in microseconds, as text; * is the one it takes.");
     m.def("plan_forward_fp8", &plan_forward_fp8, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
           py::arg("subnets"), py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1,
           "plan_forward for the forward in FP8.");

@@ -1,30 +1,38 @@
 // What the forward's planner counts with, in the time of one inter tile of a CTA (1.1 us on an H200 at d_h = 128, in proportion to d_h).
-// Fixed times are therefore given as tiles * d_h. benchmarks/measure_cost_model.py measures them on a chip.
+// Fixed times are therefore given as tiles * d_h. benchmarks/measure_cost_model.py measures those called costs on a chip. Thresholds are
+// where measured choices change over; they are not times.
 #pragma once
 
 namespace flashmhf {
 
 struct ForwardCostModel {
-    // An inter tile of a CTA on an H200, in microseconds for each of d_h. Only predictions in seconds need it.
+    // Cost: an inter tile of a CTA, in microseconds for each of d_h.
     double tile_us = 1.1 / 128;
-    // Adding the parts of split items in a second kernel: 4 to 5 us. In the forward kernel itself: as long as `next_item`.
+    // Threshold: adding the parts of split items where there are no whole waves. The second kernel takes 4 to 5 us.
     int combine = 512;
-    // Splitting behind whole waves: measured in alternation at d_h = 128. Of 12 tiles to gain, nothing is left at T = 3,072 (1.3 % slower)
-    // and in the 128M model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.
+    // Threshold: splitting behind whole waves. At d_h = 128, of 12 tiles to gain nothing is left at T = 3,072 (1.3 % slower) and in the 128M
+    // model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.
     int behind_waves = 1792;
-    // Going on to another item while the other clusters do not: some 4 us.
+    // Cost: going on to another item while the other clusters do not, some 4 us.
     int next_item = 512;
-    // Reading and adding one part of an item in the forward kernel, in tiles at any d_h: 6 pieces of 2 KB in flight for 1.5 us. Counted,
-    // not measured.
+    // Threshold: tiles at any d_h for each part of an item that clusters add under whole items; a shorter item is over before.
     int tiles_a_part = 8;
-    // A part of fewer tiles costs more to add than it saves.
+    // Threshold: a part of fewer tiles costs more to add than it saves.
     int shortest_part = 2;
-    // The memory brings a tile for every SM in stream_numerator / stream_denominator of the time of its products.
+    // Cost: the memory brings a tile for every SM in stream_numerator / stream_denominator of the time of its products.
     int stream_numerator = 9, stream_denominator = 5;
+    // Cost: the sums that slices exchange, in tiles at any d_h.
+    int exchange = 1;
 
     constexpr int combine_tiles(int head_dim) const { return combine / head_dim; }
     constexpr int behind_waves_tiles(int head_dim) const { return behind_waves / head_dim; }
     constexpr int gap_tiles(int head_dim) const { return next_item / head_dim; }
 };
+
+// In FP8 a tile is that of three row tiles: 0.7 us at d_h = 128, 0.89 in long runs (benchmarks/results/fp8_h200.json).
+constexpr ForwardCostModel forward_fp8_costs{.tile_us = 0.7 / 128, .combine = 800, .behind_waves = 2800, .next_item = 800};
+// Cost: an inter tile of a CTA of two, three or four row tiles in FP8, by that of three. Two take 0.73 at d_h = 128, 0.77 at 64 and 96;
+// four, at 64, 1.28.
+constexpr double forward_fp8_row_tiles(int count) { return count <= 2 ? 0.77 : count == 3 ? 1 : 1.28; }
 
 }  // namespace flashmhf

@@ -42,7 +42,7 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
 
     Device device;
     check_cuda(describe_device(&device));
-    const ForwardPlan plan = plan_forward(problem.shape, device, may_bundle(problem));
+    const ForwardPlan plan = plan_forward(problem.shape, device, WeightFormat::same, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     if (plan.partials) workspace = new_dense(q, std::array{plan.workspace()}, aoti_torch_dtype_float32());
     const ForwardLaunch launch = prepare_forward(problem, plan, workspace ? static_cast<float *>(workspace->data_ptr()) : nullptr);

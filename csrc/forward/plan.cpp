@@ -2,29 +2,47 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "forward/policy.h"
+#include "forward_fp8/policy.h"
 
 namespace flashmhf {
 namespace {
 
-template <int d_h>
-constexpr ForwardFootprint footprint = {
-    .shared_memory = ForwardPolicy<d_h>::shared_memory,
-    .pieces = ForwardPolicy<d_h>::piece_slots * ForwardPolicy<d_h>::piece_bytes,
-    .piece_columns = ForwardPolicy<d_h>::piece_columns,
-    .gate_tile = ForwardPolicy<d_h>::gate_tile_bytes,
-    .gate_tiles = ForwardPolicy<d_h>::gate_buffers * ForwardPolicy<d_h>::consumers,
-    .consumers = ForwardPolicy<d_h>::consumers,
-    .may_slice = ForwardPolicy<d_h>::may_slice,
-    .may_add_parts = ForwardPolicy<d_h>::may_add_parts,
-};
-
-ForwardFootprint footprint_of(int head_dim) {
-    return ForwardHeadDims::dispatch(head_dim, []<int d_h>() { return footprint<d_h>; });
+template <int d_h> constexpr ForwardFootprint footprint() {
+    using P = ForwardPolicy<d_h>;
+    return {.shared_memory = P::shared_memory,
+            .pieces = P::piece_slots * P::piece_bytes,
+            .piece_columns = P::piece_columns,
+            .gate_tile = P::gate_tile_bytes,
+            .gate_tiles = P::gate_buffers * P::consumers,
+            .consumers = P::consumers,
+            .fewest_consumers = P::consumers,
+            .may_slice = P::may_slice,
+            .may_add_parts = P::may_add_parts};
+}
+template <int d_h, bool few_rows> constexpr ForwardFootprint fp8_footprint() {
+    using P = ForwardFp8Policy<d_h, few_rows>;
+    return {.shared_memory = P::shared_memory,
+            .pieces = P::router_bytes,
+            .piece_columns = P::piece_columns,
+            .gate_tile = 0,
+            .gate_tiles = 0,
+            .consumers = P::consumers,
+            .fewest_consumers = 2,
+            .may_slice = true,
+            .may_add_parts = false};
+}
+ForwardFootprint footprint_of(WeightFormat format, int head_dim, bool few_rows) {
+    if (format == WeightFormat::same) return ForwardHeadDims::dispatch(head_dim, []<int d_h>() { return footprint<d_h>(); });
+    return ForwardFp8HeadDims::dispatch(head_dim,
+                                        [&]<int d_h>() { return few_rows ? fp8_footprint<d_h, true>() : fp8_footprint<d_h, false>(); });
 }
 
 int checked(int64_t x, const char *what) {
@@ -35,19 +53,9 @@ int checked(int64_t x, const char *what) {
 // Tiles in sequence when the last `rest` items are cut into equal spans.
 int64_t span_tiles(int64_t rest, int inter_tiles, int clusters) { return ceil_div(rest * inter_tiles, clusters); }
 
-// CTAs that divide each item's inter range, when all items run at once: as many as possible; 1 when adding up in a second kernel is faster.
-// Nothing is faster than the memory that streams the weights of all heads. A bundle's few rows take half the time of a full tile, so that
-// adding in a second kernel costs them more than it saves.
-int plan_slices(int64_t items, int heads, int inter_tiles, int head_dim, bool bundles, const Device &device, const ForwardCostModel &cost) {
-    if (bundles && items <= device.large_clusters && inter_tiles >= large_slices * cost.shortest_part) return large_slices;
-    const int64_t stream = int64_t{heads} * inter_tiles * cost.stream_numerator / cost.stream_denominator / device.clusters[0];
-    for (int slices = max_slices; slices > 1; --slices)
-        if (items <= device.clusters[slices - 1] && inter_tiles >= slices * cost.shortest_part) {
-            const int64_t shared = std::max<int64_t>(ceil_div(inter_tiles, slices), stream) + 1;
-            const int64_t split = std::max(span_tiles(items, inter_tiles, device.clusters[0]), stream) + cost.combine_tiles(head_dim);
-            return bundles || shared <= split ? slices : 1;
-        }
-    return 1;
+// What the memory takes for the weights of so many heads, in tiles of a CTA.
+int64_t stream_tiles(int64_t heads, int inter_tiles, const Device &device, const ForwardCostModel &cost) {
+    return heads * inter_tiles * cost.stream_numerator / cost.stream_denominator / device.sms();
 }
 
 // Heads of a row tile, where their tokens fit: four, or two. A warp's 16 rows must be of one head, so at most four.
@@ -64,8 +72,8 @@ int plan_lanes(int heads, int blocks, int inter_tiles, int clusters, const Devic
     const int spans = clusters / blocks;
     // A head whose tiles make one part only goes as a whole item, and whole items have no lanes.
     if (blocks == 1 || spans <= heads || inter_tiles <= cost.shortest_part) return 1;
-    const int64_t stream = int64_t{heads} * inter_tiles * blocks * cost.stream_numerator / cost.stream_denominator / device.clusters[0];
-    const int64_t end_to_end = std::max(span_tiles(int64_t{heads} * blocks, inter_tiles, clusters), stream);
+    const int64_t items = int64_t{heads} * blocks;
+    const int64_t end_to_end = std::max(span_tiles(items, inter_tiles, clusters), stream_tiles(items, inter_tiles, device, cost));
     return span_tiles(heads, inter_tiles, spans) <= end_to_end ? blocks : 1;
 }
 
@@ -105,75 +113,167 @@ ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int cluster
     return s;
 }
 
-// What CTAs that divide an item send each other: sums of warps that have a token.
-void place_sums(ForwardPlan &plan, const Shape &shape, const ForwardFootprint &footprint) {
-    const int64_t rows = plan.bundle > 1 ? tile_rows : std::min<int64_t>(shape.length, tile_rows);
-    plan.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
-    const int of_tile = shape.head_dim / footprint.piece_columns;
-    plan.slice_pieces = of_tile / plan.schedule.slices;
-    plan.spare_pieces = of_tile % plan.schedule.slices;
+// All items run at once, in clusters whose CTAs divide an item.
+ForwardSchedule slice_schedule(int items, int slices, int inter_tiles) {
+    ForwardSchedule s{};
+    s.inter_tiles = inter_tiles;
+    s.lanes = s.waves = 1;
+    s.clusters = items;
+    s.slices = slices;
+    s.quotient = inter_tiles / slices;
+    s.remainder = inter_tiles % slices;
+    return s;
+}
+
+int inter_tiles_of(const Shape &shape) { return checked(ceil_div(shape.subnet_dim, tile_inter) * shape.subnets, "E * d_e"); }
+// A head of K, U and V takes the tokens of its group one head behind the other, so one read from memory serves them all.
+int64_t row_tiles_of_head(const Shape &shape, int bundle) {
+    return shape.batch * ceil_div(shape.length, tile_rows / bundle) * (shape.group / bundle);
+}
+
+// The candidates of CTAs of up to `consumers` row tiles.
+void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Device &device, const ForwardFootprint &footprint, int bundle,
+                    int consumers, const ForwardCostModel &cost) {
+    const int heads = shape.weight_heads(), inter_tiles = inter_tiles_of(shape), head_dim = shape.head_dim;
+    const int64_t tiles = row_tiles_of_head(shape, bundle);
+    const int64_t single = ceil_div(tiles, consumers), paired = 2 * ceil_div(tiles, 2 * consumers);  // CTAs of a head
+    const int64_t stream = stream_tiles(heads, inter_tiles, device, cost);
+    const int taken = static_cast<int>(std::min<int64_t>(consumers, tiles));
+    const bool may_add_parts = footprint.may_add_parts && bundle == 1, pairs = device.clusters[1] > 0;
+    const size_t before = all.size();
+
+    // Clusters that divide the inter range of one item each.
+    auto slices = [&](int count, int clusters) {
+        if (!footprint.may_slice || single * heads > clusters || inter_tiles < count * cost.shortest_part) return;
+        all.push_back({bundle, taken, 1, static_cast<int>(single), slice_schedule(static_cast<int>(single) * heads, count, inter_tiles),
+                       stream, ceil_div(inter_tiles, count), cost.exchange, 0});
+    };
+    if (bundle > 1) slices(large_slices, device.large_clusters);
+    for (int count = max_slices; count > 1; --count) {
+        // Threshold: two slices are slower than pairs that halve the traffic from the L2, where all row tiles of these have rows.
+        if (count == 2 && may_add_parts && pairs && tiles % (2 * consumers) == 0) continue;
+        slices(count, device.clusters[count - 1]);
+    }
+    // Threshold: a bundle's few rows take half the time of a full tile, so adding parts costs more than it saves.
+    if (bundle > 1 && all.size() > before) return;
+
+    // Threshold: pairs of CTAs, which halve the traffic from the L2, where they waste at most a sixteenth of the rows.
+    const int row_ctas = pairs && 16 * (paired - single) <= single ? 2 : 1, clusters = device.clusters[row_ctas - 1];
+    const int blocks = static_cast<int>(ceil_div(tiles, consumers * row_ctas));
+    const int lanes = plan_lanes(heads, blocks, inter_tiles, clusters, device, cost);
+    const ForwardSchedule s = plan_schedule(blocks * heads, lanes, inter_tiles, clusters, head_dim, may_add_parts, cost);
+    const bool split = s.splits > s.rest;
+    const int64_t rest = s.rest == 0 ? 0 : split ? span_tiles(s.rest, inter_tiles, s.splits) : inter_tiles;
+    // Without whole waves the spans are counted as dealt to all SMs: how pairs and lanes round them is not what decides against slices.
+    const int64_t products = split && s.waves == 0 ? span_tiles(single * heads, inter_tiles, device.sms()) : s.waves * inter_tiles + rest;
+    const int adding = !split ? 0 : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
+    all.push_back({bundle, taken, row_ctas, blocks, s, stream, products, 0, adding});
+}
+
+// Threshold: CTAs of fewer row tiles than others are taken where they save a twentieth, in the time of a tile of three row tiles. Parts
+// without whole waves count twice there, and the memory not at all: so the measured choices come out (README.md).
+double compared_time(const Candidate &c) {
+    const bool waves = c.schedule.slices == 1 && c.schedule.waves > 0;
+    return c.products * forward_fp8_row_tiles(c.consumers) + c.exchange + (waves ? 1 : 2) * c.adding;
+}
+size_t best_of(const std::vector<Candidate> &all) {
+    size_t best = 0, of_rows = 0;  // of all so far, and of those with as many row tiles as this one
+    for (size_t i = 1; i <= all.size(); ++i) {
+        if (i < all.size() && all[i].consumers == all[of_rows].consumers) {
+            if (all[i].tiles() < all[of_rows].tiles()) of_rows = i;
+            continue;
+        }
+        if (all[of_rows].consumers == all[best].consumers || compared_time(all[of_rows]) < 0.95 * compared_time(all[best])) best = of_rows;
+        of_rows = i;
+    }
+    return best;
+}
+
+std::string list(const std::vector<Candidate> &all, const Shape &shape, WeightFormat format, const ForwardCostModel &cost) {
+    static const char *const names[] = {"waves", "gathered parts", "slices"};
+    std::string text = "  division        heads row tiles CTAs slices lanes |  us: stream products exchange adding    all\n";
+    const size_t best = best_of(all);
+    for (size_t i = 0; i < all.size(); ++i) {
+        const Candidate &c = all[i];
+        const double unit = cost.tile_us * shape.head_dim;
+        const double products = c.products * unit * (format == WeightFormat::e4m3 ? forward_fp8_row_tiles(c.consumers) : 1);
+        char line[160];
+        std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %5d | %11.1f %8.1f %8.1f %6.1f %6.1f\n", i == best ? '*' : ' ',
+                      names[static_cast<int>(c.schedule.division())], c.bundle, c.consumers, c.row_ctas, c.schedule.slices,
+                      c.schedule.lanes, c.stream * unit, products, c.exchange * unit, c.adding * unit,
+                      std::max(c.stream * unit, products) + (c.exchange + c.adding) * unit);
+        text += line;
+    }
+    return text;
+}
+
+bool logs_plans() {
+    static const bool on = [] {
+        const char *value = std::getenv("FLASHMHF_LOG_PLANS");
+        return value && std::strcmp(value, "1") == 0;
+    }();
+    return on;
 }
 
 }  // namespace
 
-ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost) {
-    return plan_forward(shape, device, footprint_of(shape.head_dim), may_bundle, cost);
+std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
+                                          const ForwardCostModel &cost) {
+    std::vector<Candidate> all;
+    const int bundle = plan_bundle(shape, may_bundle);
+    const int64_t tiles = row_tiles_of_head(shape, bundle);
+    if (tiles == 0) return all;
+    // CTAs of one bundle keep W of its heads.
+    int consumers = bundle > 1 && footprint.may_slice ? 1 : footprint.consumers;
+    add_candidates(all, shape, device, footprint, bundle, consumers, cost);
+    while (--consumers >= footprint.fewest_consumers)
+        if (consumers < tiles) add_candidates(all, shape, device, footprint, bundle, consumers, cost);
+    return all;
 }
 
-ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
-                         const ForwardCostModel &cost) {
+ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost) {
+    ForwardFootprint footprint = footprint_of(format, shape.head_dim, false);
     ForwardPlan plan{};
-    plan.shared_memory = footprint.shared_memory - footprint.pieces;
-    plan.pieces = footprint.pieces;
     plan.bundle = plan_bundle(shape, may_bundle);
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows / plan.bundle), "the sequence length");
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
-    const int inter_tiles = checked(static_cast<int64_t>(plan.subnet_tiles) * shape.subnets, "E * d_e");
+    inter_tiles_of(shape);
+    checked((row_tiles_of_head(shape, plan.bundle) + 2 * footprint.consumers) * shape.weight_heads(), "tokens * heads");
+    checked(int64_t{shape.heads} * shape.subnets, "H * E");
+    checked(int64_t{shape.heads} * shape.head_dim, "H * d_h");
 
-    // A head of K, U and V takes the tokens of its group one head behind the other, so one read from memory serves them all.
-    const int heads = shape.weight_heads();
-    const int64_t tiles = shape.batch * plan.row_tiles * (shape.group / plan.bundle);
-    // CTAs of one bundle keep W of its heads.
-    const int most_consumers = plan.bundle > 1 && footprint.may_slice ? 1 : footprint.consumers;
-    plan.consumers = static_cast<int>(std::min<int64_t>(most_consumers, tiles));
+    const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost);
+    if (all.empty()) return plan;
+    if (logs_plans()) std::fputs(list(all, shape, format, cost).c_str(), stderr);
+    const Candidate &taken = all[best_of(all)];
+    const ForwardSchedule &s = plan.schedule = taken.schedule;
+    plan.consumers = taken.consumers;
+    plan.row_ctas = taken.row_ctas;
+    plan.blocks = taken.blocks;
+    plan.cluster_size = taken.row_ctas * s.slices;
+    if (divides_few_rows(plan)) footprint = footprint_of(format, shape.head_dim, true);
+    plan.shared_memory = footprint.shared_memory - footprint.pieces;
+    plan.pieces = footprint.pieces;
     plan.spare_gate = (footprint.gate_tiles - plan.consumers) * footprint.gate_tile;
-    const int64_t single = ceil_div(tiles, most_consumers), paired = 2 * ceil_div(tiles, 2 * most_consumers);
-
-    // Few items: clusters that divide the inter range. Otherwise pairs of CTAs halve the traffic from L2; single CTAs waste fewer rows
-    // when a head has few row tiles.
-    int slices = !footprint.may_slice ? 1 : plan_slices(single * heads, heads, inter_tiles, shape.head_dim, plan.bundle > 1, device, cost);
-    const bool may_add_parts = footprint.may_add_parts && plan.bundle == 1;
-    // Two slices a head: pairs that halve the traffic from the L2 are faster, where all their row tiles have rows.
-    if (slices == 2 && may_add_parts && device.clusters[1] > 0 && tiles % (2 * footprint.consumers) == 0) slices = 1;
-    plan.row_ctas = slices == 1 && device.clusters[1] > 0 && 16 * (paired - single) <= single ? 2 : 1;
-    plan.cluster_size = slices * plan.row_ctas;
-    plan.blocks = checked(ceil_div(tiles, most_consumers * plan.row_ctas), "the number of tokens");
-    const int items = checked(static_cast<int64_t>(plan.blocks) * heads, "tokens * heads");
-    checked(static_cast<int64_t>(items) * most_consumers * plan.row_ctas, "tokens * heads");
-    checked(static_cast<int64_t>(shape.heads) * shape.subnets, "H * E");
-    checked(static_cast<int64_t>(shape.heads) * shape.head_dim, "H * d_h");
-    if (items == 0) return plan;
-
-    if (slices > 1) {
-        plan.schedule.inter_tiles = inter_tiles;
-        plan.schedule.clusters = items;
-        plan.schedule.waves = 1;
-        plan.schedule.slices = slices;
-        plan.schedule.lanes = 1;
-        plan.schedule.quotient = inter_tiles / slices;
-        plan.schedule.remainder = inter_tiles % slices;
-        place_sums(plan, shape, footprint);
-        const int beside = (slices > max_slices ? device.large_clusters : device.clusters[slices - 1]) - items;
-        plan.late_successor = beside < items && 2 * beside >= items;
-        return plan;
+    if (s.slices > 1) {
+        const int64_t rows = plan.bundle > 1 ? tile_rows : std::min<int64_t>(shape.length, tile_rows);
+        const int of_tile = shape.head_dim / footprint.piece_columns;
+        plan.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
+        plan.slice_pieces = of_tile / s.slices;
+        plan.spare_pieces = of_tile % s.slices;
+        const int beside = (s.slices > max_slices ? device.large_clusters : device.clusters[s.slices - 1]) - s.clusters;
+        plan.late_successor = beside < s.clusters && 2 * beside >= s.clusters;
+    } else if (s.splits > s.rest) {
+        plan.partials = int64_t{s.splits} * s.lanes * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
+        if (s.adds_parts) plan.flags = s.splits * s.lanes * 2 * plan.row_ctas;
     }
-    const int clusters = device.clusters[plan.row_ctas - 1];
-    const int lanes = plan_lanes(heads, plan.blocks, inter_tiles, clusters, device, cost);
-    plan.schedule = plan_schedule(items, lanes, inter_tiles, clusters, shape.head_dim, may_add_parts, cost);
-    if (plan.schedule.splits > plan.schedule.rest)
-        plan.partials = int64_t{plan.schedule.splits} * lanes * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
-    if (plan.schedule.adds_parts) plan.flags = plan.schedule.splits * lanes * 2 * plan.row_ctas;
     return plan;
+}
+
+std::string list_candidates(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost) {
+    plan_forward(shape, device, format, may_bundle, cost);  // for its checks
+    const auto all = forward_candidates(shape, device, footprint_of(format, shape.head_dim, false), may_bundle, cost);
+    return all.empty() ? "" : list(all, shape, format, cost);
 }
 
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {

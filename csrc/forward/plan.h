@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "common/device.h"
@@ -33,6 +34,12 @@ struct ForwardPlan {
     int spare_gate;  // bytes of the gate tiles that nobody uses when each cluster has one item: they cache W
 };
 
+// Which kernel: K, U and V in the type of Q, or in e4m3.
+enum class WeightFormat { same, e4m3 };
+constexpr ForwardCostModel forward_costs(WeightFormat format) {
+    return format == WeightFormat::e4m3 ? forward_fp8_costs : ForwardCostModel{};
+}
+
 // What the planner knows of a kernel's instance.
 struct ForwardFootprint {
     int shared_memory;          // bytes
@@ -40,15 +47,39 @@ struct ForwardFootprint {
     int piece_columns;          // of a piece of the sums that slices send each other
     int gate_tile, gate_tiles;  // bytes of a tile of the gate, and such tiles
     int consumers;              // row tiles of a CTA, at most
+    int fewest_consumers;       // where there are more row tiles. In 16 bits fewer than two were not measured
     bool may_slice;             // CTAs of a cluster may divide an item's inter range
     bool may_add_parts;         // clusters may add parts themselves
 };
 
-// may_bundle: a row tile may be of several heads. Throws std::invalid_argument for shapes beyond the index range.
-ForwardPlan plan_forward(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
-                         const ForwardCostModel &cost);
-// Of the 16-bit kernel. Throws std::invalid_argument also for a head dimension without a policy.
-ForwardPlan plan_forward(const Shape &shape, const Device &device, bool may_bundle, const ForwardCostModel &cost = {});
+// A way to launch, and what it takes, in inter tiles of a CTA.
+struct Candidate {
+    int bundle;  // as in ForwardPlan, as are the next two
+    int consumers;
+    int row_ctas;
+    int blocks;  // work items of a head of K, U and V
+    ForwardSchedule schedule;
+    int64_t stream;    // in which the memory brings the weights of all heads
+    int64_t products;  // of the CTA that has most
+    int exchange;      // of the sums of slices
+    int adding;        // of the sums of parts
+    int64_t tiles() const { return (products > stream ? products : stream) + exchange + adding; }
+};
+// Those that the limits and thresholds leave, in the order in which ties are decided.
+std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
+                                          const ForwardCostModel &cost);
+
+// The candidate that takes least. may_bundle: a row tile may be of several heads. FLASHMHF_LOG_PLANS=1 prints the candidates to stderr.
+// Throws std::invalid_argument for shapes beyond the index range and for a head dimension without a kernel.
+ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost);
+inline ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle) {
+    return plan_forward(shape, device, format, may_bundle, forward_costs(format));
+}
+// A line for each candidate with its times in microseconds; the one that plan_forward takes begins with an asterisk.
+std::string list_candidates(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost);
+
+// Which of the two instances of the FP8 kernel: for CTAs that divide an item of one or two row tiles.
+inline bool divides_few_rows(const ForwardPlan &plan) { return plan.schedule.slices > 1 && plan.consumers <= 2; }
 
 // The work of every cluster, for the tests.
 struct PlannedWork {

@@ -3,7 +3,6 @@
 
 #include "forward/launch.h"
 #include "forward_fp8/params.h"
-#include "forward_fp8/plan.h"
 #include "forward_fp8/problem.h"
 
 namespace flashmhf {

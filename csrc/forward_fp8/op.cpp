@@ -82,7 +82,7 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
 
     Device device;
     check_cuda(describe_device(&device));
-    const ForwardPlan plan = plan_forward_fp8(problem.shape, device);
+    const ForwardPlan plan = plan_forward(problem.shape, device, WeightFormat::e4m3, false);
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     const int64_t floats = workspace_forward_fp8(problem, plan);
     if (floats) workspace = torch::stable::new_empty(q, {floats}, ScalarType::Float);

@@ -23,7 +23,8 @@ template <typename T> int run(const Arguments &options) {
     problem.k = in.k, problem.u = in.u, problem.v = in.v;
     flashmhf::Device device;
     check(flashmhf::describe_device(&device));
-    const flashmhf::ForwardPlan plan = flashmhf::plan_forward(s, device, may_bundle(problem), costs_of(options, {}));
+    const flashmhf::ForwardPlan plan =
+        flashmhf::plan_forward(s, device, flashmhf::WeightFormat::same, may_bundle(problem), costs_of(options, {}));
     const Buffer<float> workspace(plan.workspace());
     const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
     print_plan(plan);

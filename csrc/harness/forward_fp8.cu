@@ -116,7 +116,8 @@ template <typename T> int run(const Arguments &options) {
     problem.scales = scales;
     flashmhf::Device device;
     check(flashmhf::describe_device(&device));
-    const flashmhf::ForwardPlan plan = flashmhf::plan_forward_fp8(s, device, costs_of(options, flashmhf::forward_fp8_costs));
+    const flashmhf::ForwardPlan plan =
+        flashmhf::plan_forward(s, device, flashmhf::WeightFormat::e4m3, false, costs_of(options, flashmhf::forward_fp8_costs));
     const Buffer<float> workspace(flashmhf::workspace_forward_fp8(problem, plan));
     const flashmhf::ForwardFp8Launch launch = flashmhf::prepare_forward_fp8(problem, plan, workspace);
     print_plan(plan);

@@ -263,6 +263,20 @@ def test_a_wave_that_is_nearly_full_is_not_split():
     assert p["waves"] == 2 and p["rest"] == 60 and p["splits"] == 60 and p["partials"] == 0
 
 
+def test_the_candidates_are_listed_with_the_one_that_is_taken():
+    for fp8, planner in ((False, plan.plan_forward), (True, plan.plan_forward_fp8)):
+        for length in (1, 300, 512, 4096):
+            p = planner(1, length, 16, 128, 22, 384)
+            header, *lines = plan.forward_candidates(1, length, 16, 128, 22, 384, fp8=fp8).splitlines()
+            (taken,) = (line.split() for line in lines if line.startswith("*"))
+            numbers = [float(x) for x in " ".join(taken).replace("gathered parts", "parts").replace("|", "").split()[2:]]
+            assert numbers[:5] == [p["bundle"], p["consumers"], p["row_ctas"], p["slices"], p["lanes"]], header
+            assert numbers[9] == pytest.approx(max(numbers[5:7]) + numbers[7] + numbers[8], abs=0.2)
+    assert plan.forward_candidates(1, 0, 16, 128, 22, 384) == ""
+    with pytest.raises(ValueError, match="d_h = 80"):
+        plan.forward_candidates(1, 1, 16, 80, 22, 384)
+
+
 def test_empty():
     p = plan.plan_forward(1, 0, 4, 128, 2, 64)
     assert p["work"] == [] and p["partials"] == 0
