@@ -12,7 +12,6 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from . import torch_private
 from .reference import ACTIVATIONS, accumulate_dtype
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -81,12 +80,12 @@ def floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
 
 
-def weight_shape(k: Tensor) -> None:
+def weight_shape(k: Tensor, name: str = "k") -> None:
     if k.dim() != 4:
-        raise ValueError(f"k has shape {list(k.shape)}; expected four dimensions [H_kv, E, d_e, d_h]")
-    for size, name in zip(k.shape, ("H_kv", "E", "d_e", "d_h"), strict=True):
+        raise ValueError(f"{name} has shape {list(k.shape)}; expected four dimensions [H_kv, E, d_e, d_h]")
+    for size, dimension in zip(k.shape, ("H_kv", "E", "d_e", "d_h"), strict=True):
         if size < 1:
-            raise ValueError(f"k has shape {list(k.shape)}; {name} must be at least 1")
+            raise ValueError(f"{name} has shape {list(k.shape)}; {dimension} must be at least 1")
 
 
 def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
@@ -160,11 +159,10 @@ def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contigu
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
-    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, on x's device; x's dtype but under autocast."""
+    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its device."""
     given = {f"{name}_w": weight} | ({} if bias is None else {f"{name}_bias": bias})
     for argument, tensor in given.items():
-        if not torch_private.autocasts(x.device.type):
-            _same_dtype(argument, tensor, x, of="x")
+        _same_dtype(argument, tensor, x, of="x")
         _same_device(argument, tensor, x, of="x")
     if bias is not None:
         _shape(f"{name}_bias", bias, (weight.shape[0],), f"the rows of {name}_w")

@@ -7,7 +7,6 @@ for its own attention. :func:`register` makes the formulae known to a counter th
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -109,20 +108,6 @@ def register() -> None:
     when_imported(_COUNTER, _register_operators)
 
 
-def register_layer() -> None:
-    """Registers the formula of ``torch.ops.flashmhf.layer``, which exists once ``flashmhf.integrations`` is imported."""
-    counter = sys.modules.get(_COUNTER)
-    if counter is not None and torch.ops.flashmhf.layer not in counter.flop_registry:
-        counter.register_flop_formula(torch.ops.flashmhf.layer)(layer)
-
-
-def register_projection() -> None:
-    """Registers the formula of the hopper library's few-token projection, an operator that exists once the library is loaded."""
-    counter = sys.modules.get(_COUNTER)
-    if counter is not None and torch.ops.flashmhf_hopper.project not in counter.flop_registry:
-        counter.register_flop_formula(torch.ops.flashmhf_hopper.project)(projection)
-
-
 def _register_operators(counter: ModuleType) -> None:
     for name, formula in {
         "forward": forward,
@@ -133,10 +118,7 @@ def _register_operators(counter: ModuleType) -> None:
         "fp8_forward": forward,
         "fp8_gated_forward": gated_forward,
         "fp8_linear": projection,
+        "layer": layer,
         "fp8_layer": fp8_layer,
     }.items():
         counter.register_flop_formula(getattr(torch.ops.flashmhf, name))(formula)
-    if hasattr(torch.ops.flashmhf_hopper, "project"):
-        register_projection()
-    if hasattr(torch.ops.flashmhf, "layer"):
-        register_layer()

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module
+from torch.utils._device import DeviceContext
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+AUTOCAST_KEYS = {
+    device: f"Autocast{name}"
+    for device, name in {
+        "cpu": "CPU",
+        "cuda": "CUDA",
+        "hpu": "HPU",
+        "mps": "MPS",
+        "xpu": "XPU",
+        torch._C._get_privateuse1_backend_name(): "PrivateUse1",
+    }.items()
+    if hasattr(torch._C.DispatchKey, f"Autocast{name}")
+}
+"""The dispatch keys of autocast by device type."""
+_AUTOCAST = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS.values()))
 
 
 def below_autograd() -> AbstractContextManager:
@@ -16,8 +33,8 @@ def below_autograd() -> AbstractContextManager:
 
 
 def below_autocast() -> AbstractContextManager:
-    """Operator calls inside skip the autocast kernels of CPU and CUDA."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+    """Operator calls inside skip the autocast kernels."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def autocasts(device_type: str) -> bool:
@@ -42,9 +59,23 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 
 def is_observed() -> bool:
-    """Whether a torch.func transform, forward-mode differentiation or a dispatch mode (FlopCounterMode, fake tensors) follows each call."""
+    """Whether something follows each call: a torch.func transform, forward-mode differentiation, a dispatch mode (FlopCounterMode, fake
+    tensors) or a function mode other than that of a default device."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
+        or has_function_mode()
     )
+
+
+def has_function_mode() -> bool:
+    """Whether a TorchFunctionMode is active that does more than place new tensors, as torch.set_default_device does."""
+    return torch._C._len_torch_function_stack() > 0 and any(
+        type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()
+    )
+
+
+def has_global_hooks() -> bool:
+    """Whether forward hooks are registered for all modules."""
+    return bool(module._global_forward_pre_hooks or module._global_forward_hooks)

@@ -5,21 +5,27 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from .. import checks
-from . import eager, hopper, triton
-from . import reference as definition
-from .contract import Backend
+from . import eager, hopper, reference, triton
+from .contract import Backend, Fp8Backend
+from .eager import fp8 as eager_fp8
+from .hopper import fp8 as hopper_fp8
+from .triton import fp8 as triton_fp8
 
-BACKENDS: dict[str, Backend] = {"hopper": hopper, "triton": triton, "eager": eager}  # in the order in which "auto" takes them
-REFERENCE = "reference"  # the definition in plain operations; only by name
+_T = TypeVar("_T", Backend, Fp8Backend)
+# In the order in which "auto" takes them. "reference", the definition in plain operations, runs only by name.
+BACKENDS: dict[str, Backend] = {"hopper": hopper, "triton": triton, "eager": eager}
+FP8_BACKENDS: dict[str, Fp8Backend] = {"hopper": hopper_fp8, "triton": triton_fp8, "eager": eager_fp8}
+REFERENCE = "reference"
 NAMES = ("auto", *BACKENDS, REFERENCE)
 
 
 def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> None:
-    """TypeError for what is not a string, ValueError for a name that is not in ``names``."""
+    """Raise TypeError if ``backend`` is not a string and ValueError if it is not one of ``names``."""
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a str, got {type(backend).__name__}")
     if backend not in names:
@@ -28,24 +34,29 @@ def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> None:
 
 @functools.cache
 def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu") -> Backend:
-    """The back end for this device, dtype and shape.
+    """Return the back end for this device, dtype and shape.
 
     Raises ValueError for an unknown name and NotImplementedError for an explicit back end that cannot run, with the reason.
     """
-    if backend != "auto":
-        check_name(backend)
-        chosen = definition if backend == REFERENCE else BACKENDS[backend]
-        reason = chosen.why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
-        if reason is not None:
-            raise NotImplementedError(f"backend={backend!r} cannot run: {reason}")
-        return chosen
-    for name, candidate in BACKENDS.items():
-        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
-        if reason is None:
-            return candidate
-        if name == "hopper":
-            _warn_hopper_unused(device, reason)
-    raise AssertionError("the eager back end supports everything")
+    return _select(BACKENDS | {REFERENCE: reference}, tuple(BACKENDS), backend, device, dtype, d_h, d_e, activation)
+
+
+@functools.cache
+def select_fp8(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int) -> Fp8Backend:
+    """Return the FP8 back end, as :func:`select` does."""
+    return _select(FP8_BACKENDS, tuple(FP8_BACKENDS), backend, device, dtype, d_h, d_e, "silu")
+
+
+def _select(known: dict[str, _T], order: tuple[str, ...], backend: str, device, dtype, d_h: int, d_e: int, activation: str) -> _T:
+    check_name(backend, names=("auto", *known))
+    reasons = {}
+    for name in order if backend == "auto" else (backend,):
+        reasons[name] = known[name].why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
+        if reasons[name] is None:
+            return known[name]
+        if name == "hopper" and backend == "auto":
+            _warn_hopper_unused(device, reasons[name])
+    raise NotImplementedError(f"backend={backend!r} cannot run: {'; '.join(reasons.values())}")
 
 
 @functools.cache

@@ -6,26 +6,53 @@ global state but the current stream, and neither copies q nor synchronises with 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Projection = tuple[Tensor, Tensor | None]
-"""Weight [N, K] and bias [N] of a linear layer."""
-Norm = tuple[Tensor, float]
-"""Weight [H, d_h] and eps of the RMS normalisation of Q."""
+
+class Projection(NamedTuple):
+    """A linear layer x W^T + b: W [N, K], b [N] or None, and the scale [N, 1] float32 of an e4m3 W's rows, None for a W in x's dtype."""
+
+    w: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a whole layer: out_proj(S(q_norm(in_proj(x)))).
+
+    mix: k, u, v [H_kv, E, d_e, d_h] in x's dtype, or k8, u8, v8 and scales as :class:`flashmhf.quantize.PackedWeights` has them.
+    router [H, d_h, E], or None for a network without gate; q_norm [H, d_h], or None.
+    """
+
+    in_proj: Projection
+    mix: tuple[Tensor, ...]
+    router: Tensor | None
+    eps: float
+    out_proj: Projection
+    q_norm: Tensor | None = None
+    q_norm_eps: float = 0.0
+
+    @property
+    def is_fp8(self) -> bool:
+        return len(self.mix) == 4
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields every tensor there is."""
+        for value in (*self.in_proj, *self.mix, self.router, *self.out_proj, self.q_norm):
+            if value is not None:
+                yield value
 
 
 class Backend(Protocol):
     """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``; ``needs`` is (tokens, weights).
 
     ``backends.gating`` composes ``gated_forward`` and ``gated_backward`` from ``forward`` and ``backward`` for a back end without a fused
-    router. This module's :func:`refuse_projection`, :func:`project` and :func:`layer` serve a back end without these kernels.
+    router. This module's :func:`layer` serves a back end without an operator for the whole layer.
     """
-
-    PROJECT_TOKENS: int
-    """The most tokens that ``project`` takes; 0 for a back end without such a kernel."""
 
     def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
         """None where the back end can run; else the reason, naming the argument, what it got and what is supported."""
@@ -93,57 +120,38 @@ class Backend(Protocol):
         """(dq, dr); adds the weight gradients into dk, du, dv, which are fp32 (fp64 for fp64 operands)."""
         ...
 
-    def refuse_projection(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Exception | None:
-        """Why ``project`` does not take x [T, K], w [N, K] and bias [N]; None where it does."""
-        ...
+    def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
+        """The whole layer at inference by one call, [..., d_model] -> [..., d_model], without autograd.
 
-    def project(self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: bool = False) -> Tensor:
-        """x W^T + bias [T, N] without autograd; ``weights_ready`` as in ``hopper.project``."""
-        ...
-
-    def layer(
-        self,
-        x: Tensor,
-        in_proj: Projection,
-        q_norm: Norm | None,
-        k: Tensor,
-        u: Tensor,
-        v: Tensor,
-        w: Tensor,
-        eps: float,
-        out_proj: Projection,
-    ) -> Tensor | None:
-        """The module's values at inference, [..., d_model] -> [..., d_model], queued by one call without autograd:
-        out_proj(S(q_norm(in_proj(x)))).
-
-        None where the back end has no such operator or does not take these tensors as they are; the module then calls its parts.
+        Returns None if the back end has no such operator or cannot read these tensors as they are. The caller then runs the parts.
         """
         ...
 
 
-PROJECT_TOKENS = 0
+class Fp8Backend(Protocol):
+    """A back end for K, U and V in e4m3. Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``; activations are SiLU."""
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
+        """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
+        ...
+
+    def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+        """S [..., H, d_h] in q's dtype, contiguous."""
+        ...
+
+    def gated_forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
+        """``forward`` with R = gate(q, w, eps)."""
+        ...
+
+    def linear(self, x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias [T, N] in x's dtype, for an e4m3 W [N, K] with the scale [N, 1] of its rows."""
+        ...
+
+    def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
+        """As :meth:`Backend.layer`."""
+        ...
 
 
-def refuse_projection(x: Tensor, w: Tensor, bias: Tensor | None) -> NotImplementedError:
-    """For a back end without a projection kernel."""
-    return NotImplementedError("project has a kernel on the hopper back end only; supported elsewhere: torch.nn.functional.linear")
-
-
-def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: bool = False) -> Tensor:
-    """For a back end without a projection kernel."""
-    raise refuse_projection(x, w, bias)
-
-
-def layer(
-    x: Tensor,
-    in_proj: Projection,
-    q_norm: Norm | None,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    out_proj: Projection,
-) -> Tensor | None:
-    """For a back end without an operator for the whole module."""
+def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
+    """For a back end without an operator for the whole layer: the caller runs its parts."""
     return None

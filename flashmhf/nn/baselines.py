@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import reference
-from ..ops import gate as router
-from ..ops import mix as ops
+from ..ops.gate import gate
+from ..ops.mix import flash_mhf
 from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import SWIGLU_VARIANCE, Scheme
 from .multihead import GroupedHeads, MultiHead, check_input, check_matches
@@ -66,7 +66,7 @@ class MHFFN(GroupedHeads):
         k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
         if self.backend == "naive":
             return reference.forward(q, k, u, v, activation=self.activation)
-        return ops.flash_mhf(q, k, u, v, deterministic=self.deterministic, backend=self.backend, activation=self.activation)
+        return flash_mhf(q, k, u, v, deterministic=self.deterministic, backend=self.backend, activation=self.activation)
 
 
 class SwiGLU(Network):
@@ -177,7 +177,7 @@ class DenseMoE(Network):
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
         check_matches(x, self.gate_proj)
-        r = router.gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)
+        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)
         activation = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
         weighted = activation.unflatten(-1, (self.num_subnets, self.subnet_dim)) * r[..., None].to(activation.dtype)
         return self.down_proj(weighted.flatten(-2))

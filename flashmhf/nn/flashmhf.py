@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..backends.contract import Projection
-from ..ops import mix as ops
+from ..backends import REFERENCE
+from ..backends.contract import LayerWeights
+from ..ops import layer
+from ..ops.mix import gated_flash_mhf
 from .arguments import backend_and_deterministic, epsilon, positive
-from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_unobserved
-
-CHUNK_TOKENS = 16384  # FlashMHF's inference forward takes more tokens than this in equal chunks of at most this many
+from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_ordinary, is_plain, only_values_matter, plain_linear
 
 
 def default_subnet_dim(head_dim: int) -> int:
@@ -36,25 +35,14 @@ def uses_silu(feed_forward: nn.Module) -> bool:
     )
 
 
-def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Exactly what ``kind`` computes over ordinary tensors: not replaced, wrapped, patched, hooked or distributed."""
-    if type(module).forward is not kind.forward:  # a subclass that computes what ``kind`` does, such as Projection, is plain
-        return False
-    # Not .weight: a microsecond of the host. Pruning and spectral_norm leave no parameter of that name.
-    if type(module._parameters.get("weight")) is not nn.Parameter:
-        return False
-    return "forward" not in vars(module) and not module._forward_pre_hooks and not module._forward_hooks
+_PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
 
 
-def _projection(linear: nn.Module) -> Projection:
-    return linear._parameters["weight"], linear._parameters["bias"]
-
-
-def _project(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
-    """linear(x) written into ``out``."""
-    if linear.bias is None:
-        return torch.mm(x, linear.weight.t(), out=out)
-    return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+def _keeps_parts(module: nn.Module) -> bool:
+    """Return whether ``module``, of a subclass perhaps, computes what FlashMHF computes."""
+    kind = type(module)
+    same = kind is FlashMHF or all(getattr(kind, name) is getattr(FlashMHF, name) for name in _PARTS)
+    return same and not any(name in module.__dict__ for name in _PARTS)
 
 
 class FlashMHF(GroupedHeads):
@@ -176,73 +164,39 @@ class FlashMHF(GroupedHeads):
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """k, u, v [H_kv, E, d_e, d_h], from parameters of four dimensions or of three (flashmhf.integrations.peft)."""
-        shape = self.weight_shape
-        k, u, v = (weight if weight.dim() == 4 else weight.view(shape) for weight in (self.k, self.u, self.v))
+        k, u, v = self.k, self.u, self.v
+        if k.dim() != 4:
+            k, u, v = (weight.view(self.weight_shape) for weight in (k, u, v))
         return k, u, v
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
-        y = self._forward_inference(x) if self._is_plain_inference(x) else None
-        return self.join_heads(self._mix(self.split_heads(x))) if y is None else y
+        weights = self._plain_weights() if only_values_matter(x) else None
+        if weights is None or (torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))):
+            return self.join_heads(self._mix(self.split_heads(x)))
+        return layer.run(x, weights, self.backend, self.activation)
 
-    def _is_plain_inference(self, x: Tensor) -> bool:
-        """Whether only the values of the result matter: eager, no gradient, autocast, transform or dispatch mode, ordinary tensors, and
-        projections that are just products.
-
-        Compiled and exported graphs keep the linear layers: a choice by the number of tokens would be a guard on that number.
-        """
-        k = self._parameters.get("k")  # not self.k, which takes the host a microsecond; a parametrised weight is no parameter
-        if torch.compiler.is_compiling() or k is None or x.dtype != k.dtype or not x.numel():
-            return False
-        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
-            return False
-        if self.skip_linear or not is_unobserved(x):
-            return False
-        modules = self._modules
-        plain = type(k) is nn.Parameter and _is_plain(modules["in_proj"], nn.Linear) and _is_plain(modules["out_proj"], nn.Linear)
-        return plain and len(modules["in_proj"]._parameters["weight"]) == self.d_model  # else the heads of one rank
-
-    def _forward_inference(self, x: Tensor) -> Tensor | None:
-        """The result by the fewest calls and the least memory; None where the parts' ordinary calls are what remains."""
-        if x.numel() > CHUNK_TOKENS * self.d_model:
-            return self._forward_chunks(x)
-        in_proj, out_proj = _projection(self._modules["in_proj"]), _projection(self._modules["out_proj"])
-        q_norm = self._modules.get("q_norm")
-        if q_norm is None or _is_plain(q_norm, HeadRMSNorm):
-            norm = None if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
-            y = ops.inference_layer(
-                x, in_proj, norm, *self._weights(), self.router, self.router_eps, out_proj, self.backend, self.activation
-            )
-            if y is not None:
-                return y
-        if x.numel() > ops.PROJECT_TOKENS * self.d_model:
+    def _plain_weights(self) -> LayerWeights | None:
+        """Return the weights if the module is what its class says: no part of it is hooked, replaced, patched or computed; else None."""
+        modules, parameters = self._modules, self._parameters  # not their attributes, each of which takes the host a microsecond
+        in_proj, out_proj, q_norm = plain_linear(modules.get("in_proj")), plain_linear(modules.get("out_proj")), modules.get("q_norm")
+        if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)) or not _keeps_parts(self):
             return None
-        rows = x.reshape(-1, self.d_model)
-        project = ops.few_token_projection(rows, self._weights()[0], (in_proj, out_proj), self.backend, self.activation)
-        return None if project is None else self._forward_few_tokens(project, rows, x.shape)
-
-    def _forward_few_tokens(self, project: Callable[..., Tensor], rows: Tensor, shape: torch.Size) -> Tensor:
-        q = project(rows, self.in_proj.weight, self.in_proj.bias)
-        mixed = self._mix(q.view(*shape[:-1], self.num_heads, self.head_dim))
-        # The last kernel of _mix is the forward operator's, and views launch none, so out_proj's weights are ready. Any kernel may stand
-        # before in_proj.
-        return project(mixed.view(-1, self.d_model), self.out_proj.weight, self.out_proj.bias, weights_ready=True).view(shape)
-
-    def _forward_chunks(self, x: Tensor) -> Tensor:
-        """Peak memory: the result and one chunk of S. Q of a chunk lies where its result will be."""
-        rows = x.flatten(0, -2)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        chunks = -(-len(rows) // CHUNK_TOKENS)
-        for x_chunk, out_chunk in zip(rows.tensor_split(chunks), out.view(rows.shape).tensor_split(chunks), strict=True):
-            q = _project(self.in_proj, x_chunk, out_chunk).unflatten(-1, (self.num_heads, self.head_dim))
-            _project(self.out_proj, self._mix(q).flatten(-2), out_chunk)
-        return out
+        if self.backend == REFERENCE and torch.compiler.is_compiling():
+            return None  # its graphs and exported programs consist of PyTorch's own operations
+        router, k, u, v = parameters.get("router"), parameters.get("k"), parameters.get("u"), parameters.get("v")
+        if not (is_ordinary(k) and is_ordinary(u) and is_ordinary(v) and is_ordinary(router)):
+            return None
+        if k.dim() != 4:
+            k, u, v = self._weights()
+        norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
+        return LayerWeights(in_proj, (k, u, v), router, self.router_eps, out_proj, *norm)
 
     def _mix(self, q: Tensor) -> Tensor:
         """Q -> S, both [..., H, d_h]. The caller keeps no reference to Q, so it is released before out_proj where no gradient needs it."""
         q = self.normalise(q)
-        return ops.gated_flash_mhf(
+        return gated_flash_mhf(
             q,
             *self._weights(),
             self.router,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.types import Device
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import checks, reference, torch_private
+from ..backends.contract import Projection
 from .arguments import activation as checked_activation
 from .arguments import divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
@@ -14,7 +16,8 @@ from .network import Network
 
 
 def check_input(x: Tensor, d_model: int) -> None:
-    checks.strided(x=x)
+    if type(x) is not Tensor or x.is_nested or x.layout != torch.strided:
+        checks.strided(x=x)
     checks.floating("x", x)
     if x.dim() < 1 or x.shape[-1] != d_model:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
@@ -39,11 +42,42 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
         raise TypeError(f"x has dtype {checks.name_of(x.dtype)}; supported: {supported}")
 
 
-def is_unobserved(x: Tensor) -> bool:
-    """Whether a call on x runs eagerly, without autocast, transform or dispatch mode, on an ordinary tensor."""
-    if torch.compiler.is_compiling() or torch_private.is_observed() or torch_private.autocasts(x.device.type):
+def only_values_matter(x: Tensor) -> bool:
+    """Return whether a call on x may run as one operator: no autocast, transform, mode or global hook would see the parts' calls.
+
+    A dispatch mode that traces under ``torch.compile`` or ``torch.export`` does not count.
+    """
+    if torch_private.autocasts(x.device.type) or torch_private.has_global_hooks() or not is_ordinary(x):
         return False
-    return type(x) in (Tensor, nn.Parameter)
+    if torch.compiler.is_compiling():
+        return not (torch.compiler.is_dynamo_compiling() and torch_private.has_function_mode())
+    return not torch_private.is_observed()
+
+
+def is_ordinary(x: object) -> bool:
+    """Return whether x is a tensor or parameter of PyTorch's own type, or one that stands for such a tensor while a graph is traced."""
+    if type(x) in (Tensor, nn.Parameter):
+        return True
+    return torch.compiler.is_compiling() and isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
+
+
+def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Return whether ``module`` computes exactly what ``kind`` does: it is not replaced, patched, hooked, pruned or parametrised."""
+    # A subclass that keeps the forward, such as Projection, computes what its base does.
+    if getattr(type(module), "forward", None) is not kind.forward or "forward" in module.__dict__:
+        return False
+    if module._forward_pre_hooks or module._forward_hooks:
+        return False
+    return is_ordinary(module._parameters.get("weight"))  # what a parametrisation, pruning or spectral_norm computes is no parameter
+
+
+def plain_linear(module: nn.Module | None) -> Projection | None:
+    """Return the weights of ``module`` if it is a linear layer as :func:`is_plain` has it, else None."""
+    if not is_plain(module, nn.Linear):
+        return None
+    parameters = module._parameters
+    bias = parameters.get("bias", module)  # absent: computed, as the weight may be
+    return Projection(parameters["weight"], bias) if bias is None or is_ordinary(bias) else None
 
 
 class HeadRMSNorm(nn.Module):

@@ -1,55 +1,21 @@
-"""The operators ``torch.ops.flashmhf.fp8_forward`` and ``fp8_gated_forward``: schemas, checks, back-end dispatch, fake kernels, autocast.
-
-They serve inference: an input that requires a gradient is refused.
-"""
+"""``torch.ops.flashmhf.fp8_forward``, ``fp8_gated_forward`` and ``fp8_linear``: inference with weights in e4m3."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from .. import checks, torch_private
-from ..backends import check_name
-from ..backends.eager import fp8 as eager
-from ..backends.hopper import fp8 as hopper
-from ..backends.triton import fp8 as triton
-from ..quantize.packing import check_packed
+from .. import backends, checks
+from ..backends.contract import Fp8Backend
+from ..backends.fp8_layout import E4M3, check_packed
+from .library import define
 
-# In the order in which "auto" takes them.
-BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "eager": eager}
-NAMES = ("auto", *BACKENDS)
 _OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
-_library = torch.library.Library("flashmhf", "FRAGMENT")
-for _schema in (
-    f'fp8_forward({_OPERANDS}, Tensor? r=None, *, str backend="auto") -> Tensor',
-    f'fp8_gated_forward({_OPERANDS}, Tensor w, float eps, *, str backend="auto") -> Tensor',
-):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-
-@functools.cache
-def select(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int) -> ModuleType:
-    """The back end for this device, dtype of q and shape.
-
-    Raises ValueError for an unknown name and NotImplementedError for an explicit back end that cannot run, with the reason.
-    """
-    check_name(backend, names=NAMES)
-    for name, candidate in BACKENDS.items():
-        if backend not in ("auto", name):
-            continue
-        reason = candidate.why_not(device, dtype, d_h=d_h, d_e=d_e)
-        if reason is None:
-            return candidate
-        if backend == name:
-            raise NotImplementedError(f"backend={backend!r} cannot run: {reason}")
-    raise AssertionError("the eager back end supports everything")
+_ANY_SIZES = {"d_h": 64, "d_e": 16}  # a projection has neither: sizes that every back end takes
 
 
 def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
+    """Raise for operands of ``fp8_forward`` that do not belong together, by their names."""
     checks.tensors(q=q)
     check_packed(k8, u8, v8, scales)
     checks.floating("q", q)
@@ -61,76 +27,87 @@ def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor
         )
 
 
-def _check_forward(q, k8, u8, v8, scales, r):
+def check_linear(
+    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, names: tuple[str, str, str] = ("weight8", "scale", "bias")
+) -> None:
+    """Raise for operands of ``fp8_linear`` that do not belong together; ``names``: those of w, scale and bias."""
+    weight_name, scale_name, bias_name = names
+    given = {"x": x, weight_name: w, scale_name: scale} | ({} if bias is None else {bias_name: bias})
+    checks.tensors(**given)
+    checks.floating("x", x)
+    dtypes = dict(zip(names, (E4M3, torch.float32, x.dtype), strict=True))
+    for name, tensor in given.items():
+        if name != "x" and tensor.dtype != dtypes[name]:
+            raise TypeError(f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: {checks.name_of(dtypes[name])}")
+    for name, tensor in given.items():
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; all tensors must be on one device")
+    if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"x has shape {list(x.shape)} and {weight_name} {list(w.shape)}; expected [..., K] and [N, K]")
+    for name, shape in ((scale_name, (w.shape[0], 1)), (bias_name, (w.shape[0],))):
+        if name in given and tuple(given[name].shape) != shape:
+            raise ValueError(f"{name} has shape {list(given[name].shape)}; expected {list(shape)} from the rows of {weight_name}")
+    for name in (weight_name, scale_name):
+        if not given[name].is_contiguous():
+            raise ValueError(f"{name} has strides {list(given[name].stride())} for shape {list(given[name].shape)}; it must be contiguous")
+
+
+def _back_end(q: Tensor, k8: Tensor, backend: str) -> Fp8Backend:
+    return backends.select_fp8(backend, q.device, q.dtype, k8.shape[3], k8.shape[2])
+
+
+def _forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None = None, *, backend: str = "auto") -> Tensor:
     check_operands(q, k8, u8, v8, scales)
     checks.weights(q, k8, r)
+    chosen = _back_end(q, k8, backend)
+    return chosen.forward(q, k8, u8, v8, scales, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _check_gated(q, k8, u8, v8, scales, w, eps):
+def _fake_forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
+    check_operands(q, k8, u8, v8, scales)
+    checks.weights(q, k8, r)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
+    """Run the kernel of ``fp8_gated_forward``: the operator without the dispatcher."""
     check_operands(q, k8, u8, v8, scales)
     checks.router(q, w, eps, k8)
+    chosen = _back_end(q, k8, backend)
+    return chosen.gated_forward(q, k8, u8, v8, scales, w, eps) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _forward(q, k8, u8, v8, scales, r=None, *, backend="auto"):
-    _check_forward(q, k8, u8, v8, scales, r)
-    module = select(backend, q.device, q.dtype, k8.shape[3], k8.shape[2])
-    return module.forward(q, k8, u8, v8, scales, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _gated_forward(q, k8, u8, v8, scales, w, eps, *, backend="auto"):
-    _check_gated(q, k8, u8, v8, scales, w, eps)
-    module = select(backend, q.device, q.dtype, k8.shape[3], k8.shape[2])
-    return module.gated_forward(q, k8, u8, v8, scales, w, eps) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _fake_forward(q, k8, u8, v8, scales, r=None, *, backend="auto"):
-    _check_forward(q, k8, u8, v8, scales, r)
+def _fake_gated_forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float, *, backend: str = "auto"
+) -> Tensor:
+    check_operands(q, k8, u8, v8, scales)
+    checks.router(q, w, eps, k8)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _fake_gated_forward(q, k8, u8, v8, scales, w, eps, *, backend="auto"):
-    _check_gated(q, k8, u8, v8, scales, w, eps)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Run the kernel of ``fp8_linear``: the operator without the dispatcher."""
+    check_linear(x, weight8, scale, bias)
+    chosen = backends.select_fp8(backend, x.device, x.dtype, **_ANY_SIZES)
+    shape = *x.shape[:-1], weight8.shape[0]
+    rows = x.reshape(-1, x.shape[-1])
+    return chosen.linear(rows, weight8, scale, bias).view(shape) if rows.numel() else x.new_empty(shape)
 
 
-def _without_gradients(name: str):
-    op = getattr(torch.ops.flashmhf, name)
-
-    def call(*args, **kwargs):
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if differentiated or torch_private.differentiated_by_functorch(*tensors) or torch_private.has_tangent(*tensors):
-            raise NotImplementedError(f"{name}: an input requires a gradient; FP8 serves inference: supported under torch.no_grad()")
-        with torch_private.below_autograd():
-            return op(*args, **kwargs)
-
-    return call
+def _fake_linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    check_linear(x, weight8, scale, bias)
+    return x.new_empty((*x.shape[:-1], weight8.shape[0]))
 
 
-def _autocast(name: str, device_type: str):
-    op = getattr(torch.ops.flashmhf, name)
-
-    def call(q, *args, **kwargs):
-        if isinstance(q, Tensor) and q.dtype in checks.FLOAT_DTYPES[:3]:
-            q = q.to(torch.get_autocast_dtype(device_type))
-        with torch_private.below_autocast():
-            return op(q, *args, **kwargs)
-
-    return call
-
-
-def register(name: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
-    """An operator of inference: its kernel on CPU and CUDA, its fake kernel, and the refusal of gradients."""
-    _library.impl(name, kernel, "CPU")
-    _library.impl(name, kernel, "CUDA")
-    torch.library.register_fake(f"flashmhf::{name}", fake, lib=_library)
-    _library.impl(name, _without_gradients(name), "Autograd")
-
-
-for _name, _kernel, _fake in (
-    ("fp8_forward", _forward, _fake_forward),
-    ("fp8_gated_forward", _gated_forward, _fake_gated_forward),
-):
-    register(_name, _kernel, _fake)
-    _library.impl(_name, _autocast(_name, "cpu"), "AutocastCPU")
-    _library.impl(_name, _autocast(_name, "cuda"), "AutocastCUDA")
+define(f'fp8_forward({_OPERANDS}, Tensor? r=None, *, str backend="auto") -> Tensor', _forward, _fake_forward, casts="q")
+define(
+    f'fp8_gated_forward({_OPERANDS}, Tensor w, float eps, *, str backend="auto") -> Tensor', gated_forward, _fake_gated_forward, casts="q"
+)
+define(
+    'fp8_linear(Tensor x, Tensor weight8, Tensor scale, Tensor? bias=None, *, str backend="auto") -> Tensor',
+    linear,
+    _fake_linear,
+    casts=("x", "bias"),
+)

@@ -1,170 +1,235 @@
-"""``torch.ops.flashmhf.layer``: in_proj, the operator and out_proj as one node of a compiled graph, for inference.
+"""``torch.ops.flashmhf.layer`` and ``fp8_layer``: in_proj, the heads' networks and out_proj at inference, as one operator.
 
-Engines compile their models, and a compiled ``FlashMHF`` keeps its linear layers as separate products (flashmhf.nn.FlashMHF). Here the
-choice of kernels by the number of tokens is made inside the node: no guard on that number, no synchronisation, and the calls of a fixed
-number of tokens are the same kernels every time, so a CUDA graph captures them.
+A compiled layer is one node of the graph. It picks its kernels by the number of tokens when it runs: the compiler adds no guard on that
+number, and calls with a fixed number launch the same kernels every time, so that CUDA graphs can capture them. In eager mode
+:func:`run` calls the same code without the dispatcher, whose time few tokens would notice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from .. import backends, checks, flops, reference, torch_private
-from ..backends.contract import Backend, Projection
+from .. import backends, checks, reference
+from ..backends.contract import Fp8Backend, LayerWeights, Projection
+from . import fp8, mix
+from .library import LIBRARY, define
 
-CHUNK_TOKENS = 16384  # more tokens than this take equal chunks of at most this many: S of one chunk at a time
-
-_library = torch.library.Library("flashmhf", "FRAGMENT")
-_library.define(
-    "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor k, Tensor u, Tensor v, Tensor? w, float eps, Tensor out_w, Tensor? out_bias, *, "
-    'Tensor? q_norm=None, float q_norm_eps=0.0, str backend="auto", str activation="silu") -> Tensor',
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
+_TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
 
 
-def _check_call(x: Tensor, in_w: Tensor, k: Tensor, out_w: Tensor, q_norm_eps: float) -> None:
-    checks.weight_shape(k)
-    shared = k.shape[0] * k.shape[3]
-    if in_w.dim() != 2 or not in_w.shape[0] or in_w.shape[0] % shared:
-        raise ValueError(f"in_w has shape {list(in_w.shape)}; expected [H d_h, d_model] with a multiple of H_kv d_h = {shared} from k")
-    if out_w.dim() != 2 or out_w.shape[1] != in_w.shape[0]:
-        raise ValueError(f"out_w has shape {list(out_w.shape)}; expected [d_model, H d_h] with H d_h = {in_w.shape[0]} from in_w")
-    if x.dim() < 1 or x.shape[-1] != in_w.shape[1]:
-        raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_w.shape[1]} from in_w")
-    checks.epsilon("q_norm_eps", q_norm_eps)
-
-
-def _check(x: Tensor, in_proj: Projection, mix: _Mix, out_proj: Projection) -> None:
-    """What _check_call leaves open, of every tensor but those that the operator of ``mix`` checks."""
+def _check(x: Tensor, weights: LayerWeights) -> None:
+    """Raise for weights that do not belong together or to x; the operators of the heads' networks check the rest."""
+    in_proj, networks, _, _, out_proj, q_norm, q_norm_eps = weights
+    name = "k8" if weights.is_fp8 else "k"
+    checks.tensors(x=x, in_w=in_proj.w, out_w=out_proj.w, **{name: networks[0]})
     checks.floating("x", x)
-    checks.projection("in", *in_proj, x)
-    checks.projection("out", *out_proj, x)
-    head_dim = mix.k.shape[3]
-    checks.head_norm(mix.q_norm, x, in_proj[0].shape[0] // head_dim, head_dim)
-
-
-@dataclass(frozen=True)
-class _Mix:
-    """Q [T, H d_h] -> S [T, H d_h]."""
-
-    k: Tensor
-    u: Tensor
-    v: Tensor
-    w: Tensor | None
-    eps: float
-    q_norm: Tensor | None
-    q_norm_eps: float
-    settings: dict[str, str]  # backend and activation
-
-    def __call__(self, q: Tensor) -> Tensor:
-        heads = q.unflatten(-1, (-1, self.k.shape[3]))
-        if self.q_norm is not None:
-            heads = reference.normalise_heads(heads, self.q_norm, self.q_norm_eps)
-        if self.w is None:
-            mixed = torch.ops.flashmhf.forward(heads, self.k, self.u, self.v, **self.settings)
+    checks.weight_shape(networks[0], name)
+    kv_heads, _, _, head_dim = networks[0].shape
+    inner = in_proj.w.shape[0] if in_proj.w.dim() == 2 else 0
+    if not inner or inner % (kv_heads * head_dim):
+        raise ValueError(
+            f"in_w has shape {list(in_proj.w.shape)}; expected [H d_h, d_model] with a multiple of "
+            f"H_kv d_h = {kv_heads * head_dim} from {name}"
+        )
+    if out_proj.w.dim() != 2 or out_proj.w.shape[1] != inner:
+        raise ValueError(f"out_w has shape {list(out_proj.w.shape)}; expected [d_model, H d_h] with H d_h = {inner} from in_w")
+    if x.dim() < 1 or x.shape[-1] != in_proj.w.shape[1]:
+        raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_proj.w.shape[1]} from in_w")
+    checks.epsilon("q_norm_eps", q_norm_eps)
+    for end, projection in (("in", in_proj), ("out", out_proj)):
+        if projection.scale is None:
+            checks.projection(end, projection.w, projection.bias, x)
         else:
-            mixed = torch.ops.flashmhf.gated_forward(heads, self.k, self.u, self.v, self.w, self.eps, **self.settings)
-        return mixed.flatten(-2)
+            features = x.new_empty((0, projection.w.shape[1]))  # x or S; their sizes are checked
+            fp8.check_linear(features, projection.w, projection.scale, projection.bias, (f"{end}_w", f"{end}_scale", f"{end}_bias"))
+    checks.head_norm(q_norm, x, inner // head_dim, head_dim)
 
 
-def _projects(module: Backend, rows: Tensor, in_proj: Projection, mixed_features: int, out_proj: Projection) -> bool:
-    """Whether the back end's kernel for few tokens takes both projections."""
-    if len(rows) > module.PROJECT_TOKENS or module.refuse_projection(rows, *in_proj) is not None:
-        return False
-    return module.refuse_projection(rows.new_empty((len(rows), mixed_features)), *out_proj) is None
+def _project(x: Tensor, projection: Projection, backend: str, out: Tensor | None = None) -> Tensor:
+    """x W^T + b, written into ``out`` [T, N] if there is one."""
+    w, bias, scale = projection
+    if scale is not None:
+        return fp8.linear(x, w, scale, bias, backend=backend)
+    if out is None:
+        return linear(x, w, bias)
+    return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
-def _layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto", activation="silu"):
-    _check_call(x, in_w, k, out_w, q_norm_eps)
-    module = backends.select(backend, x.device, x.dtype, k.shape[3], k.shape[2], activation)
-    if w is not None:
-        norm = None if q_norm is None else (q_norm, q_norm_eps)
-        y = module.layer(x, (in_w, in_bias), norm, k, u, v, w, eps, (out_w, out_bias))
+def _mix(q: Tensor, weights: LayerWeights, settings: dict[str, str]) -> Tensor:
+    """Q -> S, both [..., H d_h]."""
+    heads = q.unflatten(-1, (-1, weights.mix[0].shape[3]))
+    if weights.q_norm is not None:
+        heads = reference.normalise_heads(heads, weights.q_norm, weights.q_norm_eps)
+    if weights.is_fp8:
+        mixed = torch.ops.flashmhf.fp8_gated_forward(heads, *weights.mix, weights.router, weights.eps, **settings)
+    elif weights.router is None:
+        mixed = torch.ops.flashmhf.forward(heads, *weights.mix, **settings)
+    else:
+        mixed = torch.ops.flashmhf.gated_forward(heads, *weights.mix, weights.router, weights.eps, **settings)
+    return mixed.flatten(-2)
+
+
+def _settings(weights: LayerWeights, backend: str, activation: str) -> dict[str, str]:
+    return {"backend": backend} if weights.is_fp8 else {"backend": backend, "activation": activation}
+
+
+def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, out: Tensor | None = None) -> Tensor:
+    """The layer by its parts. ``out`` [T, d_model] takes the result and, where it is as wide, Q before it."""
+    q_out = out if out is not None and out.shape[1] == weights.in_proj.w.shape[0] else None
+    mixed = _mix(_project(x, weights.in_proj, backend, q_out), weights, _settings(weights, backend, activation))
+    return _project(mixed, weights.out_proj, backend, out)
+
+
+def _layer(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
+    """The layer's values: what both operators run on every device."""
+    if x.shape[:-1].numel() > CHUNK_TOKENS:
+        return _by_chunks(x, weights, backend, activation)
+    k = weights.mix[0]
+    if k.dim() == 4:
+        y = _select(x, weights, backend, activation).layer(x, weights)
         if y is not None:
             return y
-    mix = _Mix(k, u, v, w, eps, q_norm, q_norm_eps, {"backend": backend, "activation": activation})
-    _check(x, (in_w, in_bias), mix, (out_w, out_bias))
-    shape = (*x.shape[:-1], len(out_w))
-    if not x.numel():
-        mix(x.new_empty((0, len(in_w))))  # for its checks
-        return x.new_empty(shape)
-    rows = x.reshape(-1, x.shape[-1])
-    if _projects(module, rows, (in_w, in_bias), in_w.shape[0], (out_w, out_bias)):
-        mixed = mix(module.project(rows, in_w, in_bias))
-        # The kernel before this projection is the forward operator's, which starts after all older kernels: the weights are ready.
-        return module.project(mixed, out_w, out_bias, weights_ready=True).view(shape)
-    if len(rows) <= CHUNK_TOKENS:
-        return torch.nn.functional.linear(mix(torch.nn.functional.linear(rows, in_w, in_bias)), out_w, out_bias).view(shape)
-    out = x.new_empty(shape)
+    _check(x, weights)
+    return _by_parts(x, weights, backend, activation)
+
+
+def _select(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> backends.Backend | Fp8Backend:
+    _, _, d_e, d_h = weights.mix[0].shape
+    if weights.is_fp8:
+        return backends.select_fp8(backend, x.device, x.dtype, d_h, d_e)
+    return backends.select(backend, x.device, x.dtype, d_h, d_e, activation)
+
+
+def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
+    """Peak memory beyond x: the result, and S of one chunk; FP8 has Q and the result of one chunk, too."""
+    _check(x, weights)
+    out = x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
+    rows, results = x.flatten(0, -2), out.flatten(0, -2)
     chunks = -(-len(rows) // CHUNK_TOKENS)
-    for x_chunk, out_chunk in zip(rows.tensor_split(chunks), out.view(-1, len(out_w)).tensor_split(chunks), strict=True):
-        mixed = mix(torch.nn.functional.linear(x_chunk, in_w, in_bias))
-        if out_bias is None:
-            torch.mm(mixed, out_w.t(), out=out_chunk)
+    for x_chunk, out_chunk in zip(rows.tensor_split(chunks), results.tensor_split(chunks), strict=True):
+        if weights.is_fp8:
+            out_chunk.copy_(_layer(x_chunk, weights, backend, activation))
         else:
-            torch.addmm(out_bias, mixed, out_w.t(), out=out_chunk)
+            _by_parts(x_chunk, weights, backend, activation, out_chunk)
     return out
 
 
-def _fake_layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, *, q_norm=None, q_norm_eps=0.0, backend="auto", activation="silu"):
-    _check_call(x, in_w, k, out_w, q_norm_eps)
-    mix = _Mix(k, u, v, w, eps, q_norm, q_norm_eps, {"backend": backend, "activation": activation})
-    _check(x, (in_w, in_bias), mix, (out_w, out_bias))
-    mix(x.new_empty((*x.shape[:-1], in_w.shape[0])))
-    return x.new_empty((*x.shape[:-1], out_w.shape[0]))
+def _fake(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
+    _check(x, weights)
+    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, _settings(weights, backend, activation))
+    return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
 
 
-def _layer_autograd(*args, **kwargs):
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError("flashmhf::layer has no gradient; supported: inference (torch.no_grad). flashmhf.FlashMHF trains")
-    with torch_private.below_autograd():
-        return torch.ops.flashmhf.layer(*args, **kwargs)
+def _define(name: str, operands: str, last: str, weights_of: Callable[..., LayerWeights], casts: tuple[str, ...]) -> None:
+    def kernel(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
+        weights = weights_of(*operands)
+        checks.tensors(x=x, in_w=weights.in_proj.w, out_w=weights.out_proj.w)
+        checks.epsilon("q_norm_eps", weights.q_norm_eps)
+        checks.activation(activation)
+        return _layer(x, weights, backend, activation)
+
+    def fake(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
+        return _fake(x, weights_of(*operands), backend, activation)
+
+    def batched(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *operands: Any, **settings: str) -> tuple[Tensor, int]:
+        op = getattr(torch.ops.flashmhf, name)
+        if any(dim is not None for dim in in_dims[1:]):
+            return mix.vmap_loop(op)(info, in_dims, x, *operands, **settings)
+        return op(x.movedim(in_dims[0], 0), *operands, **settings), 0
+
+    define(f"{name}(Tensor x, {operands}, {_TAIL}{last}) -> Tensor", kernel, fake, casts=casts)
+    torch.library.register_vmap(f"flashmhf::{name}", batched, lib=LIBRARY)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("layer", _layer, _key)
-_library.impl("layer", _layer_autograd, "Autograd")
-torch.library.register_fake("flashmhf::layer", _fake_layer, lib=_library)
-flops.register_layer()
+def _weights(in_w, in_bias, k, u, v, w, eps, out_w, out_bias, q_norm=None, q_norm_eps=0.0) -> LayerWeights:
+    return LayerWeights(Projection(in_w, in_bias), (k, u, v), w, eps, Projection(out_w, out_bias), q_norm, q_norm_eps)
+
+
+def _fp8_weights(
+    in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, q_norm=None, q_norm_eps=0.0
+) -> LayerWeights:
+    ends = Projection(in_w, in_bias, in_scale), Projection(out_w, out_bias, out_scale)
+    return LayerWeights(ends[0], (k8, u8, v8, scales), w, eps, ends[1], q_norm, q_norm_eps)
+
+
+_ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
+_define(
+    "layer",
+    "Tensor in_w, Tensor? in_bias, Tensor k, Tensor u, Tensor v, Tensor? w, float eps, Tensor out_w, Tensor? out_bias",
+    ', str activation="silu"',
+    _weights,
+    (*_ENDS, *"kuv"),
+)
+_define(
+    "fp8_layer",
+    "Tensor in_w, Tensor? in_scale, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, float eps, "
+    "Tensor out_w, Tensor? out_scale, Tensor? out_bias",
+    "",
+    _fp8_weights,
+    _ENDS,
+)
+
+
+def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
+    """Call the operator that these weights need."""
+    (in_w, in_bias, in_scale), networks, router, eps, (out_w, out_bias, out_scale), q_norm, q_norm_eps = weights
+    norm = q_norm, q_norm_eps
+    if weights.is_fp8:
+        ends = (in_w, in_scale, in_bias), (out_w, out_scale, out_bias)
+        return torch.ops.flashmhf.fp8_layer(x, *ends[0], *networks, router, eps, *ends[1], *norm, backend=backend)
+    ends = (in_w, in_bias), (out_w, out_bias)
+    return torch.ops.flashmhf.layer(x, *ends[0], *networks, router, eps, *ends[1], *norm, backend=backend, activation=activation)
+
+
+def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
+    """Return the layer's values where nothing but the values matters: the caller has seen to autograd, autocast, modes and transforms.
+
+    In eager mode the dispatcher is left out.
+    """
+    if torch.compiler.is_compiling() or x.is_meta:
+        return call(x, weights, backend, activation)
+    return _layer(x, weights, backend, activation)
 
 
 def layer(
     x: Tensor,
-    in_proj: Projection,
+    in_proj: tuple[Tensor, Tensor | None],
     k: Tensor,
     u: Tensor,
     v: Tensor,
     w: Tensor | None,
     eps: float,
-    out_proj: Projection,
+    out_proj: tuple[Tensor, Tensor | None],
     *,
     q_norm: Tensor | None = None,
     q_norm_eps: float = 0.0,
     backend: str = "auto",
     activation: str = "silu",
 ) -> Tensor:
-    """out_proj(S(in_proj(x))) at inference (paper, section 3.2), by one operator.
+    """Return out_proj(S(in_proj(x))) at inference (paper, section 3.2), by one operator.
 
     Args:
         x: [..., d_model].
-        in_proj, out_proj: weights [H d_h, d_model] and [d_model, H d_h] with a bias or None. H may be the heads of one rank: the result
-            is then that rank's part of the sum over the ranks.
+        in_proj, out_proj: weights [H d_h, d_model] and [d_model, H d_h], each with a bias or None. H may be the heads of one rank: the
+            result is then that rank's part of the sum over the ranks.
         k, u, v: [H_kv, E, d_e, d_h], contiguous, x's dtype; H_kv divides H.
         w: the router [H, d_h, E], or None for a network without gate (MH-FFN). eps: of the gate's normalisation.
-        q_norm, q_norm_eps: weight [H, d_h] of the per-head RMS normalisation of Q, or None.
+        q_norm, q_norm_eps: weight [H, d_h] and eps of the per-head RMS normalisation of Q, or None.
         backend, activation: as in :func:`flashmhf.flash_mhf`.
 
     Returns [..., d_model] in x's dtype. Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf`, and
     NotImplementedError where a gradient is needed.
     """
-    (in_w, in_bias), (out_w, out_bias) = in_proj, out_proj
-    given = {"w": w, "in_bias": in_bias, "out_bias": out_bias, "q_norm": q_norm}
-    checks.strided(x=x, in_w=in_w, k=k, u=u, v=v, out_w=out_w, **{name: value for name, value in given.items() if value is not None})
+    weights = LayerWeights(Projection(*in_proj), (k, u, v), w, eps, Projection(*out_proj), q_norm, q_norm_eps)
+    given = {"x": x, "in_w": in_proj[0], "k": k, "u": u, "v": v, "out_w": out_proj[0]}
+    optional = {"w": w, "in_bias": in_proj[1], "out_bias": out_proj[1], "q_norm": q_norm}
+    checks.strided(**given, **{name: value for name, value in optional.items() if value is not None})
     checks.real(eps=eps, q_norm_eps=q_norm_eps)
     checks.options(backend=(backend, str), activation=(activation, str))
-    settings = {"q_norm": q_norm, "q_norm_eps": q_norm_eps, "backend": backend, "activation": activation}
-    return torch.ops.flashmhf.layer(x, in_w, in_bias, k, u, v, w, eps, out_w, out_bias, **settings)
+    return call(x, weights, backend, activation)

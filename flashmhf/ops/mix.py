@@ -6,40 +6,35 @@ check -> select the back end -> run it on the current stream, without synchronis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .. import checks, torch_private
-from ..backends import BACKENDS, REFERENCE, select
-from ..backends import reference as definition
-from ..backends.contract import Backend, Norm, Projection
+from .. import backends, checks, torch_private
+from ..backends import REFERENCE
+from ..backends.contract import Backend
 from ..backends.tokens import collapse
+from .library import LIBRARY, cast, define
 
 _BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True], str activation="silu"'
-_SCHEMAS = (
-    'forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, *, bool? deterministic=None, str backend="auto", '
+_SCHEMAS = {
+    "forward": 'forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, *, bool? deterministic=None, str backend="auto", '
     'str activation="silu") -> Tensor',
-    "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, bool deterministic=False, "
+    "backward": "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, bool deterministic=False, "
     f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dr)",
-    'gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, *, bool? deterministic=None, str backend="auto", '
-    'str activation="silu") -> Tensor',
-    "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic=False, "
-    f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dw)",
-    "backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, "
+    "gated_forward": "gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, *, bool? deterministic=None, "
+    'str backend="auto", str activation="silu") -> Tensor',
+    "gated_backward": "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, "
+    f"bool deterministic=False, {_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dw)",
+    "backward_accumulate_": "backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, "
     "Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv, bool deterministic=False, "
     f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dr)",
-)
-_library = torch.library.Library("flashmhf", "DEF")
-for _schema in _SCHEMAS:
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+}
 
 
 def _back_end(q: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
-    if backend == REFERENCE:
-        return definition
-    return select(backend, q.device, q.dtype, k.shape[3], k.shape[2], activation)
+    return backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], activation)
 
 
 def _resolve(deterministic: bool | None) -> bool:
@@ -167,19 +162,6 @@ def _fake_backward_accumulate(
     return _empty(q, q, needs[0]), _empty(r, q, needs[0])
 
 
-_KERNELS: dict[str, tuple[Callable, Callable]] = {
-    "forward": (_forward, _fake_forward),
-    "backward": (_backward, _fake_backward),
-    "gated_forward": (_gated_forward, _fake_gated_forward),
-    "gated_backward": (_gated_backward, _fake_gated_backward),
-    "backward_accumulate_": (_backward_accumulate, _fake_backward_accumulate),
-}
-for _name, (_kernel, _fake) in _KERNELS.items():
-    _library.impl(_name, _kernel, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"flashmhf::{_name}", _fake, lib=_library)
-
-
 # Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here, above autograd
 
 _UNSUPPORTED_DERIVATIVE = (
@@ -285,40 +267,15 @@ def _backward_accumulate_autograd(*args, **kwargs):
         return torch.ops.flashmhf.backward_accumulate_(*args, **kwargs)
 
 
-for _name, _differentiable in (
-    ("forward", _forward_autograd),
-    ("gated_forward", _gated_forward_autograd),
-    ("backward", _backward_autograd),
-    ("gated_backward", _gated_backward_autograd),
-    ("backward_accumulate_", _backward_accumulate_autograd),
+for _name, _kernel, _fake, _autograd in (
+    ("forward", _forward, _fake_forward, _forward_autograd),
+    ("backward", _backward, _fake_backward, _backward_autograd),
+    ("gated_forward", _gated_forward, _fake_gated_forward, _gated_forward_autograd),
+    ("gated_backward", _gated_backward, _fake_gated_backward, _gated_backward_autograd),
+    ("backward_accumulate_", _backward_accumulate, _fake_backward_accumulate, _backward_accumulate_autograd),
 ):
-    _library.impl(_name, _differentiable, "Autograd")
-
-
-# Autocast: q, k, u, v go to the autocast dtype; r and w keep theirs. In backward nothing is cast, and no inner operation may be.
-
-
-def cast(operands: Iterable, dtype: torch.dtype) -> tuple:
-    """What autocast to ``dtype`` makes of q, k, u and v."""
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x for x in operands)
-
-
-def _autocast(name: str, device_type: str) -> Callable:
-    op = getattr(torch.ops.flashmhf, name)
-    casts = name in ("forward", "gated_forward")
-
-    def call(*args, **kwargs):
-        if casts:
-            args = (*cast(args[:4], torch.get_autocast_dtype(device_type)), *args[4:])
-        with torch_private.below_autocast():
-            return op(*args, **kwargs)
-
-    return call
-
-
-for _name in _KERNELS:
-    _library.impl(_name, _autocast(_name, "cpu"), "AutocastCPU")
-    _library.impl(_name, _autocast(_name, "cuda"), "AutocastCUDA")
+    # Under autocast q, k, u and v go to its dtype; r and w keep theirs. In backward nothing is cast.
+    define(_SCHEMAS[_name], _kernel, _fake, _autograd, casts="qkuv" if "forward" in _name else ())
 
 
 # vmap: a batch over tokens joins the leading dimensions; a batch over weights is one call per entry
@@ -335,18 +292,18 @@ def _leading_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
 def _vmap_forward(info, in_dims, q, k, u, v, r=None, **kwargs):
     args, dims = (q, k, u, v, r), (*in_dims, None)[:5]  # PyTorch leaves out trailing arguments that have their default value
     if any(dim is not None for dim in dims[1:4]):
-        return _vmap_loop(torch.ops.flashmhf.forward)(info, dims, *args, **kwargs)
+        return vmap_loop(torch.ops.flashmhf.forward)(info, dims, *args, **kwargs)
     q, r = _leading_batch(q, dims[0], info.batch_size), None if r is None else _leading_batch(r, dims[4], info.batch_size)
     return torch.ops.flashmhf.forward(q, k, u, v, r, **kwargs), 0
 
 
 def _vmap_gated_forward(info, in_dims, q, k, u, v, w, eps, **kwargs):
     if any(dim is not None for dim in in_dims[1:5]):
-        return _vmap_loop(torch.ops.flashmhf.gated_forward)(info, in_dims, q, k, u, v, w, eps, **kwargs)
+        return vmap_loop(torch.ops.flashmhf.gated_forward)(info, in_dims, q, k, u, v, w, eps, **kwargs)
     return torch.ops.flashmhf.gated_forward(_leading_batch(q, in_dims[0], info.batch_size), k, u, v, w, eps, **kwargs), 0
 
 
-def _vmap_loop(op: Callable) -> Callable:
+def vmap_loop(op: Callable) -> Callable:
     """One call of the operator for every entry of the batch."""
 
     def call(info, in_dims, *args, **kwargs):
@@ -369,10 +326,10 @@ def _vmap_loop(op: Callable) -> Callable:
 for _name, _batched in (
     ("forward", _vmap_forward),
     ("gated_forward", _vmap_gated_forward),
-    ("backward", _vmap_loop(torch.ops.flashmhf.backward)),
-    ("gated_backward", _vmap_loop(torch.ops.flashmhf.gated_backward)),
+    ("backward", vmap_loop(torch.ops.flashmhf.backward)),
+    ("gated_backward", vmap_loop(torch.ops.flashmhf.gated_backward)),
 ):
-    torch.library.register_vmap(f"flashmhf::{_name}", _batched, lib=_library)
+    torch.library.register_vmap(f"flashmhf::{_name}", _batched, lib=LIBRARY)
 
 
 # What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation by operation
@@ -382,7 +339,7 @@ def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Te
     device_type = q.device.type
     if not torch_private.autocasts(device_type):
         return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
-    q, k, u, v = cast((q, k, u, v), torch.get_autocast_dtype(device_type))
+    q, k, u, v = (cast(x, torch.get_autocast_dtype(device_type)) for x in (q, k, u, v))
     with torch.autocast(device_type, enabled=False):
         return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
 
@@ -440,44 +397,3 @@ def gated_flash_mhf(
     if backend == REFERENCE:
         return _without_dispatcher(_gated_forward, q, k, u, v, w, eps, activation=activation)
     return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)
-
-
-PROJECT_TOKENS = max(module.PROJECT_TOKENS for module in BACKENDS.values())
-
-
-def few_token_projection(
-    x: Tensor, k: Tensor, projections: Iterable[tuple[Tensor, Tensor | None]], backend: str = "auto", activation: str = "silu"
-) -> Callable[..., Tensor] | None:
-    """``project(x, w, bias=None, *, weights_ready=False)`` of the back end that serves k [H_kv, E, d_e, d_h] in x's dtype on x's device.
-
-    The function computes x W^T + bias for x [T, K] in one kernel that overlaps with the kernels before and after it, without autograd.
-    None where that back end has no such kernel, or refuses x with one of ``projections`` (w, bias): the caller then takes linear layers.
-    Raises NotImplementedError for an explicit back end that cannot run.
-    """
-    if len(x) > PROJECT_TOKENS:
-        return None
-    module = _back_end(x, k, backend, activation)
-    if any(module.refuse_projection(x, w, bias) is not None for w, bias in projections):
-        return None
-    return module.project
-
-
-def inference_layer(
-    x: Tensor,
-    in_proj: Projection,
-    q_norm: Norm | None,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    out_proj: Projection,
-    backend: str = "auto",
-    activation: str = "silu",
-) -> Tensor | None:
-    """The module's values, [..., d_model] -> [..., d_model], by the back end's one operator for them, without autograd.
-
-    None where the back end has no such operator or does not take these tensors as they are. Raises NotImplementedError for an explicit
-    back end that cannot run.
-    """
-    return _back_end(x, k, backend, activation).layer(x, in_proj, q_norm, k, u, v, w, eps, out_proj)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..ops import fp8 as operators  # noqa: F401  (registers torch.ops.flashmhf.fp8_*)
 from .modules import Fp8FlashMHF, Fp8Linear, is_flashmhf, quantize_, to_fp8
 from .packing import LAYOUT, PackedWeights, operands, pack_fp8, unpack
 from .saturation import check_saturation, count_saturated
@@ -50,7 +49,7 @@ def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backen
         q: any leading dimensions; bf16 and fp16 on the hopper back end, any floating dtype on the eager one.
         packed: of :func:`pack_fp8`; H is a multiple of its H_kv.
         r: gate values [..., H, E], float32 or q's dtype; None for weights 1.
-        backend: "auto" (the first that supports device, dtype and shape) or a name of ``flashmhf.ops.fp8.BACKENDS``.
+        backend: "auto" (the first that supports device, dtype and shape) or a name of ``flashmhf.backends.FP8_BACKENDS``.
 
     Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf` does, NotImplementedError also where an input
     requires a gradient.

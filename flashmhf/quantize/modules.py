@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import checks, torch_private
+from .. import checks
+from ..backends.contract import LayerWeights, Projection
+from ..backends.fp8_linear import quantise_rows
 from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
-from ..nn.multihead import HeadRMSNorm, check_input, is_unobserved
-from ..ops.fp8_layer import Fp8Projection, inference_layer
-from .linear import quantise_rows
+from ..nn.multihead import HeadRMSNorm, check_input, is_ordinary, is_plain, only_values_matter, plain_linear
+from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 _Module = TypeVar("_Module", bound="_Quantised")
@@ -87,15 +88,15 @@ class Fp8Linear(_Quantised):
         return f"in_features={self.weight8.shape[1]}, out_features={self.weight8.shape[0]}, bias={self.bias is not None}"
 
 
-def _operands(module: nn.Module | None) -> Fp8Projection | None:
-    """Of a projection that is just a product: not left out, replaced, patched or hooked."""
-    if module is None or "forward" in module.__dict__ or module._forward_pre_hooks or module._forward_hooks:
-        return None
+def _projection(module: nn.Module | None) -> Projection | None:
+    """Return the weights of ``module`` if it is a plain linear projection; None if it is missing, replaced, patched or has hooks."""
     if type(module) is Fp8Linear:
-        return module.weight8, module.scale, module.bias
-    if type(module).forward is nn.Linear.forward and type(module._parameters.get("weight")) is nn.Parameter:
-        return module.weight, None, module.bias
-    return None
+        plain = "forward" not in module.__dict__ and not module._forward_pre_hooks and not module._forward_hooks
+        return Projection(module.weight8, module.bias, module.scale) if plain else None
+    return plain_linear(module)
+
+
+_PARTS = ("query", "_forward_parts")
 
 
 class Fp8FlashMHF(_Quantised):
@@ -153,20 +154,23 @@ class Fp8FlashMHF(_Quantised):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
-        in_proj, out_proj, q_norm = _operands(self.in_proj), _operands(self.out_proj), self.q_norm
-        plain_norm = q_norm is None or (type(q_norm) is HeadRMSNorm and not q_norm._forward_pre_hooks and not q_norm._forward_hooks)
-        if in_proj is None or out_proj is None or not plain_norm or torch_private.autocasts(x.device.type):
+        weights = self._plain_weights() if only_values_matter(x) else None
+        if weights is None:
             return self._forward_parts(x)
-        norm = None if q_norm is None else (q_norm.weight, q_norm.eps)
-        packed = self.packed.tensors
-        if is_unobserved(x) and not (torch.is_grad_enabled() and x.requires_grad):
-            y = inference_layer(x, in_proj, norm, packed, self.router, self.router_eps, out_proj, self.backend)
-            if y is not None:
-                return y
-        weight, eps = norm or (None, 0.0)
-        return torch.ops.flashmhf.fp8_layer(
-            x, *in_proj, *packed, self.router, self.router_eps, *out_proj, q_norm=weight, q_norm_eps=eps, backend=self.backend
-        )
+        if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors())):
+            return layer.call(x, weights, self.backend)  # refuses
+        return layer.run(x, weights, self.backend)
+
+    def _plain_weights(self) -> LayerWeights | None:
+        """As that of :class:`flashmhf.FlashMHF`."""
+        in_proj, out_proj, q_norm = _projection(self.in_proj), _projection(self.out_proj), self.q_norm
+        if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)):
+            return None
+        packed, router = (self.k8, self.u8, self.v8, self.scales), self.router
+        if type(self) is not Fp8FlashMHF or any(name in self.__dict__ for name in _PARTS) or not all(map(is_ordinary, (*packed, router))):
+            return None
+        norm = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.eps)
+        return LayerWeights(in_proj, packed, router, self.router_eps, out_proj, *norm)
 
     def query(self, x: Tensor) -> Tensor:
         """The operator's q [..., H, d_h] of x [..., d_model]."""

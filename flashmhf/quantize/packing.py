@@ -1,8 +1,4 @@
-"""Packed weights: K, U and V in e4m3, in the order in which the FP8 kernels read them, with their scales.
-
-In each block of 16 columns, place 4t + i holds column 2t + i for i < 2 and column 8 + 2t + i - 2 for i >= 2. What a thread of the Hopper
-kernel holds of Q or of the products Q K^T and Q U^T is then its operand of the next product, without exchange between threads.
-"""
+"""Packed weights: K, U and V in e4m3, in the order in which the FP8 kernels read them (flashmhf.backends.fp8_layout), with their scales."""
 
 from __future__ import annotations
 
@@ -13,25 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..backends.fp8_layout import BLOCK, E4M3, E4M3_MAX, TINIEST_SCALE, check_packed, permutation, to_e4m3
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
-BLOCK = 16  # columns that are permuted among themselves
 LAYOUT = 1  # of the packed tensors; a change of their order gets another number
 ROW_NORM = 180.0  # of rows of k8 and u8: sums of Q K^T and Q U^T are about 720 at most, far inside fp16's range
 V_MAX = 112.0  # of |v8|: a product with an a8 of 448 stays within fp16, in which the Hopper kernel sums a sub-network
-TINIEST_SCALE = 1e-30
-
-
-def permutation(columns: int, device: torch.device | None = None) -> Tensor:
-    """[columns]: the column that stands at each place."""
-    place = torch.tensor([2 * t + i if i < 2 else 8 + 2 * t + i - 2 for t in range(4) for i in range(4)], device=device)
-    return (torch.arange(0, columns, BLOCK, device=device)[:, None] + place).flatten()
-
-
-def to_e4m3(x: Tensor) -> Tensor:
-    """Rounds to e4m3; values beyond +-448 saturate, NaN stays."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 @dataclass(frozen=True, eq=False)  # equality of tensors is no bool
@@ -98,34 +80,6 @@ def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if packed.layout != LAYOUT:
         raise ValueError(f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack the weights again with this version")
     return packed.tensors
-
-
-def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
-    """TypeError for dtypes, ValueError for shapes, strides and devices of packed weights."""
-    checks.tensors(k8=k8, u8=u8, v8=v8, scales=scales)
-    for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
-        if tensor.dtype != E4M3:
-            raise TypeError(f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn (flashmhf.quantize.pack_fp8 packs)")
-    if scales.dtype != torch.float32:
-        raise TypeError(f"scales has dtype {checks.name_of(scales.dtype)}; supported: float32")
-    if k8.dim() != 4 or min(k8.shape) < 1:
-        raise ValueError(f"k8 has shape {list(k8.shape)}; expected four dimensions [H_kv, E, d_e, d_h] of at least 1")
-    heads, subnets, subnet_dim, head_dim = k8.shape
-    if subnet_dim % BLOCK or head_dim % BLOCK:
-        raise ValueError(f"k8 has shape {list(k8.shape)}; supported: d_e and d_h that are multiples of {BLOCK}")
-    expected = {
-        "u8": (u8, (heads, subnets, subnet_dim, head_dim), "k8's shape [H_kv, E, d_e, d_h]"),
-        "v8": (v8, (heads, subnets, head_dim, subnet_dim), "[H_kv, E, d_h, d_e]"),
-        "scales": (scales, (3, heads, subnets), "[3, H_kv, E]"),
-    }
-    for name, (tensor, shape, meaning) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)} ({meaning})")
-    for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8), ("scales", scales)):
-        if tensor.device != k8.device:
-            raise ValueError(f"{name} is on {tensor.device} but k8 is on {k8.device}; all tensors must be on one device")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
 
 
 @torch.no_grad()

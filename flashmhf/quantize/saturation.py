@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..backends.eager import fp8 as eager
+from ..backends.fp8_layout import E4M3_MAX
 from ..ops.fp8 import check_operands
 from .modules import Fp8FlashMHF
-from .packing import E4M3_MAX, PackedWeights, operands
+from .packing import PackedWeights, operands
 
 Counts = dict[str, tuple[int, int]]  # "k", "u", "v", "a": (elements at the limit, all elements)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 
 import pytest
@@ -68,7 +69,7 @@ def test_explicit_back_end_reaches_backward(monkeypatch):
         calls.append(backend)
         return original(backend, *args)
 
-    monkeypatch.setattr(flashmhf.ops.mix, "select", spy)
+    monkeypatch.setattr(backends, "select", spy)
     q, *rest = small()
     flashmhf.flash_mhf(q.requires_grad_(), *rest, backend="eager").sum().backward()
     assert calls == ["eager", "eager"]
@@ -133,7 +134,6 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
             assert reason in hopper.library()
         hopper.library.cache_clear()
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-        monkeypatch.setattr(flashmhf.flops, "register_projection", lambda: None)
         monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0.0.1", "cuda_version": "13.0"})
         monkeypatch.setattr(driver, "version", lambda: 12040)
         assert f"its CUDA library is of flashmhf 0.0.1, the package of {flashmhf.__version__}" in hopper.library()
@@ -184,23 +184,16 @@ def test_an_amd_gpu_is_not_called_a_hopper_gpu(monkeypatch, uncached):
         assert backends.select("auto", torch.device("cuda", 0), torch.bfloat16, 128, 384) is backends.eager
 
 
-@pytest.mark.parametrize("name", [*backends.BACKENDS, "reference"])
-def test_every_back_end_provides_the_contract(name):
-    module = backends.definition if name == "reference" else backends.BACKENDS[name]
-    wanted = {name: value for name, value in vars(contract.Backend).items() if callable(value) and not name.startswith("_")}
-    assert {"why_not", "forward", "gated_backward", "backward_accumulate_", "project"} <= set(wanted)
-    for function, declared in wanted.items():
+@pytest.mark.parametrize("protocol", [contract.Backend, contract.Fp8Backend])
+def test_every_back_end_provides_the_contract(protocol):
+    modules = backends.FP8_BACKENDS if protocol is contract.Fp8Backend else backends.BACKENDS | {"reference": backends.reference}
+    wanted = {name: value for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")}
+    assert {"why_not", "forward", "gated_forward", "layer"} <= set(wanted)
+    for module, (function, declared) in itertools.product(modules.values(), wanted.items()):
         given = inspect.signature(getattr(module, function)).parameters
         named = list(inspect.signature(declared).parameters)[1:]
         assert list(given)[: len(named)] == named, function
         assert all(given[x].default is not inspect.Parameter.empty for x in list(given)[len(named) :]), function
-    assert module.PROJECT_TOKENS == (384 if name == "hopper" else 0)
-
-
-def test_a_back_end_without_a_projection_kernel_says_so():
-    x, w = torch.randn(3, 64), torch.randn(64, 64)
-    with pytest.raises(NotImplementedError, match="hopper back end only"):
-        backends.eager.project(x, w)
 
 
 @pytest.mark.gpu

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import flashmhf
-from flashmhf import quantize
+from flashmhf import backends, quantize
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.triton import fp8 as triton
-from flashmhf.ops import fp8 as operators
 from flashmhf.testing import poisoned_memory, relative_l2
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -182,12 +181,12 @@ def test_why_not(monkeypatch):
 def test_auto_takes_it_where_hopper_cannot_run(monkeypatch):
     device, reasons = torch.device("cuda"), {"hopper": "not here", "triton": None}
     for name in reasons:
-        monkeypatch.setattr(operators.BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
+        monkeypatch.setattr(backends.FP8_BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
     for reason, expected in ((None, "triton"), ("not here", "eager")):
         reasons["triton"] = reason
-        operators.select.cache_clear()
-        assert operators.select("auto", device, torch.bfloat16, 64, 64) is operators.BACKENDS[expected]
-    operators.select.cache_clear()
+        backends.select_fp8.cache_clear()
+        assert backends.select_fp8("auto", device, torch.bfloat16, 64, 64) is backends.FP8_BACKENDS[expected]
+    backends.select_fp8.cache_clear()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Projections of few tokens on the hopper back end: values, refusals, and where the module takes them."""
+"""The hopper library's projection of few tokens, and the layer's operator that takes it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import torch
 from torch import nn
 
 import flashmhf
-from flashmhf.backends import eager, hopper
+from flashmhf.backends import hopper
 from flashmhf.graphs import capturing
 from flashmhf.testing import poisoned_memory, relative_l2
 
 DTYPES = [torch.bfloat16, torch.float16]
+MOST_TOKENS = 384
+
+
+def project(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.flashmhf_hopper.project(x, w, bias)
 
 
 @pytest.fixture
@@ -31,9 +36,7 @@ def operands(tokens, inner, features, dtype, device="cuda", *, bias=False):
 def check(x, w, bias, what=""):
     """All but nothing of the error is the one rounding."""
     with poisoned_memory():
-        actual = hopper.project(x, w, bias)
-        torch.cuda.synchronize()  # the kernels that wrote w have finished
-        assert torch.equal(hopper.project(x, w, bias, weights_ready=True), actual)
+        actual = project(x, w, bias)
     exact = nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
     assert actual.is_contiguous() and actual.dtype == x.dtype
     error, rounding = relative_l2(actual, exact), relative_l2(exact.to(x.dtype), exact)
@@ -45,9 +48,9 @@ def check(x, w, bias, what=""):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_number_of_tokens(usable, dtype, bias):
-    for tokens in range(1, hopper.PROJECT_TOKENS + 1):
+    for tokens in range(1, MOST_TOKENS + 1):
         check(*operands(tokens, 512, 192, dtype, bias=bias), f"T = {tokens}")
-    assert hopper.project(*operands(0, 512, 192, dtype, bias=bias)).shape == (0, 192)
+    assert project(*operands(0, 512, 192, dtype, bias=bias)).shape == (0, 192)
 
 
 # Less k than CTAs of a cluster, not divided by them evenly, more than what is in flight; one and many clusters
@@ -67,16 +70,16 @@ def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
     x, w, bias = operands(tokens, 512, 128, torch.bfloat16, bias=True)
     memory = torch.full((tokens + 8, 3 * 512 + 8), float("nan"), device="cuda", dtype=x.dtype)
     memory[:tokens, 512:1024] = x
-    assert torch.equal(check(memory[:tokens, 512:1024], w, bias), hopper.project(x, w, bias))
+    assert torch.equal(check(memory[:tokens, 512:1024], w, bias), project(x, w, bias))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 32, 64, 96, 128, 192, 256, 384])
 def test_equal_inputs_give_equal_bits(usable, tokens):
     inputs = operands(tokens, 2048, 2048, torch.bfloat16, bias=True)
-    first = hopper.project(*inputs)
+    first = project(*inputs)
     for _ in range(200):
-        assert torch.equal(hopper.project(*inputs), first)
+        assert torch.equal(project(*inputs), first)
 
 
 @pytest.mark.gpu
@@ -91,11 +94,11 @@ def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, to
     def chain(synchronise=lambda: None):
         y = x
         for i in range(30):
-            y = hopper.project(y, weights[i % 6], weights_ready=i % 3 == 0)
+            y = project(y, weights[i % 6])
             synchronise()
         written.copy_(weights[0])
         synchronise()
-        return hopper.project(y, written)
+        return project(y, written)
 
     expected = chain(torch.cuda.synchronize)
     written.zero_()
@@ -123,7 +126,7 @@ def test_the_operator_checks_by_itself(usable):
         ((x.float(), w, None), "x must be bfloat16 or float16"),
         ((x, w.half(), None), "w must have the dtype of x"),
         ((x, w.cpu(), None), "w must be on the same CUDA device"),
-        ((x.repeat(hopper.PROJECT_TOKENS // 8 + 1, 1), w, None), f"T at most {hopper.PROJECT_TOKENS}"),
+        ((x.repeat(MOST_TOKENS // 8 + 1, 1), w, None), f"T at most {MOST_TOKENS}"),
         ((x, w[:, :64], None), "w must be"),
         ((x, w[:48], None), "multiples of 64"),
         ((x, w, bias[:32]), "bias must be"),
@@ -134,152 +137,11 @@ def test_the_operator_checks_by_itself(usable):
             op(*arguments)
 
 
-def zeros(*shape: int, dtype=torch.bfloat16, device="cpu") -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": zeros(8, 128, dtype=torch.float32)}, TypeError, "x has dtype float32; supported: bfloat16, float16"),
-        (
-            {"x": zeros(hopper.PROJECT_TOKENS + 1, 128)},
-            ValueError,
-            rf"x has shape \[{hopper.PROJECT_TOKENS + 1}, 128\]; supported: \[T, K\] with T up to {hopper.PROJECT_TOKENS}",
-        ),
-        ({"x": zeros(2, 4, 128)}, ValueError, r"x has shape \[2, 4, 128\]"),
-        ({"w": zeros(64, 128, dtype=torch.float16)}, TypeError, r"w has dtype float16; supported: bfloat16 \(x's dtype\)"),
-        ({"w": zeros(64, 64)}, ValueError, r"w has shape \[64, 64\]; expected \[N, K\] with K = 128"),
-        ({"w": zeros(72, 128)}, ValueError, r"w has shape \[72, 128\]; supported: multiples of 64"),
-        ({"w": zeros(128, 64).t()}, ValueError, r"w has strides \[1, 64\].*must be contiguous"),
-        ({"w": zeros(64 * 128 + 1)[1:].view(64, 128)}, ValueError, "w has storage offset 1; supported: multiples of 16 bytes"),
-        ({"w": zeros(64, 128, device="meta")}, ValueError, "w is on meta but x is on cpu"),
-        ({"bias": zeros(32)}, ValueError, r"bias has shape \[32\]; expected \[64\]"),
-        ({"bias": zeros(64, dtype=torch.float64)}, TypeError, "bias has dtype float64"),
-        ({"x": zeros(8, 132)[:, :128]}, ValueError, r"x has strides \[132, 1\].*multiples of 16 bytes \(8 elements\)"),
-        ({"x": zeros(8, 256)[:, ::2]}, ValueError, r"x has strides \[256, 2\]"),
-        ({"x": zeros(1, 128).expand(8, -1)}, ValueError, r"x has strides \[0, 1\].*at positive multiples of 16 bytes"),
-    ],
-)
-def test_refusals(change, error, message):
-    with pytest.raises(error, match=message):
-        hopper.project(**({"x": zeros(8, 128), "w": zeros(64, 128), "bias": zeros(64)} | change))
-
-
-# Where the module takes them, on a CPU in the kernel's place
-
-
-def make(dtype=torch.bfloat16, device="cpu", **options) -> flashmhf.FlashMHF:
-    module = flashmhf.FlashMHF(128, 2, 3, 32, device=device, dtype=dtype, **options)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    return module
+# The module on a GPU
 
 
 def plain(module, x):
     return module.out_proj(module._mix(module.split_heads(x)).flatten(-2))
-
-
-@pytest.fixture
-def projected(monkeypatch) -> list[torch.Size]:
-    """Shapes of the inputs of a projection kernel that the eager back end gets here: hopper's refusals, and a linear layer's result."""
-    seen: list[torch.Size] = []
-
-    def project(x, w, bias=None, *, weights_ready=False):
-        assert hopper.refuse_projection(x, w, bias) is None
-        assert weights_ready == (len(seen) % 2 == 1)  # out_proj alone stands right behind a kernel that is known
-        seen.append(x.shape)
-        return nn.functional.linear(x, w, bias)
-
-    monkeypatch.setattr(eager, "refuse_projection", hopper.refuse_projection)
-    monkeypatch.setattr(eager, "project", project)
-    return seen
-
-
-@pytest.mark.parametrize("options", [{}, {"bias": True, "q_norm": True}], ids=["plain", "bias and q_norm"])
-@pytest.mark.parametrize("leading", [(), (1,), (7,), (64,), (2, 5), (4, 2, 2)])
-def test_module_takes_them_for_few_tokens(projected, leading, options):
-    module, x = make(**options), torch.randn(*leading, 128).bfloat16()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.equal(module(x), plain(module, x))
-    assert projected == [(x[..., 0].numel(), 128)] * 4
-    module.requires_grad_(False)
-    assert not module(x).requires_grad and len(projected) == 6
-
-
-def test_views(projected):
-    module, wide = make(), torch.randn(5, 3, 160).bfloat16()
-    with torch.no_grad():
-        for x in (wide[..., :128], wide[..., :128].transpose(0, 1)):
-            assert torch.equal(module(x), plain(module, x))
-        assert len(projected) == 4
-        assert torch.equal(module(wide[..., 3:131]), plain(module, wide[..., 3:131]))  # not at a multiple of 16 bytes
-    assert len(projected) == 4
-
-
-def test_module_keeps_its_linear_layers_elsewhere(projected):
-    x = torch.randn(5, 128).bfloat16()
-    with torch.no_grad():
-        make()(torch.randn(hopper.PROJECT_TOKENS + 1, 128).bfloat16())
-        make()(torch.randn(0, 128).bfloat16())
-        make(torch.float32)(x.float())
-        make(backend="reference")(x)
-        with torch.autocast("cpu"):
-            make()(x)
-        torch.vmap(make())(x)
-        hooked, patched, replaced = make(), make(), make()
-        hooked.in_proj.register_forward_hook(lambda module, args, out: out + 1)
-        patched.out_proj.forward = lambda x: 2 * x
-        replaced.in_proj = nn.Sequential(replaced.in_proj)
-        for module in (hooked, patched, replaced):
-            assert torch.equal(module(x), plain(module, x))
-        with pytest.raises(RuntimeError):
-            make()(x.half())
-        odd = flashmhf.FlashMHF(96, 3, 2, 16, dtype=torch.bfloat16)
-        assert torch.equal(odd(x[:, :96]), plain(odd, x[:, :96]))
-        with pytest.raises(ValueError, match=r"x has shape \[5, 64\]"):
-            make()(x[:, :64])
-        with pytest.raises(ValueError, match=r"x has shape \[\]"):
-            make()(torch.zeros((), dtype=torch.bfloat16))
-    assert projected == []
-
-
-@pytest.mark.parametrize("what", ["weights", "input"])
-def test_gradients_go_through_the_linear_layers(projected, what):
-    module, x = make(), torch.randn(5, 128).bfloat16()
-    if what == "input":
-        module.requires_grad_(False)
-        x.requires_grad_()
-    inputs = [x] if what == "input" else list(module.parameters())
-    expected = torch.autograd.grad(plain(module, x).sum(), inputs)
-    for a, b in zip(torch.autograd.grad(module(x).sum(), inputs), expected, strict=True):
-        assert torch.equal(a, b)
-    assert projected == []
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_graphs_keep_the_linear_layers(projected, dynamic):
-    torch._dynamo.reset()
-    module = make()
-    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    with torch.no_grad():
-        for tokens in (5, 70):
-            x = torch.randn(tokens, 128).bfloat16()
-            torch.testing.assert_close(compiled(x), plain(module, x))
-    assert projected == []
-
-
-def test_a_module_on_a_cpu_is_as_before():
-    module, x = make(), torch.randn(5, 128).bfloat16()
-    with torch.no_grad():
-        assert torch.equal(module(x), plain(module, x))
-        with pytest.raises(NotImplementedError, match="backend='hopper' cannot run"):
-            make(backend="hopper")(x)
-
-
-# The module on a GPU
 
 
 @pytest.fixture
@@ -307,7 +169,7 @@ def on_gpu(dtype, d_model=512, heads=4, **options):
 @pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 129, 300, 400, 1025])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}, {"q_norm": True, "bias": True}], ids=str)
 def test_module_values(usable, by_parts, monkeypatch, dtype, tokens, options):
-    """One operator for the module and one for each part take the same kernels, but for q_norm's."""
+    """One call of the library, which projects few tokens by its own kernel, against the parts."""
     layers = []
     layer = hopper.layer
     monkeypatch.setattr(hopper, "layer", lambda *args: layers.append(layer(*args)) or layers[-1])
@@ -319,9 +181,8 @@ def test_module_values(usable, by_parts, monkeypatch, dtype, tokens, options):
         with poisoned_memory():
             actual = module(x)
         assert len(layers) == 1 and layers[0] is actual
-        if "q_norm" not in options:
-            assert torch.equal(actual, by_parts(module, x))
-        linear = plain(module, x)  # the same with cuBLAS's projections
+        linear = by_parts(module, x)  # the same with cuBLAS's projections
+        assert torch.equal(linear, plain(module, x))
         module.backend = "eager"
         exact = module.double()(x.double())
     assert relative_l2(actual, exact) <= 1.1 * relative_l2(linear, exact)
@@ -335,9 +196,8 @@ def test_module_takes_inputs_of_any_layout(usable, by_parts, tokens):
     wide = torch.randn(tokens, 3, 520, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
         for x in (wide[..., :512], wide[..., :512].transpose(0, 1), wide[..., 3:515], wide[0, 0, :512], wide[:, :1, 8:]):
-            assert torch.equal(module(x), by_parts(module, x))
+            assert relative_l2(module(x), by_parts(module, x)) < 5e-3
         x = wide[..., :288]
-        assert torch.equal(odd(x), by_parts(odd, x))
         torch.testing.assert_close(odd(x), plain(odd, x))
 
 

@@ -77,7 +77,7 @@ def test_a_module_at_inference(monkeypatch):
     ffn = flashmhf.FlashMHF(64, 1, 2, 16, dtype=torch.bfloat16)
     x = torch.randn(20, 64).bfloat16()
     one = count(lambda: ffn(x))
-    monkeypatch.setattr(flashmhf.nn.flashmhf, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(flashmhf.ops.layer, "CHUNK_TOKENS", 8)
     monkeypatch.setattr(flashmhf.backends.eager, "refuse_projection", lambda *_: None)
     monkeypatch.setattr(flashmhf.backends.eager, "project", lambda *_, **__: pytest.fail("the projection kernel hides from the counter"))
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_networks_in_fp8_count_what_the_module_counts(projections, monkeypatch):
     with torch.no_grad():
         expected = count(lambda: ffn(x))
         assert count(lambda: served(x)) == count(lambda: served._forward_parts(x)) == expected > 0
-        monkeypatch.setattr(flashmhf.ops.fp8_layer, "CHUNK_TOKENS", 8)
+        monkeypatch.setattr(flashmhf.ops.layer, "CHUNK_TOKENS", 8)
         assert count(lambda: served(x)) == expected
         q = torch.randn(*LEADING, 2, 64)
         assert count(lambda: flashmhf.quantize.forward(q, served.packed)) == 6 * q.numel() * 3 * 16

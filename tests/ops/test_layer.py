@@ -1,72 +1,289 @@
-"""The operator flashmhf::layer by itself: what it refuses, and on which devices; opcheck."""
+"""The layer's one operator: chunks of tokens, autocast, vmap, and every reason for which a module runs its parts instead."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashmhf import FlashMHF
-from flashmhf.ops.layer import layer
+import flashmhf
+from flashmhf import quantize
+from flashmhf.ops import layer
 
-D_MODEL, HEADS = 256, 4
-
-
-def operands(tokens: int) -> dict:
-    """The operator's arguments for a network with biases."""
-    network = FlashMHF(D_MODEL, HEADS, 3, 32, bias=True).requires_grad_(False)
-    return {
-        "x": torch.randn(tokens, D_MODEL),
-        "in_w": network.in_proj.weight,
-        "in_bias": network.in_proj.bias,
-        **{"k": network.k, "u": network.u, "v": network.v, "w": network.router, "eps": 1e-20},
-        "out_w": network.out_proj.weight,
-        "out_bias": network.out_proj.bias,
-        **{"q_norm": torch.rand(HEADS, D_MODEL // HEADS), "q_norm_eps": 1e-5},
-    }
+TOKENS, D_MODEL, HEADS = 20, 32, 2
 
 
-REFUSED = {  # argument, what it becomes, and the error
-    "x": (lambda x: x.long(), TypeError, "x has dtype int64; supported: bfloat16"),
-    "in_w": (lambda w: w.double(), TypeError, r"in_w has dtype float64; supported: float32 \(x's dtype\)"),
-    "in_bias": (lambda b: b[:1], ValueError, r"in_bias has shape \[1\]; expected \[256\]"),
-    "k": (lambda k: k[:0], ValueError, "k has shape .*; H_kv must be at least 1"),
-    "u": (lambda u: u[:, :, :-1], ValueError, "u has shape"),
-    "w": (lambda w: "abc", TypeError, "w must be a torch.Tensor, got str"),
-    "eps": (lambda eps: None, TypeError, "eps must be a float, got NoneType"),
-    "out_w": (lambda w: w.bfloat16(), TypeError, "out_w has dtype bfloat16; supported: float32"),
-    "out_bias": (lambda b: torch.tensor(1.0), ValueError, r"out_bias has shape \[\]; expected \[256\]"),
-    "q_norm": (lambda w: w[:1], ValueError, r"q_norm has shape \[1, 64\]; expected \[4, 64\] \(\[H, d_h\]\)"),
-    "q_norm_eps": (lambda eps: float("nan"), ValueError, "q_norm_eps is nan; supported: finite numbers from 0"),
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(layer, "CHUNK_TOKENS", 8)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """Tokens of each call of the layer's own code, chunks included."""
+    seen: list[int] = []
+    run, parts = layer.run, layer._by_parts
+    monkeypatch.setattr(layer, "run", lambda x, *rest: seen.append(0) or run(x, *rest))
+    monkeypatch.setattr(layer, "_by_parts", lambda x, *rest: seen.append(x.shape[:-1].numel()) or parts(x, *rest))
+    return seen
+
+
+def make(dtype: torch.dtype = torch.float64, kind: type = flashmhf.FlashMHF, **options) -> flashmhf.FlashMHF:
+    module = kind(D_MODEL, HEADS, 3, 16, dtype=dtype, **options)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)
+    return module
+
+
+def make_fp8(**options) -> quantize.Fp8FlashMHF:
+    return quantize.to_fp8(make(torch.float32, **options), projections=options.get("bias", False))
+
+
+def by_parts(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, quantize.Fp8FlashMHF):
+        return module._forward_parts(x)
+    return module.join_heads(module._mix(module.split_heads(x)))
+
+
+def tokens_of(module: nn.Module, *leading: int) -> Tensor:
+    return torch.randn(*leading, D_MODEL, dtype=module.router.dtype)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bias": True, "q_norm": True}], ids=["plain", "bias and q_norm"])
+@pytest.mark.parametrize("leading", [(), (8,), (TOKENS,), (4, 5), (2, 5, 2), (9,), (0,)])
+def test_chunks_have_the_values_of_the_whole(calls, options, leading, fp8):
+    module = (make_fp8 if fp8 else make)(**options)
+    x = tokens_of(module, *leading)
+    with torch.no_grad():
+        out = module(x)
+        count = x[..., 0].numel()
+        assert calls[0] == 0 and len(calls) == 1 + max(1, -(-count // 8)) and max(calls[1:]) - min(calls[1:]) <= 1
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if fp8 else {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(out, by_parts(module, x), **tolerance)
+    assert out.is_contiguous()
+
+
+def test_views_that_do_not_flatten(calls):
+    module = make()
+    x = tokens_of(module, 5, 4).transpose(0, 1)
+    with torch.inference_mode():
+        torch.testing.assert_close(module(x), by_parts(module, x), rtol=1e-12, atol=1e-12)
+    assert calls == [0, 7, 7, 6]
+
+
+def test_frozen_weights_need_no_gradient_and_gradients_take_the_parts(calls):
+    module = make()
+    x = tokens_of(module, TOKENS)
+    module(x).sum().backward()
+    assert calls == []
+    module.requires_grad_(False)
+    module(x.clone().requires_grad_()).sum().backward()
+    assert calls == []
+    module(x)
+    assert calls == [0, 7, 7, 6]
+
+
+# What somebody else does to a module or around it. Each case changes the result or watches the parts' calls.
+
+
+def double_output(module: nn.Module, args: object, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+@contextlib.contextmanager
+def global_hook():
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: 2 * out if isinstance(module, nn.Linear) else None)
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(handle.remove)
+        yield
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        return 2 * out if function is nn.functional.linear else out
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Tagged(Tensor):
+    pass
+
+
+class OtherMix(flashmhf.FlashMHF):
+    def _mix(self, q: Tensor) -> Tensor:
+        return 2 * super()._mix(q)
+
+
+def replace(module: nn.Module, name: str, part: nn.Module) -> None:
+    part.load_state_dict(module.get_submodule(name).state_dict(), strict=False)
+    setattr(module, name, part.to(torch.float64))
+
+
+CHANGED: dict[str, Callable[[nn.Module], object]] = {
+    "forward hook": lambda m: m.in_proj.register_forward_hook(double_output),
+    "forward pre-hook": lambda m: m.out_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "hook on q_norm": lambda m: m.q_norm.register_forward_hook(double_output),
+    "replaced projection": lambda m: setattr(m, "out_proj", nn.Sequential(m.out_proj)),
+    "subclassed projection": lambda m: replace(m, "in_proj", Doubled(D_MODEL, D_MODEL)),
+    "replaced q_norm": lambda m: setattr(m, "q_norm", nn.Identity()),
+    "patched projection": lambda m: setattr(m.in_proj, "forward", lambda x: 2 * x),
+    "patched part": lambda m: setattr(m, "_mix", lambda q: 2 * q),
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m.eval().in_proj),
+    "old spectral_norm": lambda m: nn.utils.spectral_norm(m.eval().out_proj),
+    "pruned weight": lambda m: prune.l1_unstructured(m.in_proj, "weight", amount=0.5),
+    "pruned bias": lambda m: prune.l1_unstructured(m.in_proj, "bias", amount=0.5),
+    "pruned k": lambda m: prune.l1_unstructured(m, "k", amount=0.5),
+    "weight of another type": lambda m: setattr(m.in_proj, "weight", nn.Parameter(m.in_proj.weight.detach().as_subclass(Tagged))),
+}
+AROUND: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "global hook": global_hook,
+    "function mode": Doubling,
+    "dispatch mode": Counting,
+    "autocast": partial(torch.autocast, "cpu"),
 }
 
 
-def call(arguments: dict, device: str) -> torch.Tensor:
-    placed = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
-    in_proj, out_proj = ((placed.pop(f"{end}_w"), placed.pop(f"{end}_bias")) for end in ("in", "out"))
-    return layer(in_proj=in_proj, out_proj=out_proj, **placed)
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_changed_module_runs_its_parts(calls, change):
+    module = make(bias=True, q_norm=True)
+    x = tokens_of(module, TOKENS)
+    with torch.no_grad():
+        before = module(x)
+        calls.clear()
+        CHANGED[change](module)
+        torch.testing.assert_close(module(x), by_parts(module, x))
+        assert "type" in change or not torch.equal(module(x), before)
+    assert calls == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("tokens", [0, 3])
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_argument_of_the_operator_is_checked(name, tokens, device):
-    given = operands(tokens)
-    broken, error, message = REFUSED[name]
-    assert call(given, device).shape == (tokens, D_MODEL)
-    with pytest.raises(error, match=message):
-        call(given | {name: broken(given[name])}, device)
+def test_a_subclass_with_other_parts_runs_them_and_another_is_a_layer(calls):
+    x = torch.randn(3, D_MODEL, dtype=torch.float64)
+    with torch.no_grad():
+        make(kind=OtherMix)(x)
+        assert calls == []
+        make(kind=type("Named", (flashmhf.FlashMHF,), {"name": "x"}))(x)
+        assert calls == [0, 3]
 
 
-def test_refuses_sizes_that_do_not_fit_and_gradients():
-    given = operands(3)
-    with pytest.raises(ValueError, match="in_w has shape"):
-        call(given | {"in_w": given["in_w"][1:]}, "cpu")
-    with pytest.raises(NotImplementedError, match="gradient"):
-        call(given | {"x": given["x"].requires_grad_()}, "cpu")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_watches_calls_sees_the_parts(calls, around, fp8):
+    module = (make_fp8 if fp8 else partial(make, torch.float32))(q_norm=True)
+    x = tokens_of(module, TOKENS)
+    with torch.no_grad(), AROUND[around]():
+        torch.testing.assert_close(module(x), by_parts(module, x))
+    assert calls == []
 
 
-def test_opcheck():
-    given = operands(5)
-    norm = {name: given.pop(name) for name in ("q_norm", "q_norm_eps")}
-    torch.library.opcheck(torch.ops.flashmhf.layer, tuple(given.values()))
-    torch.library.opcheck(torch.ops.flashmhf.layer, tuple(given.values()), norm)
+@pytest.mark.parametrize("change", ["forward hook", "forward pre-hook", "hook on q_norm", "replaced projection", "patched projection"])
+def test_a_changed_fp8_module_runs_its_parts(calls, change):
+    module = make_fp8(bias=True, q_norm=True)
+    CHANGED[change](module)
+    x = tokens_of(module, TOKENS)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), by_parts(module, x))
+    assert calls == []
+
+
+def test_a_default_device_is_no_mode_that_watches(calls):
+    module = make()
+    with torch.no_grad(), torch.device("cpu"):
+        module(tokens_of(module, 3))
+    assert calls == [0, 3]
+
+
+def test_vmap_of_the_operator():
+    module = make(q_norm=True)
+    k = torch.stack([module.k.detach()] * 3)
+    x = torch.randn(4, 3, D_MODEL, dtype=torch.float64)
+
+    def call(x: Tensor, k: Tensor) -> Tensor:
+        ends = (module.in_proj.weight, None), (module.out_proj.weight, None)
+        return layer.layer(x, ends[0], k, module.u, module.v, module.router, 1e-20, ends[1], q_norm=module.q_norm.weight, q_norm_eps=1e-5)
+
+    with torch.no_grad():
+        for dims, given in (((1, None), k[0]), ((1, 0), k)):
+            out = torch.vmap(call, dims, 1)(x, given)
+            torch.testing.assert_close(out, by_parts(module, x), rtol=1e-12, atol=1e-12)
+
+
+def test_wrong_width_and_dtype():
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"x has shape \[20, 48\]"):
+            make()(torch.randn(TOKENS, 48, dtype=torch.float64))
+        with pytest.raises(TypeError, match=r"in_w has dtype float64; supported: float32 \(x's dtype\)"):
+            make()(torch.randn(3, D_MODEL))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_layer_is_one_node(dynamic, fp8):
+    torch._dynamo.reset()
+    module, graphs = (make_fp8 if fp8 else make)(q_norm=True), []
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=lambda graph, _: graphs.append(graph) or graph)
+    with torch.no_grad():
+        for tokens in (TOKENS, TOKENS + 3):
+            x = tokens_of(module, tokens)
+            assert torch.equal(compiled(x), module(x))
+    names = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"}
+    assert names == {"flashmhf.fp8_layer" if fp8 else "flashmhf.layer"}
+
+
+@pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection"])
+def test_a_compiled_changed_module_runs_its_parts(change):
+    torch._dynamo.reset()
+    module = make(q_norm=True)
+    CHANGED[change](module)
+    x = tokens_of(module, TOKENS)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), by_parts(module, x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports(strict):
+    module = make()
+    with torch.no_grad():
+        tokens = torch.export.Dim("tokens", min=2)
+        program = torch.export.export(module, (tokens_of(module, TOKENS),), dynamic_shapes=({0: tokens},), strict=strict)
+        longer = tokens_of(module, 3 * TOKENS)
+        assert torch.equal(program.module()(longer), module(longer))
+    assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"] == ["flashmhf.layer.default"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton", "eager"])
+def test_peak_memory_beyond_the_input(backend, monkeypatch):
+    """The result and one chunk: 1 + 1/4 buffers of [T, d_model]."""
+    reason = flashmhf.info().reasons[backend]
+    if reason:
+        pytest.skip(f"{backend} is not usable here: {reason}")
+    monkeypatch.setattr(layer, "CHUNK_TOKENS", 16384)
+    tokens, d_model = 4 * 16384, 1024
+    module = flashmhf.FlashMHF(d_model, 8, 2, backend=backend, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, d_model, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        module(x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        module(x)
+    buffers = (torch.cuda.max_memory_allocated() - before) / (tokens * d_model * 2)
+    assert buffers <= (1.5 if backend != "eager" else 4), f"{buffers:.2f} buffers"

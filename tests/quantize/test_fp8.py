@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import flashmhf
-from flashmhf import quantize, reference
+from flashmhf import backends, quantize, reference
 from flashmhf.backends.eager import fp8 as eager
+from flashmhf.backends.fp8_layout import E4M3, permutation, to_e4m3
 from flashmhf.graphs import capturing
-from flashmhf.ops import fp8 as operators
 from flashmhf.quantize.modules import quantise_rows
-from flashmhf.quantize.packing import E4M3, permutation, to_e4m3
 from flashmhf.testing import SMALL, relative_l2
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -446,4 +445,4 @@ def test_refusals():
     ):
         with pytest.raises(error, match=message):
             call()
-    assert operators.select("auto", q.device, q.dtype, 64, 80) is eager
+    assert backends.select_fp8("auto", q.device, q.dtype, 64, 80) is eager

@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import reference
 from ...reference import accumulate_dtype
 from .. import gating
-from ..contract import PROJECT_TOKENS, layer, project, refuse_projection  # noqa: F401  (this back end has no such kernels)
+from ..contract import layer  # noqa: F401  (this back end has no operator for the whole layer)
 from ..tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger

@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.gate import gate
-from ...quantize.linear import linear
-from ...quantize.packing import E4M3_MAX, permutation, to_e4m3
+from ... import reference
+from ..contract import layer
+from ..fp8_layout import E4M3_MAX, permutation, to_e4m3
+from ..fp8_linear import linear
 from ..tokens import token_count
 
 __all__ = ["forward", "gated_forward", "layer", "linear", "why_not"]
@@ -25,7 +26,7 @@ TINIEST = 1e-18  # instead of max |q| of a row of zeros
 BLOCK_ELEMENTS = 1 << 22  # of a block's intermediate [tokens, d_e]
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """Every device, floating dtype and size is supported."""
     return None
 
@@ -53,12 +54,7 @@ def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Te
 
 
 def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
-    return forward(q, k8, u8, v8, scales, gate(q, w, eps))
-
-
-def layer(x: Tensor, *operands: object) -> Tensor | None:
-    """There is no operator for the whole network: its parts run."""
-    return None
+    return forward(q, k8, u8, v8, scales, reference.gate(q, w, eps))
 
 
 def saturated(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checks import name_of
 from .. import driver
-from ..contract import Norm, Projection
+from ..contract import LayerWeights
 from ..tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
@@ -25,15 +25,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
-PROJECT_TOKENS = 384  # that project takes at most
-PROJECT_MULTIPLE = 64  # of the sizes of its weight
-_NO_NORM = (None, 0.0)
 
 
 @functools.cache
 def library() -> str | None:
     """Loads the op library; None when usable, else the reason why not."""
-    from ... import __version__, flops  # not above: it imports the operators, and they import this module
+    from ... import __version__  # not above: the package imports this module
 
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
@@ -47,7 +44,6 @@ def library() -> str | None:
     info = build_info()
     if info["version"] not in ("0", __version__):  # "0": built by CMake alone, which does not know it
         return f"its CUDA library is of flashmhf {info['version']}, the package of {__version__}; install flashmhf again"
-    flops.register_projection()
     runtime, supported = info["cuda_version"], driver.version()
     if supported // 1000 < int(runtime.split(".")[0]):
         return (
@@ -97,10 +93,6 @@ def _unreadable(x: Tensor) -> str | None:
     return None
 
 
-def _check_layout(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> None:
-    check_layout(q, r, k=k, u=u, v=v)
-
-
 def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
     """Raises ValueError for a tensor that the kernels cannot read where it lies, by its name."""
     reason = _unreadable(q) if q.numel() else None
@@ -116,14 +108,14 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str = "silu") -> Tensor:
-    _check_layout(q, k, u, v, r)
+    check_layout(q, r, k=k, u=u, v=v)
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, deterministic)
 
 
 def gated_forward(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
 ) -> Tensor:
-    _check_layout(q, k, u, v, None)
+    check_layout(q, None, k=k, u=u, v=v)
     return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, deterministic)
 
 
@@ -139,7 +131,7 @@ def backward(
     needs: tuple[bool, bool],
     activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check_layout(q, k, u, v, r)
+    check_layout(q, r, k=k, u=u, v=v)
     return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, deterministic, *needs)
 
 
@@ -156,7 +148,7 @@ def gated_backward(
     needs: tuple[bool, bool],
     activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check_layout(q, k, u, v, None)
+    check_layout(q, None, k=k, u=u, v=v)
     return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, w, eps, deterministic, *needs)
 
 
@@ -179,66 +171,14 @@ def backward_accumulate_(
     return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, deterministic, *needs, dk, du, dv)
 
 
-def refuse_projection(x: Tensor, w: Tensor, bias: Tensor | None) -> TypeError | ValueError | None:
-    """Why :func:`project` does not take x [T, K], w [N, K] and bias [N]; None when it does."""
-    if x.dtype not in DTYPES:
-        return TypeError(f"x has dtype {name_of(x.dtype)}; supported: {', '.join(map(name_of, DTYPES))}")
-    if x.dim() != 2 or x.shape[0] > PROJECT_TOKENS:
-        return ValueError(f"x has shape {list(x.shape)}; supported: [T, K] with T up to {PROJECT_TOKENS}")
-    for name, tensor in (("w", w),) if bias is None else (("w", w), ("bias", bias)):
-        if tensor.dtype != x.dtype:
-            return TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {name_of(x.dtype)} (x's dtype)")
-        if tensor.device != x.device:
-            return ValueError(f"{name} is on {tensor.device} but x is on {x.device}; all tensors must be on one device")
-        if not tensor.is_contiguous():
-            return ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
-    if w.dim() != 2 or w.shape[1] != x.shape[1]:
-        return ValueError(f"w has shape {list(w.shape)}; expected [N, K] with K = {x.shape[1]} from x")
-    features, inner = w.shape
-    if not features or not inner or features % PROJECT_MULTIPLE or inner % PROJECT_MULTIPLE:
-        return ValueError(f"w has shape {list(w.shape)}; supported: multiples of {PROJECT_MULTIPLE}")
-    if bias is not None and bias.shape != (features,):
-        return ValueError(f"bias has shape {list(bias.shape)}; expected [{features}] (N)")
-    if w.data_ptr() % TMA_ALIGNMENT:
-        return ValueError(f"w has storage offset {w.storage_offset()}; supported: multiples of {TMA_ALIGNMENT} bytes")
-    rows = x.shape[0] <= 1 or (x.stride(0) > 0 and x.stride(0) * x.element_size() % TMA_ALIGNMENT == 0)
-    if len(x) and (x.stride(1) != 1 or not rows or x.data_ptr() % TMA_ALIGNMENT):
-        return ValueError(
-            f"x has strides {list(x.stride())} and storage offset {x.storage_offset()}; supported: rows of contiguous elements "
-            f"at positive multiples of {TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // x.element_size()} elements)"
-        )
-    return None
+def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
+    """out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call.
 
-
-def project(x: Tensor, w: Tensor, bias: Tensor | None = None, *, weights_ready: bool = False) -> Tensor:
-    """x W^T + bias for few tokens, without autograd; it starts under the kernel before it and lets the next one do so.
-
-    ``weights_ready``: the kernels that wrote w and bias have finished when this kernel starts, even if the kernel before it in the stream
-    still runs; this kernel then reads w and bias at once. That holds right behind a forward of this back end: the forward's kernel lets the
-    next kernel start only after all older kernels have finished, and writes nothing but its output and its own workspace.
+    Few tokens take the library's own projection kernel where it is faster than cuBLAS. The operator checks the tensors itself: for few
+    tokens the host's time is longer than the GPU's. Returns None if x has no token, the network has no gate, or a tensor's dtype, shape or
+    layout is not what the kernels read.
     """
-    refusal = refuse_projection(x, w, bias)
-    if refusal is not None:
-        raise refusal
-    if weights_ready:
-        return torch.ops.flashmhf_hopper._project_behind_forward(x, w, bias)
-    return torch.ops.flashmhf_hopper.project(x, w, bias)
-
-
-def layer(
-    x: Tensor,
-    in_proj: Projection,
-    q_norm: Norm | None,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    out_proj: Projection,
-) -> Tensor | None:
-    """out_proj(S(q_norm(in_proj(x)))) for x [..., d_model]; None where x has no token or a tensor's dtype, shape or layout is another one.
-
-    Few tokens take the kernel of :func:`project` where it is faster than cuBLAS. The host queues the module in one call, and
-    the operator checks the tensors itself: for few tokens the host's time is longer than the GPU's.
-    """
-    return torch.ops.flashmhf_hopper.layer(x, *in_proj, *(q_norm or _NO_NORM), k, u, v, w, eps, *out_proj)
+    (in_w, in_bias, _), (k, u, v), router, eps, (out_w, out_bias, _), q_norm, q_norm_eps = weights
+    if router is None:
+        return None
+    return torch.ops.flashmhf_hopper.layer(x, in_w, in_bias, q_norm, q_norm_eps, k, u, v, router, eps, out_w, out_bias)

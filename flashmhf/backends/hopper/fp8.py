@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...quantize import linear as definition
+from .. import fp8_linear as definition
 from .. import hopper
-from ..contract import Norm
+from ..contract import LayerWeights
+
+PROJECT_MULTIPLE = 64  # of the sizes of a weight of the projection kernel
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
     return hopper.why_not(device, dtype, d_h=d_h, d_e=d_e)
 
@@ -45,14 +47,11 @@ def linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Te
     return definition.scaled_product(*torch.ops.flashmhf_hopper.quantise_rows(rows), weight8, scale, bias, x.dtype)
 
 
-def layer(
-    x: Tensor,
-    in_proj: tuple[Tensor, Tensor | None, Tensor | None],
-    q_norm: Norm | None,
-    packed: tuple[Tensor, Tensor, Tensor, Tensor],
-    w: Tensor,
-    eps: float,
-    out_proj: tuple[Tensor, Tensor | None, Tensor | None],
-) -> Tensor | None:
-    """The whole network; None where x has no token or a tensor's dtype, shape or layout is another one than the kernels read."""
-    return torch.ops.flashmhf_hopper.fp8_layer(x, *in_proj, *(q_norm or (None, 0.0)), *packed, w, eps, *out_proj)
+def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
+    """As :func:`flashmhf.backends.hopper.layer`, with K, U and V in e4m3 and projections in either type."""
+    (in_w, in_bias, in_scale), packed, router, eps, (out_w, out_bias, out_scale), q_norm, q_norm_eps = weights
+    if router is None:
+        return None
+    return torch.ops.flashmhf_hopper.fp8_layer(
+        x, in_w, in_scale, in_bias, q_norm, q_norm_eps, *packed, router, eps, out_w, out_scale, out_bias
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checks import name_of
 from .. import gating
-from ..contract import PROJECT_TOKENS, layer, project, refuse_projection  # noqa: F401  (this back end has no such kernels)
+from ..contract import layer  # noqa: F401  (this back end has no operator for the whole layer)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)

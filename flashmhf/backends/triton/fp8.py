@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import gating
 from .. import triton as plain
-from ..eager.fp8 import layer, linear
+from ..contract import layer
+from ..fp8_linear import linear
 
 __all__ = ["HEAD_DIMS", "MIN_CAPABILITY", "forward", "gated_forward", "layer", "linear", "why_not"]
 
@@ -16,7 +17,7 @@ HEAD_DIMS = tuple(size for size in plain.HEAD_DIMS if size >= 32)  # a product o
 MIN_CAPABILITY = (8, 9)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """None when the Triton kernel can run, else the reason, naming the argument, its value and what is supported."""
     if d_h not in HEAD_DIMS:
         return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"

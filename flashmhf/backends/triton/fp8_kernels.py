@@ -1,6 +1,6 @@
 """Forward with K, U and V in e4m3, in Triton: the quantisation points of :mod:`flashmhf.backends.eager.fp8`.
 
-The last dimension of k8, u8 and v8 is permuted in blocks of 16 (:mod:`flashmhf.quantize.packing`). The columns of Q are loaded in that
+The last dimension of k8, u8 and v8 is permuted in blocks of 16 (:mod:`flashmhf.backends.fp8_layout`). The columns of Q are loaded in that
 order, and so are the rows of K and U, so that the columns of A follow those of V. V lies transposed: both right operands have the summed
 index contiguous, which the e4m3 tensor-core instructions need.
 """

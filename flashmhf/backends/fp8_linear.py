@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .packing import E4M3_MAX, TINIEST_SCALE, to_e4m3
+from .fp8_layout import E4M3_MAX, TINIEST_SCALE, to_e4m3
 
 FEW_TOKENS, FEW_TOKENS_WIDE = 512, 128  # of a W of at most, and of more than, PAIRED_FEATURES rows
 PAIRED_FEATURES = 2112  # whose product with so many tokens the Hopper kernel computes at once

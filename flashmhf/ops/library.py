@@ -1,0 +1,72 @@
+"""The library ``torch.ops.flashmhf`` and what every operator in it needs: kernels for all devices, fakes, autograd, autocast.
+
+A call is check -> select the back end -> run it on the current stream, without synchronising and without copying q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, torch_private
+
+LIBRARY = torch.library.Library("flashmhf", "DEF")
+
+
+def define(schema: str, kernel: Callable, fake: Callable, autograd: Callable | None = None, casts: Collection[str] = ()) -> None:
+    """Define an operator.
+
+    Args:
+        schema: its signature in the dispatcher's language.
+        kernel: runs on every device. It and ``fake`` take the schema's arguments and do the same checks.
+        fake: returns tensors of the results' shapes and dtypes.
+        autograd: runs above autograd; None for an operator of inference, which refuses inputs that require a gradient.
+        casts: the tensor arguments that autocast casts. Nothing inside the operator is cast again.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashmhf::{name}", fake, lib=LIBRARY)
+    op = getattr(torch.ops.flashmhf, name)
+    LIBRARY.impl(name, autograd or _without_gradients(name, op), "Autograd")
+    cast_arguments = tuple(argument.name if argument.name in casts else None for argument in op.default._schema.arguments)
+    for device_type, key in torch_private.AUTOCAST_KEYS.items():
+        LIBRARY.impl(name, _autocast(op, device_type, cast_arguments), key)
+
+
+def refuse_gradients(name: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise NotImplementedError if one of ``tensors`` requires a gradient or is transformed by torch.func."""
+    given = [x for x in tensors if x is not None]
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if differentiated or torch_private.differentiated_by_functorch(*given) or torch_private.has_tangent(*given):
+        raise NotImplementedError(
+            f"{name}: an input requires a gradient, and it has no gradient; supported: inference, under torch.no_grad()"
+        )
+
+
+def _without_gradients(name: str, op: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        refuse_gradients(name, (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+        with torch_private.below_autograd():
+            return op(*args, **kwargs)
+
+    return call
+
+
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    """Return what autocast to ``dtype`` makes of an operand: float64 and what is not floating stay as they are."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x
+
+
+def _autocast(op: Callable, device_type: str, cast_arguments: tuple[str | None, ...]) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        args = tuple(x if name is None else cast(x, dtype) for x, name in zip(args, cast_arguments, strict=False))
+        kwargs = {name: cast(x, dtype) if name in cast_arguments else x for name, x in kwargs.items()}
+        with torch_private.below_autocast():
+            return op(*args, **kwargs)
+
+    return call
