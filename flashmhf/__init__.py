@@ -2,9 +2,10 @@
 
 from . import distributed, flops, quantize, reference
 from .backends import info
-from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, param_groups, replace_ffn
+from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, param_groups
 from .ops.gate import gate
 from .ops.mix import flash_mhf
+from .swap import replace_ffn
 
 flops.register()
 distributed.register()

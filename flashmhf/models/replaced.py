@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..nn.swap import NETWORKS, rebuild
+from ..nn import FlashMHF
+from ..nn.init import INITIALIZER_RANGE, Projection, Scheme
+from ..nn.multihead import HeadRMSNorm
+
+NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced networks and their arguments of FlashMHF
 
 
 def has_replaced(config: PreTrainedConfig) -> bool:
     """Whether a configuration records networks that ``replace_ffn`` put into the model."""
     return bool(getattr(config, NETWORKS, None))
+
+
+def adopt(model: nn.Module, names: list[str]) -> None:
+    """Record the networks ``names`` in the configuration of a transformers model, and have its ``init_weights`` draw them."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    record = {name: _settings(model.get_submodule(name)) for name in names}
+    setattr(model.config, NETWORKS, getattr(model.config, NETWORKS, {}) | record)
+    _draw_with_model(model)
+
+
+def _draw_with_model(model: PreTrainedModel) -> None:
+    for part in model.modules():  # transformers calls that of the innermost model
+        if isinstance(part, PreTrainedModel):
+            part._init_weights = MethodType(_init_weights, part)
+
+
+def _init_weights(self: PreTrainedModel, module: nn.Module) -> None:
+    """The model's own, which does not know FlashMHF. transformers leaves loaded tensors alone, whatever draws them."""
+    if isinstance(module, (FlashMHF, Projection, HeadRMSNorm)):
+        module.reset_parameters()
+    else:
+        type(self)._init_weights(self, module)
+
+
+def _settings(network: FlashMHF) -> dict[str, Any]:
+    """The arguments that make such a network again, without device and dtype; JSON can hold them."""
+    names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
+    bias = not network.skip_linear and network.in_proj.bias is not None
+    settings = {name: getattr(network, name) for name in names} | {"bias": bias}
+    defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu"}
+    settings |= {name: getattr(network, name) for name, default in defaults.items() if getattr(network, name) != default}
+    return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
+
+
+def _rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
+    """Return the network of recorded settings, with fresh weights of the device and dtype of ``like``."""
+    settings = {name: value for name, value in settings.items() if name != "accumulate_main_grad"}  # which 0.1 recorded
+    return FlashMHF(**settings, device=like.device, dtype=like.dtype)
 
 
 def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs):
@@ -60,9 +105,12 @@ def _saving_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _put_networks(model: PreTrainedModel, networks: dict[str, dict]) -> None:
     for recorded, settings in networks.items():
         name = _name_in(model, recorded)
-        old = model.get_submodule(name)
+        network = _rebuild(settings, like=next(model.get_submodule(name).parameters()))
+        initializer_range = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
+        network.set_scheme(Scheme(num_layers=len(networks), initializer_range=initializer_range))
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, rebuild(settings, like=next(old.parameters())))
+        setattr(model.get_submodule(parent), attribute, network)
+    _draw_with_model(model)
 
 
 def _name_in(model: nn.Module, recorded: str) -> str:

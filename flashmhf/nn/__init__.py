@@ -1,11 +1,10 @@
-"""Modules [..., d_model] -> [..., d_model]: FlashMHF, the networks the paper compares it with, conversion and replacement."""
+"""Modules [..., d_model] -> [..., d_model]: FlashMHF, the networks the paper compares it with, conversion and optimizers."""
 
 from . import convert
 from .baselines import MHFFN, DenseMoE, ParametricKV, SwiGLU
 from .flashmhf import FlashMHF, default_subnet_dim
 from .muon import Muon
 from .optim import param_groups
-from .swap import replace_ffn
 
 __all__ = [
     "MHFFN",
@@ -17,5 +16,4 @@ __all__ = [
     "convert",
     "default_subnet_dim",
     "param_groups",
-    "replace_ffn",
 ]

@@ -64,13 +64,18 @@ class Network(nn.Module):
         Raises TypeError for arguments of other types, ValueError for an unknown init, a negative range and num_layers below 1.
         """
         given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
-        self.scheme = dataclasses.replace(self.scheme, **{name: value for name, value in given.items() if value is not None})
+        self.set_scheme(dataclasses.replace(self.scheme, **{name: value for name, value in given.items() if value is not None}))
         self._draw()
-        for name, (role, fan_in) in self._drawn_projections.items():
-            linear = getattr(self, name)  # a Projection, or a linear layer that has replaced it
-            if isinstance(linear, Projection):
-                linear.scheme = self.scheme
-            self.scheme.draw_projection(linear, role, fan_in)
+        for name, drawn in self._drawn_projections.items():
+            self.scheme.draw_projection(getattr(self, name), *drawn)
+
+    def set_scheme(self, scheme: Scheme) -> None:
+        """Set what ``reset_parameters`` of this network and of its projections draw, without drawing."""
+        self.scheme = scheme
+        for name in self._drawn_projections:
+            linear = getattr(self, name)
+            if isinstance(linear, Projection):  # and not a linear layer that has replaced it
+                linear.scheme = scheme
 
     def _draw(self) -> None:
         pass

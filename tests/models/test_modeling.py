@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashmhf
@@ -439,6 +441,53 @@ def test_replacement_by_layer_is_loaded_as_it_was(tmp_path):
     assert torch.equal(load_replaced(tmp_path, transformers.LlamaModel)(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
+def assert_drawn_as_replaced(model):
+    fresh = foreign("Llama")
+    flashmhf.replace_ffn(fresh, num_heads=2, q_norm=True, num_subnets=2, subnet_dim=48)
+    for (name, value), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        if ".mlp." in name:
+            torch.testing.assert_close(value.std(), other.std(), rtol=0.2, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("missing", ["k", "router", "q_norm.weight", "in_proj.weight", None])
+def test_replaced_networks_are_drawn_as_documented_wherever_transformers_draws(missing, tmp_path):
+    """A weight that the checkpoint lacks, and init_weights after to_empty: nothing stays what the memory held."""
+    model = foreign("Llama")
+    flashmhf.replace_ffn(model, num_heads=2, q_norm=True, num_subnets=2, subnet_dim=48)
+    if missing is None:
+        model = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        model.init_weights()
+        assert_drawn_as_replaced(model)
+        return
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if name != f"model.layers.0.mlp.{missing}"}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = load_replaced(tmp_path)
+    assert_drawn_as_replaced(again)
+    for name, value in kept.items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("missing", ["mlp.k", "mlp.q_norm.weight", "mlp.out_proj.weight"])
+def test_a_weight_that_a_checkpoint_lacks_is_drawn_as_the_configuration_says(missing, tmp_path):
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config = FlashMHFConfig(**sizes, ffn_num_heads=2, ffn_num_subnets=2, ffn_q_norm=True, initializer_range=0.01)
+    torch.manual_seed(0)
+    model = FlashMHFForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[f"model.layers.0.{missing}"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = FlashMHFForCausalLM.from_pretrained(tmp_path)
+    drawn, other = (m.get_parameter(f"model.layers.0.{missing}") for m in (again, model))
+    torch.testing.assert_close(drawn.std(), other.std(), rtol=0.1, atol=1e-9)
+    torch.testing.assert_close(drawn.mean(), other.mean(), rtol=0, atol=0.05 * other.std().item() + 1e-9)
+
+
 def test_load_replaced_refusals(tmp_path):
     foreign("Llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="records no networks that replace_ffn put there"):
@@ -459,6 +508,8 @@ def test_replace_ffn_sizes_of_the_paper():
 
 
 def test_replace_ffn_refusals():
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
+        flashmhf.replace_ffn("meta-llama/Llama-3.2-1B")
     with pytest.raises(ValueError, match="no SwiGLU network"):
         flashmhf.replace_ffn(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="no SwiGLU network"):

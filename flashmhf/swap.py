@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from .arguments import positive
-from .flashmhf import FlashMHF, default_subnet_dim, uses_silu
-from .init import INITIALIZER_RANGE, Projection
+from .nn.arguments import positive
+from .nn.flashmhf import FlashMHF, default_subnet_dim, uses_silu
+from .nn.init import INITIALIZER_RANGE, Projection
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
-NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced networks and their arguments of FlashMHF
 
 
 def is_swiglu(module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def equal_parameter_sizes(
 def replace_ffn(
     model: nn.Module, num_heads: int | None = None, num_subnets: int | None = None, subnet_dim: int | None = None, **kwargs: Any
 ) -> list[str]:
-    """Replaces every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; returns their names.
+    """Replace every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; return their names.
 
     A network that the model holds under several names is replaced by one FlashMHF under all of them.
 
@@ -58,10 +58,13 @@ def replace_ffn(
         kwargs: of :class:`flashmhf.FlashMHF`.
 
     Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the initializer_range
-    of ``model.config``. The configuration of a transformers model records the new
-    networks, so that :func:`flashmhf.models.load_replaced` loads what the model's own ``save_pretrained`` stores.
-    Raises ValueError when there is nothing to replace, when ``model`` itself is the network to replace, or when sizes do not fit.
+    of ``model.config``. The configuration of a transformers model records the new networks, so that
+    :func:`flashmhf.models.load_replaced` loads what the model's own ``save_pretrained`` stores, and its ``init_weights`` draws them too.
+    Raises TypeError if ``model`` is not a module, ValueError if there is nothing to replace, if ``model`` itself is the network to replace,
+    and if sizes do not fit.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     shared: dict[int, list[str]] = {}  # the names of each network; ids, so that a replaced network's memory is free at once
@@ -80,32 +83,16 @@ def replace_ffn(
     sizes = (num_heads, num_subnets, subnet_dim, initializer_range, len(names))
     for name in names:  # whatever is refused is refused before the model changes
         _counterpart(model.get_submodule(name), *sizes, {**kwargs, "device": "meta"})
-    record = {}
     for members in shared.values():
         network = _counterpart(model.get_submodule(members[0]), *sizes, kwargs)
         for name in members:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, network)
-            record[name] = _settings(network)
-    if hasattr(model, "save_pretrained"):
-        setattr(model.config, NETWORKS, getattr(model.config, NETWORKS, {}) | record)
+    if "transformers" in sys.modules and hasattr(model, "save_pretrained"):
+        from .models import replaced
+
+        replaced.adopt(model, names)
     return names
-
-
-def _settings(network: FlashMHF) -> dict[str, Any]:
-    """The arguments that make such a network again, without device and dtype; JSON can hold them."""
-    names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
-    bias = not network.skip_linear and network.in_proj.bias is not None
-    settings = {name: getattr(network, name) for name in names} | {"bias": bias}
-    defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu"}
-    settings |= {name: getattr(network, name) for name, default in defaults.items() if getattr(network, name) != default}
-    return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
-
-
-def rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
-    """Return the network of recorded settings, with fresh weights of the device and dtype of ``like``."""
-    settings = {name: value for name, value in settings.items() if name != "accumulate_main_grad"}  # which 0.1 recorded
-    return FlashMHF(**settings, device=like.device, dtype=like.dtype)
 
 
 def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, num_layers, kwargs) -> FlashMHF:
