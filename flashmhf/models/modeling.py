@@ -17,13 +17,14 @@ from transformers.modeling_layers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
+from ..nn.init import Projection, Scheme
+from ..nn.multihead import HeadRMSNorm
+from ..nn.network import Network
 from . import decoding
 from .configuration import FlashMHFConfig
 
-_FEED_FORWARD = (DenseMoE, FlashMHF, MHFFN, ParametricKV, SwiGLU)
 
-
-def feed_forward(config: FlashMHFConfig) -> nn.Module:
+def feed_forward(config: FlashMHFConfig) -> Network:
     """The feed-forward network that ``config`` names, [..., hidden_size] -> [..., hidden_size]."""
     d_model, width, heads = config.hidden_size, config.intermediate_size, config.ffn_num_heads
     operator = {
@@ -81,6 +82,8 @@ class FlashMHFDecoderLayer(LlamaDecoderLayer):
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
         self.mlp = feed_forward(config)
+        scheme = Scheme(config.ffn_init, config.initializer_range, config.num_hidden_layers, config.official_init)
+        self.mlp.set_scheme(scheme)  # for whichever of its weights a checkpoint leaves out
         self.input_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         norm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
         self.post_attention_layernorm = norm
@@ -101,9 +104,8 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this with torch.nn.init guarded: tensors that a checkpoint has filled are left alone.
-        if isinstance(module, _FEED_FORWARD):
-            official = (self.config.official_init,) if isinstance(module, (FlashMHF, MHFFN)) else ()
-            module.reset_parameters(self.config.ffn_init, self.config.initializer_range, self.config.num_hidden_layers, *official)
+        if isinstance(module, (Network, Projection, HeadRMSNorm)):
+            module.reset_parameters()
         else:
             super()._init_weights(module)
 
