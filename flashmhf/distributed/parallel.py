@@ -139,6 +139,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
     device. Raises ValueError where ``size`` does not divide the heads or a SwiGLU's width, and for a model without any such network.
     """
+    size = positive("size", size)
     if not any(isinstance(child, (FlashMHF, MHFFN, SwiGLU)) for child in model.modules()):
         raise ValueError(f"module is a {type(model).__name__} without a FlashMHF, MHFFN or SwiGLU network")
     styles: dict[str, ParallelStyle] = {}
@@ -184,6 +185,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
     The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
     Raises ValueError for a mesh of several dimensions, for a mesh whose size does not divide H, and for a model without any such network.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; supported: 1, such as mesh['tp']")
     if isinstance(module, (FlashMHF, MHFFN)):
@@ -207,7 +212,7 @@ def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
     FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times the memory and
     the traffic. Dimensions that tensor parallelism shards already are taken with their local size.
 
-    Raises TypeError for a size that is no integer, ValueError for one below 1.
+    Raises TypeError if size is not an integer, ValueError if it is below 1.
     """
     size = positive("size", size)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from .. import checks
 from ..reference import ACTIVATIONS
 from .arguments import divisor, positive
 
@@ -65,6 +66,12 @@ def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
     return score, math.sqrt(3 / 8) if settings.get("apply_final_scaling") else 1.0
 
 
+def _check_tensors(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be a mapping of names to tensors, got {type(state).__name__}")
+    checks.tensors(**state)
+
+
 def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional: set[str], what: str) -> None:
     """``known``: every name that ``state`` may hold, with its name on the other side."""
     unknown = sorted(set(state) - set(known))
@@ -106,6 +113,7 @@ def check_official(
     Raises KeyError for a missing tensor, ValueError for unknown names, a router without num_subnets and shapes that do not fit,
     TypeError and ValueError if H or E is not a positive integer.
     """
+    _check_tensors(state)
     heads, gated = positive("num_heads", num_heads), num_subnets is not None
     subnets, kv_heads = positive("num_subnets", num_subnets) if gated else 1, divisor("num_kv_heads", num_kv_heads, "num_heads", heads)
     _check_names(state, {**_STACKED, **_RENAMED}, _optional_names(skip_linear, gated), "the official state dict")
@@ -159,6 +167,7 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises KeyError for a missing tensor, ValueError for unknown names and for shapes that do not fit each other.
     """
+    _check_tensors(state)
     known = {ours: theirs for theirs, ours in (_STACKED | _RENAMED).items()}
     skip_linear = not any(_RENAMED[name] in state for name in _LINEAR)
     gated = "k" not in state or state["k"].dim() != 3

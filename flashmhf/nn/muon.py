@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOAT_DTYPES, name_of
+from .arguments import epsilon
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
 STEPS = 5
@@ -124,10 +125,9 @@ class Muon(torch.optim.Optimizer):
         fused: bool | None = None,
     ):
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; it must not be negative")
+            epsilon(name, value)
         for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-            if not 0 <= value < 1:
+            if not epsilon(name, value) < 1:
                 raise ValueError(f"{name} is {value}; it must be in [0, 1)")
         adamw = torch.optim.AdamW([torch.empty(0)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, {**adamw.defaults, "momentum": momentum, "fused": fused})

@@ -14,15 +14,27 @@ from .arguments import check_dtype
 from .init import OfficialInit, Projection, Scheme
 
 
-def _make_contiguous(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Make the module's own weights in a state dict contiguous: with assign=True they become the module's, and files keep strides."""
-    for name in module._parameters:
+class Contiguous(nn.Module):
+    """A module whose own parameters and buffers stay contiguous, as the kernels need them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(_make_contiguous)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Contiguous:
+        # .to(memory_format=torch.channels_last) is meant for images and changes the strides of every tensor of four dimensions.
+        return super()._apply(lambda tensor: out.contiguous() if (out := fn(tensor)).dim() == 4 else out, recurse)
+
+
+def _make_contiguous(module: Contiguous, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Make the module's own tensors in a state dict contiguous: with assign=True they become the module's, and files keep strides."""
+    for name in (*module._parameters, *module._buffers):
         if isinstance(value := state_dict.get(prefix + name), Tensor):
             state_dict[prefix + name] = value.contiguous()
 
 
-class Network(nn.Module):
-    """A network that draws its own weights and keeps them contiguous; ``_draw`` of a subclass draws those that no child holds."""
+class Network(Contiguous):
+    """A network that draws its own weights; ``_draw`` of a subclass draws those that no child holds."""
 
     scheme = Scheme()
     _drawn_projections: Mapping[str, tuple[str, float]] = {}  # role and fan-in of each projection
@@ -30,11 +42,6 @@ class Network(nn.Module):
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
         check_dtype(dtype)
-        self.register_load_state_dict_pre_hook(_make_contiguous)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Network:
-        # .to(memory_format=torch.channels_last) is meant for images and changes the strides of every tensor of four dimensions.
-        return super()._apply(lambda tensor: out.contiguous() if (out := fn(tensor)).dim() == 4 else out, recurse)
 
     def _add_projection(
         self, name: str, sizes: tuple[int, int], role: str, fan_in: float, bias: bool, device: Device, dtype: torch.dtype | None

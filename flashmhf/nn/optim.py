@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .arguments import epsilon
 from .flashmhf import FlashMHF
 from .multihead import MultiHead
 
@@ -13,8 +14,11 @@ PROJECTION_RATE = 0.3
 
 
 def roles(model: nn.Module) -> dict[str, str]:
-    """What each named parameter of ``model`` is: "projection" (in_proj and out_proj of a multi-head network), "k", "u", "v", "router",
-    "other"; "undecayed" where it has fewer than two dimensions or is q_norm's weight. Shared parameters are named once."""
+    """Return the role of each named parameter of ``model``; a shared parameter has one name.
+
+    Roles: "projection" (in_proj and out_proj of a multi-head network), "k", "u", "v", "router", "undecayed" (fewer than two dimensions,
+    or q_norm's weight) and "other".
+    """
     found = {name: "undecayed" if parameter.dim() < 2 else "other" for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         if not isinstance(module, MultiHead):
@@ -35,12 +39,12 @@ def roles(model: nn.Module) -> dict[str, str]:
 def param_groups(
     model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float = PROJECTION_RATE, muon: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups of ``model`` for an optimizer with decoupled weight decay, such as ``torch.optim.AdamW`` or :class:`flashmhf.Muon`.
+    """Return ``model``'s parameter groups for an optimizer with decoupled weight decay: ``torch.optim.AdamW``, :class:`flashmhf.Muon`.
 
     in_proj and out_proj of :class:`FlashMHF` layers learn at ``projection_rate`` of ``lr``. M = Q K^T is a product of two learned
     matrices, W_in and K, and so is what a token receives, V W_out; where both learn at Adam's full rate, products move twice as fast
-    as a SwiGLU's weights do. AdamW decays by lr * weight_decay a step, so that group's weight decay is divided by the same factor and
-    the decay a step stays equal. Vectors (norms, biases) and q_norm's weights are not decayed.
+    as a SwiGLU's weights do. AdamW decays by lr * weight_decay per step, so that group's weight decay is divided by the same factor and
+    the decay per step stays equal. Vectors (norms, biases) and q_norm's weights are not decayed.
 
     Args:
         model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
@@ -51,9 +55,12 @@ def param_groups(
 
     Returns groups with "params", "lr" and "weight_decay", and "muon" where asked for; empty ones are left out.
 
-    Raises ValueError for a rate that is not positive.
+    Raises TypeError if ``model`` is not a module or a rate not a number, ValueError for a negative rate and a projection_rate of 0.
     """
-    if not projection_rate > 0:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
+    if not epsilon("projection_rate", projection_rate) > 0:
         raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")
     flash = {id(parameter) for module in model.modules() if isinstance(module, FlashMHF) for parameter in module.parameters()}
     rates = {"plain": (lr, weight_decay), "projection": (lr * projection_rate, weight_decay / projection_rate), "undecayed": (lr, 0.0)}
@@ -75,7 +82,7 @@ def param_groups(
 
 
 def vocabulary_weights(model: nn.Module) -> set[int]:
-    """The ids of the weights of embeddings, and of linear layers with as many output features as an embedding has rows."""
+    """Return the ids of the weights of embeddings, and of linear layers with as many output features as an embedding has rows."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {module.num_embeddings for module in embeddings}
     outputs = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in sizes]

@@ -16,6 +16,7 @@ from ..backends.fp8_linear import quantise_rows
 from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import HeadRMSNorm, check_input, is_ordinary, is_plain, only_values_matter, plain_linear
+from ..nn.network import Contiguous
 from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
@@ -23,7 +24,7 @@ _Module = TypeVar("_Module", bound="_Quantised")
 METHOD = "flashmhf_fp8"  # quant_method in the configuration of a transformers model
 
 
-class _Quantised(nn.Module):
+class _Quantised(Contiguous):
     """Keeps the dtypes of quantised tensors where ``.to(dtype)``, ``.half()`` and their kin change those of others."""
 
     _fixed: tuple[str, ...] = ()

@@ -206,11 +206,26 @@ MAKERS += [functools.partial(flashmhf.SwiGLU, 48, 16), functools.partial(flashmh
         (lambda: flashmhf.SwiGLU(48, -1), ValueError, "intermediate_dim is -1"),
         (lambda: flashmhf.ParametricKV(48, 3, 0), ValueError, "num_kv is 0"),
         (lambda: flashmhf.DenseMoE(48, 2, True), TypeError, "subnet_dim must be an int"),
+        (
+            lambda: flashmhf.param_groups(nn.Linear(2, 2).parameters(), 1e-3, 0.1),
+            TypeError,
+            "model must be a .*Module, got generator",
+        ),
+        (lambda: flashmhf.param_groups(nn.Linear(2, 2), "1e-3", 0.1), TypeError, "lr must be a float, got str"),
+        (lambda: flashmhf.param_groups(nn.Linear(2, 2), 1e-3, -0.1), ValueError, "weight_decay is -0.1"),
+        (lambda: flashmhf.Muon([], lr="1e-3"), TypeError, "lr must be a float, got str"),
+        (lambda: convert.from_official([], 2, 3), TypeError, "state must be a mapping of names to tensors, got list"),
+        (lambda: convert.to_official({"k": [1.0]}), TypeError, "k must be a torch.Tensor, got list"),
+        (
+            lambda: flashmhf.distributed.parallelize(nn.Linear(2, 2), "tp"),
+            TypeError,
+            "mesh must be a .*DeviceMesh, got str",
+        ),
         *((lambda make=make: make(dtype="bfloat16"), TypeError, "dtype must be a torch.dtype or None, got str") for make in MAKERS),
         *((lambda make=make: make(dtype=torch.int8), TypeError, "dtype is int8; supported: bfloat16") for make in MAKERS),
     ],
 )
-def test_wrong_sizes(make, exception, message):
+def test_wrong_sizes_and_arguments(make, exception, message):
     with pytest.raises(exception, match=message):
         make()
 
