@@ -1,6 +1,7 @@
 """Flash Multi-Head Feed-Forward Networks (arXiv 2512.06989) for PyTorch."""
 
-from . import distributed, flops, quantize, reference
+from . import distributed as distributed  # its names without an import of their own
+from . import flops, quantize, reference
 from .backends import info
 from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, param_groups
 from .ops.gate import gate
@@ -8,7 +9,6 @@ from .ops.mix import flash_mhf
 from .swap import replace_ffn
 
 flops.register()
-distributed.register()
 
 __version__ = "0.2.0"
 __all__ = [

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ..nn import MHFFN, FlashMHF, SwiGLU
 from ..nn.arguments import positive
+from . import sharding  # noqa: F401  (its import registers the rules)
 
 HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")  # Shard(0); their first dimension is H or H d_h
 

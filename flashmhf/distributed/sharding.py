@@ -1,4 +1,6 @@
-"""Sharding rules of the operators ``torch.ops.flashmhf.*`` for DTensor. The only module that uses DTensor's private interfaces.
+"""Sharding rules of the operators ``torch.ops.flashmhf.*`` for DTensor, registered when this module is imported.
+
+The only module that uses DTensor's private interfaces.
 
 On one mesh dimension an operator runs in one of three ways; on a mesh of several dimensions each takes one of them.
 
@@ -182,8 +184,8 @@ def _with_dtype_of(local: Tensor, spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
 
 
-def register() -> None:
-    """Registers the rules with DTensor's dispatcher. ``needs`` decides which results are empty, so it is part of a decision's key."""
+def _register() -> None:
+    # ``needs`` decides which results are empty, so it is part of a decision's key.
     information = RuntimeSchemaInfo(static_kwargkey=["needs"], needs_pytree=True)
     handlers = DTensor._op_dispatcher._custom_op_handlers
     for name in _OPERATORS:
@@ -191,3 +193,6 @@ def register() -> None:
         register_op_strategy(op, information)(_strategy)
         handlers[op] = _dispatch
     handlers[torch.ops.flashmhf.backward_accumulate_.default] = _backward_accumulate
+
+
+_register()

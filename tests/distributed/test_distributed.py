@@ -77,7 +77,22 @@ def test_a_checkpoint_of_four_processes_loads_on_two_and_one(tmp_path):
     run("load_checkpoint", 1, tmp_path)
 
 
-def test_importing_flashmhf_does_not_import_dtensor():
-    code = "import sys, flashmhf; assert 'torch.distributed.tensor' not in sys.modules; import torch.distributed.fsdp"
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning:flashmhf", "-c", code], capture_output=True, text=True)
+PROBED = """
+import importlib.util, sys
+import flashmhf
+assert "torch.distributed.tensor" not in sys.modules
+importlib.util.find_spec("torch.distributed.tensor")  # as tools do that ask what is installed
+import torch
+from torch.distributed.tensor import DTensor
+{use}
+operators = [getattr(torch.ops.flashmhf, name).default for name in ("forward", "gated_forward", "backward", "gated_backward")]
+assert set(operators) <= DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.keys()
+"""
+
+
+@pytest.mark.parametrize("use", ["flashmhf.distributed.parallelize", "import flashmhf.distributed.sharding"])
+def test_rules_are_registered_on_first_use_whatever_was_imported_before(use):
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:flashmhf", "-c", PROBED.format(use=use)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
