@@ -25,14 +25,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from flashmhf_recipes.errors import OptionError
-
+from .. import torch_private
 from ..graphs import capturing
 
 WARM_UP = 2  # tokens decoded before the capture: libraries allocate their workspaces in them
 _NOT_FINITE = -1  # in place of a token: the logits were NaN or infinite
 # Functions of the scores alone, without a look at them from the host.
 _CAPTURED = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+_CALLED = ("forward", "prepare_inputs_for_generation", "__call__")  # for each token, of the model itself, by transformers' loop
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate")
 
 
@@ -45,19 +46,20 @@ class RefuseNotFinite(LogitsProcessor):
         return scores
 
 
-def _not_finite() -> OptionError:
-    return OptionError("the model's logits are not finite: its weights are damaged, or its {dtype} has too small a range")
+def _not_finite() -> ValueError:
+    return ValueError("the model's logits are not finite: its weights are damaged, or its dtype has too small a range")
 
 
 def takes(
     model: PreTrainedModel,
+    own: type[PreTrainedModel],
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     synced: bool,
     settings: dict,
 ) -> bool:
-    """Whether :func:`decode` does what these arguments of ``generate`` ask for."""
+    """Return whether :func:`decode` does what these arguments of ``generate`` ask for, and calls all that ``generate`` would call."""
     cache = settings.get("past_key_values")
     return (
         isinstance(cache, StaticCache)
@@ -73,6 +75,21 @@ def takes(
         and model.config._attn_implementation in ("sdpa", "eager")
         and not getattr(model, "hf_device_map", None)
         and not synced
+        and not _has_guests(model, own)
+    )
+
+
+def _has_guests(model: PreTrainedModel, own: type[PreTrainedModel]) -> bool:
+    """Return whether someone else's code runs within a forward pass: a step that is captured would not call it again.
+
+    Such code is a hook, also a global one, a dispatch mode, and a method in place of that of ``own`` (a subclass's, or one that PEFT
+    assigns for its prompts).
+    """
+    return (
+        any(getattr(type(model), name) is not getattr(own, name) or name in vars(model) for name in _CALLED)
+        or torch_private.is_observed()
+        or any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS)
+        or any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     )
 
 
@@ -161,7 +178,7 @@ class _Reports:
         self.queued += 1
 
     def next(self) -> tuple[Tensor, bool]:
-        """(tokens [B], whether every sequence has ended) of the oldest step. Raises OptionError where logits were not finite."""
+        """(tokens [B], whether every sequence has ended) of the oldest step. Raises ValueError where logits were not finite."""
         place = self.read % 2
         self.read += 1
         if self.copied[place] is not None:
@@ -183,7 +200,7 @@ def decode(
 ) -> Tensor:
     """``generate``'s result [B, L + new tokens] for arguments that :func:`takes` accepts.
 
-    Raises OptionError where the model's logits are not finite, ValueError for a cache that is too short.
+    Raises ValueError where the model's logits are not finite, and for a cache that is too short.
     """
     warpers = [processor for processor in processors if not isinstance(processor, RefuseNotFinite)]
     pick = _drawn if config.do_sample else _likeliest

@@ -7,10 +7,6 @@ import math
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
 
-from flashmhf_recipes.documents import is_unicode
-from flashmhf_recipes.errors import OptionError
-from flashmhf_recipes.evaluation import positions
-
 from .decoding import RefuseNotFinite
 from .modeling import FlashMHFForCausalLM
 
@@ -18,7 +14,7 @@ LOWEST_TEMPERATURE = 1e-6  # scores over much lower ones are infinite
 
 
 def printer(tokenizer) -> TextStreamer:
-    """A ``streamer`` of :func:`generate` that prints the continuation word by word, and a line's end after it."""
+    """Return a ``streamer`` for :func:`generate` that prints the continuation word by word, and a line's end after it."""
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
@@ -33,7 +29,7 @@ def generate(
     seed: int | None = None,
     streamer: TextStreamer | None = None,
 ) -> str:
-    """The continuation of ``prompt`` (without it), with the key-value cache; temperature 0 takes the likeliest token.
+    """Return the continuation of ``prompt``, without it; temperature 0 takes the likeliest token.
 
     A model of this package on a GPU decodes with a static cache by CUDA graphs (flashmhf.models.decoding).
 
@@ -41,19 +37,20 @@ def generate(
     settings out of range, a prompt without room or that is not Unicode, and a model whose probabilities are not finite.
     """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
-        supported = f"0, and finite numbers from {LOWEST_TEMPERATURE} on"
-        raise OptionError("{temperature} is {value}; supported: {supported}", value=temperature, supported=supported)
+        raise ValueError(f"temperature is {temperature}; supported: 0, and finite numbers from {LOWEST_TEMPERATURE} on")
     if not 0 < top_p <= 1:
-        raise OptionError("{top_p} is {value}; it must be above 0 and at most 1", value=top_p)
+        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
     if max_new_tokens < 1:
-        raise OptionError("{max_new_tokens} is {value}; it must be at least 1", value=max_new_tokens)
-    if not is_unicode(prompt):
-        raise OptionError("the prompt is not UTF-8")
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("prompt is not Unicode: it holds surrogates") from error
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
-    limit = positions(model)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
-        raise OptionError("the prompt has {tokens} tokens; the model has {limit} positions", tokens=len(ids), limit=limit)
+        raise ValueError(f"the prompt has {len(ids)} tokens; the model has {limit} positions")
     if seed is not None:
         set_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}

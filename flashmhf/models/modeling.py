@@ -138,7 +138,7 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **model_kwargs):
         """transformers' loop over tokens, or with a static cache :func:`flashmhf.models.decoding.decode`."""
-        if decoding.takes(self, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs):
+        if decoding.takes(self, FlashMHFForCausalLM, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs):
             return decoding.decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, CompileConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StaticCache
 
-from flashmhf.models import FFN_TYPES, decoding
+from flashmhf.models import FFN_TYPES, FlashMHFForCausalLM, decoding
 from flashmhf.models.presets import preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,8 +18,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def tiny(ffn: str = "flashmhf", **overrides):
     """Random weights of such a size that the likeliest token changes from step to step."""
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(preset(f"{ffn}-tiny").config(tie_word_embeddings=False, **overrides)).eval()
+    torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -142,6 +142,48 @@ def test_what_transformers_loop_keeps(decoded):
     model.generate(ids, max_time=100.0, **settings)
     model.generate(ids, compile_config=CompileConfig(), **settings)
     assert not decoded
+
+
+def ban(module, args, output):
+    output.logits[..., 100:] = -1e9
+
+
+class Negated(FlashMHFForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = -output.logits
+        return output
+
+
+GUESTS = {  # what may stand on a model
+    "hook of the model": lambda model: model.register_forward_hook(ban),
+    "hook of a layer": lambda model: model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * -1, *args[1:])),
+    "global hook": lambda model: torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: ban(module, args, output) if module is model else None
+    ),
+    "subclass": lambda model: setattr(model, "__class__", Negated),
+    "assigned inputs": lambda model: setattr(
+        model,
+        "prepare_inputs_for_generation",
+        lambda ids, **kwargs: FlashMHFForCausalLM.prepare_inputs_for_generation(model, ids.clamp(max=300), **kwargs),
+    ),
+}
+
+
+@pytest.mark.parametrize("guest", GUESTS)
+def test_a_static_cache_leaves_nothing_out(guest, decoded):
+    """What is hooked, overridden or assigned is called for every token, whatever the cache."""
+    model, ids = tiny(), prompt()
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    plain = model.generate(ids, **settings)
+    removable = GUESTS[guest](model)
+    try:
+        expected = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected) and not decoded
+        assert not torch.equal(expected, plain)
+    finally:
+        if hasattr(removable, "remove"):
+            removable.remove()
 
 
 def test_not_finite():
