@@ -19,7 +19,7 @@ from vllm.distributed import (
 )
 from vllm.model_executor.models import llama
 
-from ..models.loading import check_complete
+from ..models.modeling import check_complete
 from ..ops.gate import gate
 from .shards import Rank, loadable, served_feed_forward
 

@@ -21,7 +21,7 @@ from ..nn import convert
 from ..nn.arguments import divisor, positive
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from .configuration import FlashMHFConfig
-from .modeling import FlashMHFForCausalLM, FlashMHFForQuestionAnswering, FlashMHFPreTrainedModel
+from .modeling import FlashMHFForCausalLM, FlashMHFForQuestionAnswering, FlashMHFPreTrainedModel, check_complete
 
 _SHARED = (
     "vocab_size",
@@ -251,14 +251,17 @@ def load_official(
     stored = {
         name.replace(_ANSWERING, "model.", 1) if name.startswith(_ANSWERING) else name: w for name, w in _read_state(directory).items()
     }
-    state = state_from_official(stored, config, scales)
+    try:
+        state = state_from_official(stored, config, scales)
+    except KeyError as error:
+        raise ValueError(f"{directory} lacks weights of its model: {error.args[0]}") from error
     with torch.device("meta"):
         model = model_class(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    missing = [name for name in missing if name not in model.all_tied_weights_keys]
-    if missing or unexpected:
-        raise ValueError(f"{directory} does not fit its config.json: missing {missing}, unexpected {unexpected}")
+    check_complete(directory, set(missing) - model.all_tied_weights_keys.keys())
+    if unexpected:
+        raise ValueError(f"{directory} does not fit its config.json: unexpected {unexpected}")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are in no checkpoint
     return model.to(dtype or model.model.embed_tokens.weight.dtype).eval()
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..nn.convert import PREFIXES
 from . import conversion
+from .modeling import check_complete
 from .replaced import has_replaced, load_replaced
 
 
@@ -30,7 +31,8 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
             :func:`flashmhf.replace_ffn` has changed), an official checkpoint, or a name of the Hugging Face hub.
         dtype: of the weights; None for the stored one. Packed weights keep theirs.
 
-    transformers' own ``from_pretrained`` draws a missing weight at random and warns. Here nothing is drawn.
+    transformers' own ``from_pretrained`` draws a missing weight at random and warns; for a model that ``replace_ffn`` has changed it draws
+    SwiGLU networks. Here nothing is drawn.
 
     Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for missing weights;
     OSError where there is no model.
@@ -49,11 +51,3 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         raise ValueError(f"the weights in {directory} do not load: {str(error) or 'a file is empty'}") from error
     check_complete(directory, report["missing_keys"])
     return model
-
-
-def check_complete(directory: str | Path, missing: set[str]) -> None:
-    """Raise ValueError that names the first of the ``missing`` weights, if there are any."""
-    if missing:
-        names = sorted(missing)
-        shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
-        raise ValueError(f"{directory} lacks {len(names):,} weights of its model: {shown}")

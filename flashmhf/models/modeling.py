@@ -5,6 +5,8 @@ Attention, rotary embeddings, cache, loss and generation are transformers' own; 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
@@ -48,6 +50,14 @@ def feed_forward(config: FlashMHFConfig) -> Network:
             return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
         case "flashmhf":
             return FlashMHF(d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps, **operator)
+
+
+def check_complete(source: object, missing: Iterable[str]) -> None:
+    """Raise ValueError that counts and names the ``missing`` weights of ``source``, such as a directory, if there are any."""
+    names = sorted(missing)
+    if names:
+        shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
+        raise ValueError(f"{source} lacks {len(names):,} weights of its model: {shown}")
 
 
 class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):

@@ -1,4 +1,4 @@
-"""Loading transformers models whose feed-forward networks :func:`flashmhf.replace_ffn` has replaced."""
+"""transformers models whose feed-forward networks :func:`flashmhf.replace_ffn` has replaced: their record, drawing and loading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced 
 
 
 def has_replaced(config: PreTrainedConfig) -> bool:
-    """Whether a configuration records networks that ``replace_ffn`` put into the model."""
+    """Return whether a configuration records networks that ``replace_ffn`` put into the model."""
     return bool(getattr(config, NETWORKS, None))
 
 
@@ -62,10 +62,9 @@ def _rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
 
 
 def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs):
-    """``from_pretrained`` for a model that was saved after :func:`flashmhf.replace_ffn`.
+    """``from_pretrained`` for a model that was saved after :func:`flashmhf.replace_ffn`; transformers' own does not know of it.
 
-    transformers' own ``from_pretrained`` does not know of the replacement: it leaves the FlashMHF weights out and draws SwiGLU
-    networks at random, with a warning.
+    A missing weight is drawn as ``replace_ffn`` draws it, and reported as ``from_pretrained`` does; :func:`flashmhf.models.load` refuses.
 
     Args:
         directory: where ``save_pretrained`` wrote the model, or a name of the Hugging Face hub.

@@ -1,0 +1,159 @@
+"""Every kind of directory through every door: the model that was saved, or a refusal in the same words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import flashmhf  # noqa: E402
+from flashmhf import quantize  # noqa: E402
+from flashmhf.models import conversion, load, load_replaced  # noqa: E402
+from flashmhf.models.presets import preset  # noqa: E402
+from flashmhf_recipes import evaluation, tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IDS = torch.arange(2, 11)[None]
+SAVED = ("own", "swapped", "official", "quantised", "quantised and swapped")
+
+
+def made(kind: str) -> torch.nn.Module:
+    """A model with random weights, of which no two are alike."""
+    if "swapped" in kind:
+        config = transformers.LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
+        )
+        model = transformers.LlamaForCausalLM(config)
+        flashmhf.replace_ffn(model, num_heads=2)
+    else:
+        model = AutoModelForCausalLM.from_config(preset("flashmhf-tiny").config())
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    if "quantised" in kind:
+        quantize.quantize_(model.requires_grad_(False))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories by kind, each with a tokenizer, and the logits of their models."""
+    torch.manual_seed(0)
+    folder, logits = tmp_path_factory.mktemp("saved"), {}
+    words = tokenizer.train(["the quick brown fox"], 300)
+    for kind in SAVED:
+        model = made(kind)
+        if kind == "official":
+            conversion.save_official(model, folder / kind)
+        else:
+            model.save_pretrained(folder / kind)
+        words.save_pretrained(folder / kind)
+        with torch.no_grad():
+            logits[kind] = model(IDS).logits
+    return folder, logits
+
+
+DOORS = {  # the ways to a model with all of its weights
+    "load": load,
+    "the commands": lambda directory: evaluation.load(str(directory), device="cpu")[0],
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", SAVED)
+def test_loads_what_was_saved(door, kind, saved):
+    folder, logits = saved
+    model = DOORS[door](folder / kind)
+    assert not model.training
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, logits[kind])
+
+
+def without(directory, name: str) -> None:
+    weights = directory / "model.safetensors"
+    state = load_file(weights)
+    del state[next(key for key in state if key.endswith(name))]
+    save_file(state, weights, {"format": "pt"})
+
+
+def truncated(directory, share: float) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * share)])
+
+
+def configured(directory, **settings) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | settings))
+
+
+DAMAGED = {  # kind, what is done to its directory, and the error
+    "own without a weight": ("own", lambda path: without(path, "0.mlp.router"), ValueError, "lacks 1 weights of its model: .*router"),
+    "swapped without a weight": ("swapped", lambda path: without(path, "0.mlp.k"), ValueError, "lacks 1 weights of its model: .*mlp.k"),
+    "official without a weight": ("official", lambda path: without(path, "0.mlp.router"), ValueError, "lacks weights of its model.*router"),
+    "official without a norm": ("official", lambda path: without(path, "model.norm.weight"), ValueError, "lacks 1 weights of its model"),
+    "quantised without a weight": ("quantised", lambda path: without(path, "0.mlp.scales"), ValueError, "lacks .*mlp.scales"),
+    "truncated": ("own", lambda path: truncated(path, 0.5), ValueError, "weights in .* do not load"),
+    "truncated, swapped": ("swapped", lambda path: truncated(path, 0.5), ValueError, "weights in .* do not load"),
+    "truncated, official": ("official", lambda path: truncated(path, 0.5), ValueError, "weights in .* do not load"),
+    "empty": ("quantised", lambda path: truncated(path, 0), ValueError, "weights in .* do not load"),
+    "another size": ("own", lambda path: configured(path, intermediate_size=64), ValueError, "weights in .* do not load"),
+    "official, another size": ("official", lambda path: configured(path, mhffnmoe_num_experts=1), ValueError, "do not load|expected"),
+    "no model's sizes": ("own", lambda path: configured(path, ffn_num_heads=5), ValueError, "configuration in .* ffn_num_heads is 5"),
+    "no JSON": ("own", lambda path: (path / "config.json").write_text("{"), ValueError, "configuration in .* is not that of a model"),
+    "no weights": ("own", lambda path: (path / "model.safetensors").unlink(), OSError, "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_refuses_what_is_damaged(door, damage, saved, tmp_path):
+    kind, spoil, error, message = DAMAGED[damage]
+    directory = shutil.copytree(saved[0] / kind, tmp_path / "damaged")
+    spoil(directory)
+    with pytest.raises(error, match=message):
+        DOORS[door](directory)
+
+
+def test_transformers_own_door(saved, tmp_path):
+    """from_pretrained loads what its class can, and reports a missing weight, which it draws as the network documents."""
+    folder, logits = saved
+    for kind in ("own", "quantised"):
+        with torch.no_grad():
+            assert torch.equal(AutoModelForCausalLM.from_pretrained(folder / kind)(IDS).logits, logits[kind])
+    for kind, door, std in (("own", AutoModelForCausalLM.from_pretrained, 32**-0.5), ("swapped", load_replaced, 32**-0.5)):
+        directory = shutil.copytree(folder / kind, tmp_path / kind)
+        without(directory, "0.mlp.k")
+        for _ in range(20):  # memory that a process has used before
+            torch.full((2, 2, 96, 32), 1e30)
+        model, report = door(directory, output_loading_info=True)
+        assert report["missing_keys"] == {"model.layers.0.mlp.k"}
+        assert abs(model.model.layers[0].mlp.k.std() - std) < 0.1 * std
+
+
+def test_a_changed_model_draws_all_of_its_networks():
+    """init_weights on the meta device and on the CPU gives what replace_ffn gave: K, U, V, router and the projections, by the depth."""
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        flashmhf.replace_ffn(model, num_heads=2, q_norm=True)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    for _ in range(2):
+        model.init_weights()
+        mlp = model.model.layers[1].mlp
+        expected = flashmhf.FlashMHF(64, 2, mlp.num_subnets, mlp.subnet_dim, q_norm=True)
+        expected.reset_parameters("balanced", num_layers=2)
+        for name, parameter in expected.named_parameters():
+            assert abs(mlp.get_parameter(name).std() - parameter.std()) <= 0.15 * parameter.std(), name
+        assert model.lm_head.weight.std() < 0.03
+        for part in model.modules():
+            part.__dict__.pop("_is_hf_initialized", None)
+            for parameter in part.parameters():
+                parameter.__dict__.pop("_is_hf_initialized", None)
