@@ -1,10 +1,10 @@
 """FlashMHF in torchtitan 0.3: an override of its feed-forward networks, and a recipe for FlashMHF-1.3B.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \\
-        --override.imports flashmhf.integrations.torchtitan.flashmhf
+        --override.imports flashmhf.integrations.torchtitan.feed_forward
 
 The override replaces every ``feed_forward`` of a Llama-3 recipe by a FlashMHF network of about the same width; keywords are given as
-``'flashmhf.integrations.torchtitan.flashmhf={"num_heads": 32, "q_norm": true}'``. FSDP2, tensor and sequence parallelism, activation
+``'flashmhf.integrations.torchtitan.feed_forward={"num_heads": 32, "q_norm": true}'``. FSDP2, tensor and sequence parallelism, activation
 checkpointing, per-block compilation and checkpoints are torchtitan's own. Needs the extra ``flashmhf[titan]`` and Python 3.11.
 """
 
@@ -33,7 +33,7 @@ from ..nn import FlashMHF, default_subnet_dim  # noqa: E402
 from ..nn.arguments import positive  # noqa: E402
 from ..nn.multihead import HeadRMSNorm  # noqa: E402
 
-__all__ = ["TitanFlashMHF", "TitanHeadRMSNorm", "flashmhf", "flashmhf_1_3b"]
+__all__ = ["TitanFlashMHF", "TitanHeadRMSNorm", "feed_forward", "flashmhf_1_3b"]
 
 
 class TitanHeadRMSNorm(HeadRMSNorm, Module):
@@ -84,7 +84,7 @@ class TitanFlashMHF(FlashMHF, Module):
 
 
 @override(target=FeedForward.Config, fqns=["*.feed_forward"], description="FlashMHF for SwiGLU", exact=True)
-def flashmhf(
+def feed_forward(
     cfg: FeedForward.Config,
     *,
     num_heads: int | None = None,
@@ -94,7 +94,7 @@ def flashmhf(
     num_layers: int = 1,
     init: str = "balanced",
 ) -> TitanFlashMHF.Config:
-    """A FlashMHF network in place of the SwiGLU ``cfg``.
+    """Return the configuration of a FlashMHF network in place of the SwiGLU ``cfg``.
 
     Args:
         num_heads: None for heads of 128, or one head for narrower models.
@@ -103,7 +103,8 @@ def flashmhf(
         q_norm, init: as in :class:`flashmhf.FlashMHF` and its ``reset_parameters``.
         num_layers: of the model, for the "balanced" initialisation.
 
-    Raises TypeError for sizes that are no integers, ValueError for sizes below 1 and where num_heads does not divide the model's dimension.
+    Raises TypeError for sizes that are not integers, ValueError for sizes below 1 and for a num_heads that does not divide the model's
+    dimension.
     """
     d_model, width = cfg.w1.in_features, cfg.w1.out_features
     num_heads = max(1, d_model // 128) if num_heads is None else positive("num_heads", num_heads)
@@ -144,7 +145,7 @@ def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:
 
 
 def flashmhf_1_3b() -> Trainer.Config:
-    """FlashMHF-1.3B as the paper trains it, for ``--module flashmhf.integrations.torchtitan --config flashmhf_1_3b``.
+    """Return the recipe of FlashMHF-1.3B as the paper trains it, for ``--module flashmhf.integrations.torchtitan --config flashmhf_1_3b``.
 
     20 layers, d_model 2048, 32 heads of attention, 16 heads of FlashMHF with 15 sub-networks of width 384; 409,000 steps of 64
     sequences of 4096 tokens at a peak rate of 1e-3. The vocabulary is padded to 50,432; name the tokenizer by ``--hf-assets-path`` and
@@ -157,7 +158,7 @@ def flashmhf_1_3b() -> Trainer.Config:
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
     from torchtitan.models.llama3 import model_registry
 
-    spec = model_registry("debugmodel")
+    spec = model_registry("1B")  # the one public way to torchtitan's functions for a Llama 3; the model is another
     spec = replace(spec, flavor="flashmhf-1.3b", model=_llama(layers=20, dim=2048, heads=32, hidden=5760, vocabulary=50_432))
     network = {"num_heads": 16, "num_subnets": 15, "subnet_dim": 384, "num_layers": 20}
     return Trainer.Config(
@@ -168,23 +169,35 @@ def flashmhf_1_3b() -> Trainer.Config:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=6135, decay_type="cosine", min_lr_factor=0.01),
         training=TrainingConfig(local_batch_size=8, global_batch_size=64, seq_len=4096, steps=409_000),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
-        override=OverrideConfig(imports=[("flashmhf.integrations.torchtitan.flashmhf", network)]),
+        override=OverrideConfig(imports=[("flashmhf.integrations.torchtitan.feed_forward", network)]),
     )
 
 
 def _llama(*, layers: int, dim: int, heads: int, hidden: int, vocabulary: int):
-    """torchtitan's Llama 3 of these sizes, with rotary embeddings of base 10,000 and initialisations of its own."""
+    """Return the configuration of a Llama 3 of these sizes, with rotary embeddings of base 10,000 and weights of N(0, 0.02)."""
     from torchtitan.models.common import ComplexRoPE, Embedding, RMSNorm
-    from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
+    from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+    from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
-    norm = {"weight": nn.init.ones_}
-    normal = {"weight": partial(nn.init.normal_, std=0.02)}
-    rope = ComplexRoPE.Config(dim=dim // heads, max_seq_len=4096, theta=10_000)
+    normal = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
+    norm = RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
+    attention = {
+        "wqkv_param_init": normal,
+        "wo_param_init": normal,
+        "inner_attention": get_attention_config("flex"),
+        "rope": ComplexRoPE.Config(dim=dim // heads, max_seq_len=4096, theta=10_000),
+    }
+    block = lambda: Llama3TransformerBlock.Config(  # noqa: E731
+        attention_norm=norm,
+        ffn_norm=norm,
+        attention=make_gqa_config(dim=dim, n_heads=heads, **attention),
+        feed_forward=make_ffn_config(dim=dim, hidden_dim=hidden, w1_param_init=normal, w2w3_param_init=normal),
+    )
     return Llama3Model.Config(
         dim=dim,
         vocab_size=vocabulary,
         tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=dim, param_init=normal),
-        norm=RMSNorm.Config(normalized_shape=dim, param_init=norm),
+        norm=norm,
         lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=normal),
-        layers=_build_llama3_layers(n_layers=layers, dim=dim, n_heads=heads, hidden_dim=hidden, rope=rope, attn_backend="flex"),
+        layers=[block() for _ in range(layers)],
     )

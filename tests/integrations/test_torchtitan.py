@@ -26,7 +26,7 @@ def one_process(tmp_path_factory) -> Path:
 
 def run(folder: Path, *arguments: object) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(ROOT / "tests" / "titan_runs.py"), str(folder), *map(str, arguments)]
+    command = [sys.executable, str(Path(__file__).with_name("titan_runs.py")), str(folder), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-6000:]
 
@@ -40,25 +40,25 @@ def test_processes_compute_what_one_does(one_process, arguments):
 def test_default_sizes_and_refusal():
     from torchtitan.models.llama3 import llama3_configs
 
-    from flashmhf.integrations.torchtitan import flashmhf
+    from flashmhf.integrations.torchtitan import feed_forward
 
     stock = llama3_configs["8B"](attn_backend="flex").layers[0].feed_forward
-    network = flashmhf(stock)
+    network = feed_forward(stock)
     assert (network.num_heads, network.subnet_dim, network.num_subnets) == (32, 384, round(stock.w1.out_features / 384))
     with pytest.raises(ValueError, match="num_heads is 7; it must divide the model's dimension 4096"):
-        flashmhf(stock, num_heads=7)
+        feed_forward(stock, num_heads=7)
     for name in ("num_heads", "num_subnets", "subnet_dim"):
         with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
-            flashmhf(stock, **{name: 0})
+            feed_forward(stock, **{name: 0})
 
 
 def test_heads_that_the_ranks_do_not_divide():
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.llama3 import llama3_configs
 
-    from flashmhf.integrations.torchtitan import flashmhf
+    from flashmhf.integrations.torchtitan import feed_forward
 
-    module = flashmhf(llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward, num_heads=2).build()
+    module = feed_forward(llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward, num_heads=2).build()
     with pytest.raises(ValueError, match="feed_forward has H = 2 heads and the mesh has size 4; supported: sizes that divide H"):
         module.parallelize(ParallelDims(1, 1, 1, 4, 1, 1, world_size=4))
 
@@ -66,15 +66,15 @@ def test_heads_that_the_ranks_do_not_divide():
 def test_initialisation_is_the_networks_own():
     from torchtitan.models.llama3 import llama3_configs
 
-    import flashmhf as package
-    from flashmhf.integrations.torchtitan import flashmhf
+    import flashmhf
+    from flashmhf.integrations.torchtitan import feed_forward
 
     stock = llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward
-    module = flashmhf(stock, num_heads=4, num_subnets=2, subnet_dim=32, num_layers=6, q_norm=True).build()
+    module = feed_forward(stock, num_heads=4, num_subnets=2, subnet_dim=32, num_layers=6, q_norm=True).build()
     torch.manual_seed(0)
     with torch.no_grad():
         module.init_states()
-    reference = package.FlashMHF(256, 4, 2, 32, q_norm=True)
+    reference = flashmhf.FlashMHF(256, 4, 2, 32, q_norm=True)
     for name, parameter in reference.named_parameters():
         assert module.get_parameter(name).shape == parameter.shape
     reference.reset_parameters("balanced", num_layers=6)

@@ -34,7 +34,7 @@ def model_of(backend: str, dp: int, tp: int, compiled: bool = False):
     for layer in spec.model.layers:  # flex attention has no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     set_llama3_sharding_config(spec.model, enable_sp=tp > 1)
-    replaced = apply_overrides(OverrideConfig(imports=[("flashmhf.integrations.torchtitan.flashmhf", KEYWORDS)]), spec)
+    replaced = apply_overrides(OverrideConfig(imports=[("flashmhf.integrations.torchtitan.feed_forward", KEYWORDS)]), spec)
     assert len(replaced) == len(spec.model.layers)
     set_spmd_backend(backend)
     dims = ParallelDims(1, dp, 1, tp, 1, 1, world_size=dp * tp, spmd_backend=backend)
