@@ -1,8 +1,25 @@
-"""Argument types that the sub-commands share."""
+"""Command-line arguments: a parser whose errors are exceptions, and flags made from a dataclass."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import typing
+from dataclasses import fields
+
+
+class UsageError(Exception):
+    """Something the user can put right; the message says what."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, but an error is a UsageError, so that all errors are printed alike."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UsageError(f"{message}; {self.prog} --help lists the options")
 
 
 def positive_integer(text: str) -> int:
@@ -13,3 +30,44 @@ def positive_integer(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
+
+
+def assignment(text: str) -> tuple[str, object]:
+    """Return (name, value) of NAME=VALUE; the value is JSON, or the text itself."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, typing.Any]) -> None:
+    """Add a flag for every field of a dataclass that has a ``help`` in its metadata; ``types`` are the fields' types.
+
+    A flag that is not given leaves no attribute. The metadata may hold ``group`` (a heading), ``flag`` and ``metavar``.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for entry in fields(owner):
+        if "help" not in entry.metadata:
+            continue
+        kind, heading = types[entry.name], entry.metadata["group"]
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        settings: dict[str, typing.Any] = {"type": kind}
+        if kind is bool:
+            settings = {"action": argparse.BooleanOptionalAction}
+        elif typing.get_origin(kind) is typing.Literal:
+            settings = {"choices": typing.get_args(kind)}
+        elif typing.get_origin(kind) is list:
+            settings = {"nargs": "+", "type": typing.get_args(kind)[0]}
+        elif typing.get_origin(kind) is tuple:
+            settings = {"nargs": len(typing.get_args(kind)), "type": typing.get_args(kind)[0]}
+        elif typing.get_origin(kind) is dict:
+            settings = {"action": "append", "type": assignment, "metavar": "NAME=VALUE"}
+        if "metavar" in entry.metadata:
+            settings["metavar"] = entry.metadata["metavar"]
+        shown = f" ({entry.default})" if isinstance(entry.default, int | float | str) and kind is not bool else ""
+        flag = entry.metadata.get("flag", "--" + entry.name.replace("_", "-"))
+        groups[heading].add_argument(flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings)

@@ -56,11 +56,8 @@ class MetricsCallback(TrainerCallback):
         }
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
-                raise TrainingError(
-                    "the loss is {loss} at step {step}; try a lower {learning_rate} or a longer {warmup}",
-                    loss=logs["loss"],
-                    step=state.global_step,
-                )
+                step = state.global_step
+                raise TrainingError(f"the loss is {logs['loss']} at step {step}; try a lower learning_rate or a longer warmup")
             row |= self._speed(args, state.global_step)
         metrics.append_row(self.output, row)
         shown = {

@@ -50,6 +50,12 @@ def complete_checkpoints(output: Path) -> list[Path]:
     return [path for path in numbered_checkpoints(output) if (path / MARK).exists()]
 
 
+def cut_off(output: Path, step: int) -> Path | None:
+    """Return the checkpoint of ``step`` where it was not written to the end."""
+    path = output / f"checkpoint-{step}"
+    return path if path.is_dir() and not (path / MARK).exists() else None
+
+
 def mark_complete(checkpoint: Path) -> None:
     """Syncs every file of ``checkpoint`` to disk and then writes the mark, so that the mark never outlives a file's content."""
     sizes = {}
@@ -72,14 +78,19 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Removes ``path`` when the block fails to write it (a full disk needs its space), and raises TrainingError that says why."""
+def writing(unfinished: Callable[[], Path | None]) -> Iterator[None]:
+    """Remove what the block has failed to write (a full disk needs its space), and raise TrainingError that says why.
+
+    ``unfinished`` returns it after the failure, or None where the error was another one.
+    """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if (path := unfinished()) is None:
+            raise
         shutil.rmtree(path, ignore_errors=True)
         reason = " ".join(str(error).split()).partition("Exception raised from")[0]  # torch adds a C++ trace
-        raise TrainingError("{path} could not be written: {reason}", path=path, reason=reason) from error
+        raise TrainingError(f"{path} could not be written: {reason}") from error
 
 
 def rotate(output: Path, keep: int, best: str | None = None) -> None:
@@ -169,8 +180,6 @@ def set_aside_unusable(output: Path) -> None:
     damaged = sorted(path.name for path in output.glob(f"{_DAMAGED}-checkpoint-*"))
     if damaged:
         raise TrainingError(
-            "{output} has no checkpoint that loads; damaged are: {damaged}. "
-            "Restore one under its old name, or remove them to train from the first step on",
-            output=output,
-            damaged=", ".join(damaged),
+            f"{output} has no checkpoint that loads; damaged are: {', '.join(damaged)}. "
+            "Restore one under its old name, or remove them to train from the first step on"
         )

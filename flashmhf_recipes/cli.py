@@ -1,118 +1,101 @@
-"""The command ``flashmhf`` (= ``python -m flashmhf_recipes``).
+"""The command ``flashmhf`` (= ``python -m flashmhf_recipes``). torch and transformers are imported only where a command needs them.
 
-Without a sub-command it does the package's job on this machine with the best back end: checks forward and gradients against
-float64, compares FlashMHF with SwiGLU and naive MH-FFN at equal parameters, trains a tiny language model with each of two, and
-leaves a table on the terminal and ``flashmhf_report.png`` in the current directory.
+Every error that a user can put right is one line ``flashmhf: error: ...`` on standard error with status 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
+from .arguments import Parser, UsageError, add_options, positive_integer
+from .streams import Stream
 
-import flashmhf
-from flashmhf import backends, extras
+DESCRIPTION = """\
+Without a command, flashmhf does the package's job on this machine with the best back end: it checks forward and gradients against
+float64, compares FlashMHF with SwiGLU and naive MH-FFN at equal parameters, trains a tiny language model with each of two, and leaves a
+table on the terminal and flashmhf_report.png in the current directory.
 
-from . import lm_cli
-from .arguments import positive_integer
-from .first_run import report, study, tiny_lm
-
-PICTURE = Path("flashmhf_report.png")
-TRAINED = ("SwiGLU", "FlashMHF")
-SIZES = ("batch", "d_model", "num_heads", "num_subnets", "subnet_dim", "repeats")
-GENERAL = ("text", "steps", "device")  # options before a sub-command
-
-
-class UsageError(Exception):
-    """Something the user can put right; the message says what."""
+commands (flashmhf COMMAND --help):
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 when a check failed, 2 for what the user must put right, 130 after SIGINT, 143 after SIGTERM."""
-    options = _parser().parse_args(arguments)
+    """Return the exit status: 0; 1 when a check failed; 2 for an error; 130 after SIGINT, 143 after SIGTERM, 141 after a closed pipe."""
+    # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads this once, when
+    # torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    out, errors = Stream(sys.stdout), Stream(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        status = _status(arguments)
+        out.flush()
+        errors.flush()
+        if out.error is not None and not status and out.status(0) == 2:
+            print(f"flashmhf: error: standard output: {out.error.strerror}", file=sys.stderr)
+    return out.status(status)
+
+
+def _status(arguments: list[str]) -> int:
+    """Run the command and print what it raises."""
     try:
-        _refuse_unused(options)
-        return options.run(options)
-    except (UsageError, tiny_lm.TextError) as error:
-        print(f"flashmhf: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        advice = extras.advice("this command", error.name)
-        if advice is None:
-            raise
-        print(f"flashmhf: {advice}", file=sys.stderr)
-        return 2
+        command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("", arguments)
+        description, action = COMMANDS.get(command, (_overview(), _everything))
+        parser = Parser(prog=f"flashmhf {command}".strip(), description=description)
+        return action(parser, rest)
     except KeyboardInterrupt as stopped:
-        print("\nflashmhf: interrupted", file=sys.stderr)
+        print(f"\nflashmhf: {str(stopped) or 'interrupted'}{getattr(stopped, 'hint', '')}", file=sys.stderr)
         return 128 + getattr(stopped, "signum", signal.SIGINT)
+    except ModuleNotFoundError as error:
+        from flashmhf import extras
+
+        message = extras.advice("this command", error.name) if error.name else str(error)  # Python's own names the module
+        if message is None:
+            raise
+    except (UsageError, ImportError, ValueError, OSError, NotImplementedError, KeyError) as error:
+        message = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    except RuntimeError as error:
+        import torch
+
+        from .errors import TrainingError
+
+        if not isinstance(error, (TrainingError, torch.OutOfMemoryError)):
+            raise
+        message = str(error)
+    print(f"flashmhf: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    # Suppressed defaults, so that a sub-command does not undo what was said before it.
-    device = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    device.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: a CUDA GPU where there is one")
-    parser = argparse.ArgumentParser(
-        prog="flashmhf",
-        description=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawTextHelpFormatter,
-        parents=[device],
-    )
-    parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
-    add = parser.add_argument
-    add("--text", default=argparse.SUPPRESS, metavar="FILE", help="text to train on (default: the Python standard library's own source)")
-    steps_help = "training steps of the language model (default: a fixed short budget)"
-    add("--steps", default=argparse.SUPPRESS, type=positive_integer, help=steps_help)
-    parser.set_defaults(run=_everything, command=None, takes=GENERAL)
-
-    commands = parser.add_subparsers(title="sub-commands", metavar="{info,check,bench,train,eval,generate,quantize,serve}")
-    info = commands.add_parser("info", help="what this machine has: each back end, and why not")
-    info.set_defaults(run=_info, command="info", takes=())
-    check = commands.add_parser("check", parents=[device], help="errors of forward and gradients against float64")
-    check.add_argument("--backend", choices=tuple(backends.BACKENDS), help="default: every usable one")
-    check.set_defaults(run=_check, command="check", takes=("device",))
-    bench = commands.add_parser("bench", parents=[device], help="time and memory against SwiGLU and naive MH-FFN")
-    bench.add_argument("--lengths", type=positive_integer, nargs="+", metavar="L", help="sequence lengths")
-    for name in SIZES:
-        bench.add_argument(f"--{name.replace('_', '-')}", type=positive_integer, metavar="N")
-    bench.set_defaults(run=_bench, command="bench", takes=("device",))
-    lm_cli.register(commands)
-    return parser
+def _overview() -> str:
+    return DESCRIPTION + "\n".join(f"  {name:9} {description.partition('.')[0]}" for name, (description, _) in COMMANDS.items())
 
 
-def _refuse_unused(options: argparse.Namespace) -> None:
-    """Options before the sub-command that it has no use for."""
-    for name in GENERAL:
-        if hasattr(options, name) and name not in options.takes:
-            raise UsageError(f"--{name} is not an option of flashmhf {options.command}")
+def _device(name: str):
+    import torch
 
-
-def _device(options: argparse.Namespace) -> torch.device:
-    wanted = getattr(options, "device", "auto")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this PyTorch sees no CUDA GPU")
-    use_gpu = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device is 'cuda'; this PyTorch sees no CUDA GPU")
+    use_gpu = torch.cuda.is_available() if name == "auto" else name == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
 
 
-def _headline(setting: study.Setting) -> str:
-    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
-    usable = (name for name, module in backends.BACKENDS.items() if module.why_not(setting.device, setting.dtype, **sizes) is None)
-    gpu = setting.device.type == "cuda"
-    machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
-    return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a CUDA GPU where there is one")
+
+
+# What this machine has and does
 
 
 @contextlib.contextmanager
 def _progress(total: int | None, what: str, unit: str) -> Iterator[Callable[[str], object]]:
-    """Gives the function that counts one unit and shows a text beside the bar. Without tqdm (core installation) no bar is drawn."""
+    """Give the function that counts one unit and shows a text beside the bar. Without tqdm (core installation) no bar is drawn."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
@@ -128,7 +111,45 @@ def _progress(total: int | None, what: str, unit: str) -> Iterator[Callable[[str
         yield advance
 
 
-def _run_check(device: torch.device, backend: str | None = None) -> list[study.Accuracy]:
+def _everything(parser: Parser, arguments: list[str]) -> int:
+    import flashmhf
+
+    from .first_run import report, study, tiny_lm
+
+    parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
+    parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
+    parser.add_argument("--steps", type=positive_integer, help="training steps of the language model (a fixed short budget)")
+    _add_device(parser)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        place = "; options come after the command" if COMMANDS.keys() & set(unknown) else f"; commands: {', '.join(COMMANDS)}"
+        raise UsageError(f"{unknown[0]} is not an option or a command{place}")
+    picture = Path("flashmhf_report.png")
+    text = tiny_lm.read_text(args.text)
+    if not os.access(picture.parent, os.W_OK) or (picture.exists() and not os.access(picture, os.W_OK)):
+        raise UsageError(f"{picture} cannot be written in {Path.cwd()}")
+    setting = study.default_setting(_device(args.device))
+    name = Path(args.text).name if args.text else "Python's standard library"
+    results = report.Results(study.headline(setting), setting, recipe=tiny_lm.recipe(setting.device, args.steps), text=name)
+    print(f"{results.headline}\n{study.shows(setting.device)}\n", flush=True)
+    results.accuracies = _run_check(setting.device)
+    results.measurements = _run_compare(setting)
+    results.not_trained = tiny_lm.why_not()
+    if not results.not_trained:
+        with _progress(results.recipe.steps * len(tiny_lm.FFN_TYPES), "language model", "step") as advance:
+            results.trained = tiny_lm.train(
+                text, results.recipe, setting.device, lambda name, step, loss: advance(f"{name}, loss {loss:.3f}")
+            )
+    drawn = report.picture(results, picture)
+    print(report.table(results))
+    if drawn:
+        print(f"\npicture: {picture.resolve()}")
+    return _verdict(results.accuracies)
+
+
+def _run_check(device, backend: str | None = None) -> list:
+    from .first_run import study
+
     accuracies = []
     with _progress(None, "check against float64", "tensor") as advance:
         for accuracy in study.check(device, backend=backend):
@@ -137,7 +158,9 @@ def _run_check(device: torch.device, backend: str | None = None) -> list[study.A
     return accuracies
 
 
-def _run_compare(setting: study.Setting) -> list[study.Measurement]:
+def _run_compare(setting) -> list:
+    from .first_run import study
+
     measurements = []
     with _progress(3 * len(setting.lengths), "time and memory", "measurement") as advance:
         for measurement in study.compare(setting):
@@ -146,69 +169,245 @@ def _run_compare(setting: study.Setting) -> list[study.Measurement]:
     return measurements
 
 
-def _run_training(results: report.Results, text: bytes) -> None:
-    results.not_trained = tiny_lm.why_not()
-    if results.not_trained:
-        return
-    with _progress(results.recipe.steps * len(TRAINED), "language model", "step") as advance:
-
-        def show(name: str, step: int, loss: float) -> None:
-            advance(f"{name}, loss {loss:.3f}")
-
-        results.trained = tiny_lm.train(text, results.recipe, TRAINED, results.setting.device, show)
-
-
-def _everything(options: argparse.Namespace) -> int:
-    extras.require("the picture", "matplotlib")
-    device = _device(options)
-    file, steps = getattr(options, "text", None), getattr(options, "steps", None)
-    text = tiny_lm.read_text(file)
-    if not os.access(PICTURE.parent, os.W_OK) or (PICTURE.exists() and not os.access(PICTURE, os.W_OK)):
-        raise UsageError(f"{PICTURE} cannot be written in {Path.cwd()}")
-    setting = study.default_setting(device)
-    recipe = tiny_lm.GPU_RECIPE if device.type == "cuda" else tiny_lm.CPU_RECIPE
-    if steps:
-        recipe = dataclasses.replace(recipe, steps=steps)
-    name = Path(file).name if file else "Python's standard library"
-    results = report.Results(_headline(setting), setting, recipe=recipe, text=name)
-    results.accuracies = _run_check(device)
-    results.measurements = _run_compare(setting)
-    _run_training(results, text)
-    report.picture(results, PICTURE)
-    print(report.table(results))
-    print(f"\npicture: {PICTURE.resolve()}")
-    return _verdict(results.accuracies)
-
-
-def _verdict(accuracies: list[study.Accuracy]) -> int:
-    failed = [a for a in accuracies if not a.passed]
-    if failed:
-        print(f"flashmhf: {len(failed)} of {len(accuracies)} checks against float64 failed", file=sys.stderr)
+def _verdict(accuracies: list) -> int:
+    if failed := [a for a in accuracies if not a.passed]:
+        print(f"flashmhf: error: {len(failed)} of {len(accuracies)} checks against float64 failed", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _info(options: argparse.Namespace) -> int:
+def _info(parser: Parser, arguments: list[str]) -> int:
+    parser.parse_args(arguments)
+    import flashmhf
+
     print(f"flashmhf {flashmhf.__version__}\n{flashmhf.info()}")
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
-    device = _device(options)
-    accuracies = _run_check(device, options.backend)
+def _check(parser: Parser, arguments: list[str]) -> int:
+    import torch
+
+    from flashmhf import backends
+
+    from .first_run import report
+
+    _add_device(parser)
+    parser.add_argument("--backend", choices=tuple(backends.BACKENDS), help="the only one to check (every usable one)")
+    args = parser.parse_args(arguments)
+    device = _device(args.device)
+    accuracies = _run_check(device, args.backend)
     if not accuracies:
-        reason = backends.BACKENDS[options.backend].why_not(device, torch.float32, d_h=128, d_e=384)
-        raise UsageError(f"back end {options.backend} cannot run: {reason}")
+        reason = backends.BACKENDS[args.backend].why_not(device, torch.float32, d_h=128, d_e=384)
+        raise UsageError(f"back end {args.backend} cannot run: {reason}")
     print(report.check_table(accuracies))
     return _verdict(accuracies)
 
 
-def _bench(options: argparse.Namespace) -> int:
-    setting = study.default_setting(_device(options))
-    setting = dataclasses.replace(setting, **{name: value for name in SIZES if (value := getattr(options, name))})
-    if options.lengths:
-        setting = dataclasses.replace(setting, lengths=tuple(options.lengths), seconds=float("inf"))
+def _bench(parser: Parser, arguments: list[str]) -> int:
+    from dataclasses import replace
+
+    from .first_run import report, study
+
+    sizes = ("batch", "d_model", "num_heads", "num_subnets", "subnet_dim", "repeats")
+    _add_device(parser)
+    parser.add_argument("--lengths", type=positive_integer, nargs="+", metavar="L", help="sequence lengths")
+    for name in sizes:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive_integer, metavar="N")
+    args = parser.parse_args(arguments)
+    setting = replace(study.default_setting(_device(args.device)), **{name: value for name in sizes if (value := getattr(args, name))})
+    if args.lengths:
+        setting = replace(setting, lengths=tuple(args.lengths), seconds=float("inf"))
     if setting.d_model % setting.num_heads:
         raise UsageError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
-    results = report.Results(_headline(setting), setting, measurements=_run_compare(setting))
-    print(report.table(results))
+    print(report.table(report.Results(study.headline(setting), setting, measurements=_run_compare(setting))))
     return 0
+
+
+# Language models
+
+EXAMPLES = """\
+presets: FFN-SCALE, with FFN one of {ffns}; flashmhf-SCALE-dh64 and flashmhf-SCALE-dh256 of the paper's
+scales with other head dimensions; and the official repository's configurations by the names of their files, such as
+configure-2-mhffnmoe-TriDao-350M (flashmhf.models.presets.OFFICIAL). A scale sets the defaults:
+
+  scale  d_model  vocabulary  length  batch    steps  learning rate
+{scales}
+
+The paper's settings are the defaults but for two of ours (docs/quality.md): the initialisation and the learning rate of FlashMHF's
+projections. --model-set ffn_init=official --no-param-groups restores the paper's.
+
+examples:
+  flashmhf train --output run --preset tiny --data corpus/ --device cpu
+  flashmhf train --output run --preset flashmhf-128m --data corpus/ --eval-fraction 0.01 --compile
+  flashmhf train --output run --resume                      # after SIGTERM, Ctrl-C or a crash
+  flashmhf train --output run --resume --steps 300000       # longer; the schedule then ends there
+  flashmhf train --output tuned --init-from run --data other/ --steps 1000 --learning-rate 1e-4
+  flashmhf train --output second --preset swiglu-128m --tokens run --set report_to=wandb
+  torchrun --nproc_per_node 8 -m flashmhf_recipes train --output run --preset flashmhf-1.3b --data corpus/ --compile
+  torchrun --nproc_per_node 8 -m flashmhf_recipes train --output run --preset flashmhf-1.3b --data corpus/ --compile --tp 2 --dp-shard 4
+
+exit status: 0; 2 for an error; 130 after SIGINT and 143 after SIGTERM, with the step finished and saved (a second signal ends at once).
+"""
+
+
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _train(parser: Parser, arguments: list[str]) -> int:
+    from flashmhf.models import FFN_TYPES
+    from flashmhf.models.presets import SCALES
+
+    from . import training
+    from .options import option_types
+
+    rows = (
+        f"  {name:>5}  {s.d_model:>7,}  {s.vocabulary:>10,}  {s.context:>6,}  {s.batch:>5}  {s.steps:>7,}  {s.learning_rate:>13g}"
+        for name, s in SCALES.items()
+    )
+    parser.epilog = EXAMPLES.format(ffns=", ".join(FFN_TYPES), scales="\n".join(rows))
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the run")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --output; takes --steps, --tp and --dp-shard, too")
+    add_options(parser, training.Options, option_types())
+    given = vars(parser.parse_args(arguments))
+    output, resumed = given.pop("output"), given.pop("resume")
+    _quiet()
+    try:
+        if resumed:
+            if extra := sorted(given.keys() - {"steps", "tp", "dp_shard"}):
+                raise UsageError(f"--resume takes the run's own options but steps, tp and dp_shard; leave out: {', '.join(extra)}")
+            result = training.resume(output, **given)
+        else:
+            given |= {name: dict(given[name]) for name in ("model", "arguments") if name in given}
+            result = training.start(training.Options(output, **given))
+    except KeyboardInterrupt as stopped:
+        if (Path(output) / training.RUN).exists():
+            stopped.hint = f"; continue with: flashmhf train --resume --output {shlex.quote(output)}"
+        raise
+    held_out = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
+    if training.first_process():
+        print(f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); model and loss.png in {result.output}")
+    return 0
+
+
+def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
+    add("--tokenizer", metavar="PATH", help="where the model's directory has none")
+    add("--device", default="auto", help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
+    add("--dtype", default=dtype, choices=("auto", "float32", "bfloat16", "float16"), help=f"of what is not quantised ({dtype})")
+    if fp8:
+        add("--fp8", action="store_true", help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already")
+    add("--keep-projections", action="store_true", help="of FP8 networks: W_in and W_out stay as they are")
+
+
+def _parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
+    args = parser.parse_args(arguments)
+    if args.keep_projections and not getattr(args, "fp8", True):
+        raise UsageError("--keep-projections needs --fp8")
+    _quiet()
+    return args
+
+
+def _load(args: argparse.Namespace):
+    from . import pretrained
+
+    settings = {"dtype": args.dtype, "fp8": args.fp8, "projections": not args.keep_projections}
+    return pretrained.load(args.model, tokenizer_name=args.tokenizer, device=args.device, **settings)
+
+
+def _eval(parser: Parser, arguments: list[str]) -> int:
+    from . import evaluation
+
+    _add_model(parser)
+    add = parser.add_argument
+    add("--data", nargs="+", metavar="PATH", help="held-out text, JSON-lines, CSV, Parquet and Arrow files, or directories of them")
+    add("--text-field", default="text")
+    add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
+    add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
+    add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for HellaSwag, SIQA, PIQA, OBQA, WinoGrande and RACE")
+    add("--include-path", metavar="DIR", help="further tasks in lm-eval's format")
+    add("--limit", type=positive_integer, help="examples of a task")
+    add("--shots", type=int, help="examples in a prompt")
+    add("--batch", type=positive_integer, default=4, help="windows or requests at once (4)")
+    add("--json", metavar="FILE", help="write the figures there, too")
+    args = _parsed(parser, arguments)
+    if not (args.data or args.tasks):
+        raise UsageError("give --data, --tasks or both")
+    model, tokenizer = _load(args)
+    figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
+    if args.data:
+        settings = {name: getattr(args, name) for name in ("window", "stride", "batch", "text_field")}
+        found = evaluation.held_out_loss(model, tokenizer, args.data, bar=sys.stderr.isatty(), **settings)
+        left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
+        print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
+        print(f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits a byte")
+        figures["held_out"] = {name: getattr(found, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens", "left_out")}
+    if args.tasks:
+        tasks = [name for task in args.tasks for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))]
+        settings = {name: getattr(args, name) for name in ("include_path", "limit", "batch", "shots")}
+        scores = evaluation.task_scores(model, tokenizer, tasks, **settings)
+        for task, values in scores.items():
+            print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        accuracies = [values["acc"] for values in scores.values() if "acc" in values]
+        if len(accuracies) > 1:
+            print(f"average acc: {sum(accuracies) / len(accuracies):.4f}")
+        figures["tasks"] = scores
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def _generate(parser: Parser, arguments: list[str]) -> int:
+    from flashmhf.models import generation
+
+    _add_model(parser)
+    add = parser.add_argument
+    add("prompt", nargs="?", default="", help="'-' reads it from standard input")
+    add("--max-new-tokens", type=positive_integer, default=100)
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    add("--top-p", type=float, default=0.95)
+    add("--seed", type=int)
+    add("--stream", action=argparse.BooleanOptionalAction, help="print words as they come (where the output is a terminal)")
+    args = _parsed(parser, arguments)
+    model, tokenizer = _load(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+    if sys.stdout.isatty() if args.stream is None else args.stream:
+        print(prompt, end="", flush=True)
+        generation.generate(model, tokenizer, prompt, streamer=generation.printer(tokenizer), **settings)
+    else:
+        print(prompt + generation.generate(model, tokenizer, prompt, **settings))
+    return 0
+
+
+def _quantize(parser: Parser, arguments: list[str]) -> int:
+    from . import pretrained
+
+    _add_model(parser, dtype="bfloat16", fp8=False)
+    parser.add_argument("--output", required=True, metavar="DIR", help="the new directory")
+    args = _parsed(parser, arguments)
+    output = Path(args.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"--output {output} is not empty; choose a new directory")
+    settings = {"tokenizer_name": args.tokenizer, "device": args.device, "dtype": args.dtype, "projections": not args.keep_projections}
+    pretrained.save_fp8(args.model, output, **settings)
+    size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    print(f"{output}: {size / 1e6:,.1f} MB of weights")
+    return 0
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
+    "info": ("List the back ends and say why any of them cannot be used.", _info),
+    "check": ("Print the errors of forward and gradients against float64.", _check),
+    "bench": ("Measure time and memory against SwiGLU and naive MH-FFN.", _bench),
+    "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
+    "eval": ("Measure the held-out loss of a model on local text, and tasks through lm-eval.", _eval),
+    "generate": ("Continue a prompt with a trained model.", _generate),
+    "quantize": (
+        "Write a model with its FlashMHF networks in FP8. There is no calibration; eval, generate and transformers' "
+        "from_pretrained load the directory.",
+        _quantize,
+    ),
+}

@@ -7,11 +7,14 @@ as a flat file; a training sample is one block of it. Sample i of a run is fixed
 from __future__ import annotations
 
 import json
+import math
 import os
-import random
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,234 +22,184 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from .documents import DataError, Piece, Report, find_files, read_dataset, read_documents
+from .documents import find_files, read_texts
+from .errors import DataError
 
-GROUP, GROUP_PIECES = 8 << 20, 1024  # characters and pieces tokenised together
-SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 256, 4096  # from which characters a token are estimated, and how many of each
+PIECE = 1 << 20  # characters tokenised as one text: bounds memory for documents of any size
+GROUP = 1024  # pieces, and PIECE characters on average, tokenised together
+BUFFERED_RECORDS = 10_000  # of a streamed data set, from which the next record is drawn at random
 MANIFEST = "manifest.json"
 
 
-def encode(pieces: Iterable[Piece], tokenizer) -> Iterator[np.ndarray]:
-    """Token ids of one piece after the other, with an end-of-text token after every document."""
-    for group in _groups(pieces):
-        encoded = tokenizer([piece.text for piece in group], add_special_tokens=False, return_attention_mask=False, verbose=False)
-        for piece, ids in zip(group, encoded["input_ids"], strict=True):
-            yield np.asarray(ids + [tokenizer.eos_token_id] if piece.last else ids, np.uint32)
-
-
-def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Enough pieces at once for the tokenizer's threads, few enough for memory."""
-    group, characters = [], 0
-    for piece in pieces:
-        group.append(piece)
-        characters += len(piece.text)
-        if characters >= GROUP or len(group) == GROUP_PIECES:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
-
-
-class Files:
-    """The documents of files in a random order. One pass counts them; every use of some of them is one more pass.
+class Documents:
+    """Texts in the order in which a run takes them, and what there is to say of them.
 
     Args:
-        paths: as for :func:`flashmhf_recipes.documents.find_files`.
-        text_field: of records and tables.
-        seed: fixes the order.
-        bar: show progress on stderr.
-
-    Raises DataError as ``read_documents`` does, and when there is no document.
+        records: mappings with the text in ``field``; iterated once for the tokenizer and once for the tokens.
+        field: of the text.
+        origin: a line that says what the records are.
+        left_out: counts of what was not read.
     """
 
-    def __init__(self, paths: Iterable[str | Path], text_field: str = "text", seed: int = 0, bar: bool = False):
-        self.text_field, self.seed, self.bar, self.report = text_field, seed, bar, Report()
-        self.files = find_files(paths, self.report)
-        sizes, size, self._sample, draw = array("Q"), 0, [], random.Random(seed)
-        with tqdm(desc="reading", unit="character", unit_scale=True, disable=not bar) as progress:
-            for piece in read_documents(self.files, self.report, text_field):
-                if not size:
-                    self._draw(len(sizes), piece.text[:SAMPLED_CHARACTERS], draw)
-                size += len(piece.text)
-                progress.update(len(piece.text))
-                if piece.last:
-                    sizes.append(size)
-                    size = 0
-        if not sizes:
-            raise DataError("no text is left to train on: " + "; ".join(self.report.lines()))
-        self.sizes = np.frombuffer(sizes, np.uint64).astype(np.int64)
-        self.order = np.random.default_rng(seed).permutation(len(sizes))
+    def __init__(self, records: Iterable[dict], field: str, origin: str, left_out: Counter | None = None):
+        self.records, self.field, self.origin, self.left_out = records, field, origin, Counter(left_out)
 
-    def _draw(self, number: int, text: str, draw: random.Random) -> None:
-        """Keeps a uniform sample of the documents so far (reservoir sampling)."""
-        if number < SAMPLED_DOCUMENTS:
-            self._sample.append(text)
-        elif (slot := draw.randrange(number + 1)) < SAMPLED_DOCUMENTS:
-            self._sample[slot] = text
+    def __iter__(self) -> Iterator[str]:
+        self.left_out["documents without text"] = 0
+        for record in self.records:
+            text = record.get(self.field)
+            if isinstance(text, str) and text.strip():
+                yield text
+            else:
+                self.left_out["documents without text"] += 1
 
-    def texts(self, characters: int) -> Iterator[str]:
-        """Text of as many documents as have ``characters``, the first in the order."""
-        for _, piece in self._pieces(self.order[: self._enough(0, characters)]):
-            yield piece.text
-
-    def _enough(self, start: int, characters: float) -> int:
-        """The end of the shortest part of the order that begins at ``start`` and has so many characters."""
-        return min(len(self.order), start + 1 + int(np.searchsorted(np.cumsum(self.sizes[self.order[start:]]), characters)))
-
-    def _pieces(self, numbers: np.ndarray) -> Iterator[tuple[int, Piece]]:
-        """(document, piece) of the documents with these numbers, in the order of the files."""
-        chosen = np.zeros(len(self.order) + 1, bool)
-        chosen[numbers] = True
-        last, number = int(numbers.max()), 0
-        for piece in read_documents(self.files, Report(), self.text_field):
-            if chosen[number]:
-                yield number, piece
-            number += piece.last
-            if number > last:
-                return
-        raise DataError(f"the files have changed while they were read: {number:,} documents instead of {len(self.order):,}")
-
-    def write(self, path: Path, tokenizer, dtype: np.dtype, max_tokens: int | None, progress) -> tuple[int, str]:
-        """Tokens of the documents, in the order, to ``path``; returns their number and a line that says what they are part of.
-
-        The disk holds them twice for a while.
-        """
-        unordered = path.with_name(path.name + ".unordered")
-        starts, lengths = np.zeros((2, len(self.order)), np.int64)
-        per_token = sum(map(len, self._sample)) / sum(map(len, encode((Piece(text, True) for text in self._sample), tokenizer)))
-        used = count = 0
-        limit = np.inf if max_tokens is None else max_tokens
-        with unordered.open("wb") as out:
-            while count < limit and used < len(self.order):
-                end = self._enough(used, 1.05 * per_token * (limit - count))
-                for number, ids in self._encoded(self.order[used:end], tokenizer, lengths, limit):
-                    if not lengths[number]:
-                        starts[number] = count
-                    lengths[number] += len(ids)
-                    count += len(ids)
-                    out.write(ids.astype(dtype).tobytes())
-                    progress(len(ids))
-                used = end
-        read = np.memmap(unordered, dtype, mode="r", shape=(count,))
-        written, documents = 0, 0
-        with path.open("wb") as out:
-            for number in self.order[:used]:
-                part = read[starts[number] : starts[number] + lengths[number]]
-                out.write(part[: int(min(len(part), limit - written))].tobytes())
-                written, documents = int(min(limit, written + len(part))), documents + 1
-                if written >= limit:
-                    break
-            _sync(out)
-        unordered.unlink()
-        exact = used == len(self.order) and lengths.max() < limit
-        everything = count if exact else max(written, round(self.sizes.sum() / per_token))
-        return written, self._part(written, everything, exact, documents)
-
-    def _encoded(self, numbers: np.ndarray, tokenizer, lengths: np.ndarray, limit: float) -> Iterator[tuple[int, np.ndarray]]:
-        """(document, token ids of a piece); what a document has beyond ``limit`` tokens is left out."""
-        pending = deque()
-
-        def pieces() -> Iterator[Piece]:
-            for number, piece in self._pieces(numbers):
-                if lengths[number] < limit:
-                    pending.append(number)
-                    yield piece
-
-        for ids in encode(pieces(), tokenizer):
-            yield pending.popleft(), ids
-
-    def _part(self, written: int, everything: int, exact: bool, documents: int) -> str:
-        if exact and written == everything:
-            return f"using all {written:,} tokens, their documents in an order drawn with seed {self.seed}"
-        share = f"{documents:,} of {len(self.order):,} documents, drawn with seed {self.seed}"
-        return f"using {written:,} of {'' if exact else 'about '}{everything:,} tokens: {share}"
+    def lines(self) -> list[str]:
+        """Return what was read and what was left out, for people."""
+        left_out = ", ".join(f"{count:,} {what}" for what, count in sorted(self.left_out.items()) if count)
+        return [self.origin, *([f"left out: {left_out}"] if left_out else [])]
 
 
-class Stream:
-    """The documents that ``read`` yields, in its order and read no further than needed. ``read`` counts them in its argument.
+def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:
+    """Return the documents of files in an order drawn with ``seed``. The folder ``cache`` holds their text once more and may then go.
 
-    Raises DataError when there is no document.
+    Raises DataError as :func:`find_files` and :func:`read_texts` do.
     """
+    import datasets
 
-    def __init__(self, read: Callable[[Report], Iterable[Piece]]):
-        self.read, self.report = read, Report()
-
-    def _pieces(self) -> Iterator[Piece]:
-        self.report = Report()
-        yield from self.read(self.report)
-        if not self.report.documents:
-            raise DataError("no text is left to train on: " + "; ".join(self.report.lines()))
-
-    def texts(self, characters: int) -> Iterator[str]:
-        """Text of documents with at least ``characters`` in all, where there are so many."""
-        for piece in self._pieces():
-            yield piece.text
-            characters -= len(piece.text)
-            if characters <= 0:
-                return
-
-    def write(self, path: Path, tokenizer, dtype: np.dtype, max_tokens: int | None, progress) -> tuple[int, str]:
-        """As :meth:`Files.write`."""
-        count, limit = 0, np.inf if max_tokens is None else max_tokens
-        with path.open("wb") as out:
-            for ids in encode(self._pieces(), tokenizer):
-                ids = ids[: int(min(len(ids), limit - count))]
-                out.write(ids.astype(dtype).tobytes())
-                count += len(ids)
-                progress(len(ids))
-                if count >= limit:
-                    break
-            _sync(out)
-        return count, f"using all {count:,} tokens" if count < limit else f"using {count:,} tokens; what follows was not read"
+    (datasets.enable_progress_bars if bar else datasets.disable_progress_bars)()
+    shutil.rmtree(cache, ignore_errors=True)  # of a process that was killed; --data may hold the run's directory
+    left_out: Counter = Counter()
+    files = find_files(paths, left_out)
+    try:
+        table = datasets.Dataset.from_generator(
+            _records,
+            features=datasets.Features({"text": datasets.Value("large_string")}),
+            gen_kwargs={"files": files, "text_field": text_field},
+            cache_dir=str(cache),
+            writer_batch_size=64,
+        )
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
+        raise next((cause for cause in causes if isinstance(cause, DataError)), error) from None
+    origin = f"read {len(files):,} files, {len(table):,} documents, in an order drawn with seed {seed}"
+    return Documents(table.shuffle(seed=seed), "text", origin, left_out)
 
 
-def dataset(name: str, split: str = "train", text_field: str = "text", seed: int = 0) -> Stream:
-    """A data set of the ``datasets`` library, "name" or "name:config", its files and the records nearby in an order that the seed fixes."""
+def _records(files: list[Path], text_field: str) -> Iterator[dict]:
+    for text in read_texts(files, text_field):
+        yield {"text": text}
+
+
+def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
+    """Return a data set of the ``datasets`` library, "name" or "name:config", streamed: its files and the records nearby are shuffled.
+
+    Raises DataError where it cannot be read.
+    """
+    import datasets
+
     path, _, config = name.partition(":")
-    return Stream(lambda report: read_dataset(path, config or None, split, report, text_field, seed))
+    try:
+        stream = datasets.load_dataset(path, config or None, split=split, streaming=True)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"data set {name!r} cannot be read: {error}") from error
+    return Documents(stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS), text_field, f"read data set {name}")
 
 
-def _sync(out) -> None:
-    out.flush()
-    os.fsync(out.fileno())
+def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
+    """Yield the token ids of one piece of text after the other, with an end-of-text token after every document."""
+    marked = (item for text in texts for item in _marked(pieces(text)))
+    while group := list(_group(marked)):
+        encoded = tokenizer([text for text, _ in group], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for (_, last), ids in zip(group, encoded["input_ids"], strict=True):
+            yield np.asarray(ids + [tokenizer.eos_token_id] if last else ids, np.uint32)
 
 
-def store(directory: Path, source: Files | Stream, tokenizer, max_tokens: int | None, bar: bool = False) -> dict:
-    """Tokens of ``source`` in directory/tokens.bin, at most ``max_tokens``; returns the manifest. Complete tokens are left as they are.
+def pieces(text: str) -> Iterator[str]:
+    """Yield ``text`` in pieces of PIECE characters, cut after white space where there is some in their last part."""
+    start = 0
+    while start < len(text):
+        end = start + PIECE
+        if end < len(text):
+            end = next((at + 1 for at in range(end - 1, end - 1000, -1) if text[at].isspace()), end)
+        yield text[start:end]
+        start = end
 
-    Safe to interrupt: the files get their names when they are complete.
+
+def _marked(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Each part, and whether it is the last."""
+    parts = list(parts)
+    return zip(parts, [False] * (len(parts) - 1) + [True], strict=True)
+
+
+def _group(marked: Iterator[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Enough pieces at once for the tokenizer's threads, few enough for memory."""
+    characters = 0
+    for piece in islice(marked, GROUP):
+        yield piece
+        characters += len(piece[0])
+        if characters >= 8 * PIECE:
+            return
+
+
+def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar: bool = False) -> dict:
+    """Write the tokens of ``documents``, at most ``max_tokens``, to directory/tokens.bin; return the manifest.
+
+    Safe to interrupt: the files get their names when they are complete. Raises DataError where there is no text.
     """
-    manifest_path = directory / MANIFEST
-    if manifest_path.exists():
-        return json.loads(manifest_path.read_text())
     directory.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
-    partial = directory / "tokens.partial"
-    with tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress:
-        count, line = source.write(partial, tokenizer, dtype, max_tokens, progress.update)
+    partial, count = directory / "tokens.partial", 0
+    with partial.open("wb") as out, tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress:
+        for ids in encode(documents, tokenizer):
+            ids = ids[: max_tokens - count]
+            out.write(ids.astype(dtype).tobytes())
+            count += len(ids)
+            progress.update(len(ids))
+            if count == max_tokens:
+                break
+        out.flush()
+        os.fsync(out.fileno())
+    lines = documents.lines()
+    if not count:
+        raise DataError("no text is left to train on: " + "; ".join(lines))
     partial.replace(directory / "tokens.bin")
-    report = source.report
-    manifest = {"tokens": count, "dtype": dtype.name, "report": [*report.lines(), line], "skipped": dict(report.skipped)}
-    manifest_path.with_suffix(".partial").write_text(json.dumps(manifest, indent=1) + "\n")
-    manifest_path.with_suffix(".partial").replace(manifest_path)
+    lines.append(f"using all {count:,} tokens" if count < max_tokens else f"using {count:,} tokens; the documents after them are left out")
+    manifest = {"tokens": count, "dtype": dtype.name, "report": lines}
+    (directory / "manifest.partial").write_text(json.dumps(manifest, indent=1) + "\n")
+    (directory / "manifest.partial").replace(directory / MANIFEST)
     return manifest
 
 
-def held_out_start(tokens: np.ndarray, held_out: int, length: int, end_of_text: int) -> int:
-    """Where the held-out tokens begin, about ``held_out`` before the end: with a document, so that none is on both sides.
+@dataclass(frozen=True)
+class Tokens:
+    """Stored tokens ``start`` to ``stop`` of a file. It is pickled as the path, so that a data loader's worker maps the file itself."""
 
-    The first document that begins in the last ``held_out`` tokens, or the last one before them, where that leaves between half and
-    one and a half times as many, and a block of ``length`` on both sides; else inside a document, ``held_out`` before the end.
-    """
-    wanted = len(tokens) - held_out
-    low, high = max(wanted - held_out // 2, length, 1), min(wanted + held_out // 2, len(tokens) - length)
-    starts = np.flatnonzero(tokens[low - 1 : high] == end_of_text) + low
-    after = starts[starts >= wanted]
-    return int(after[0] if len(after) else starts[-1] if len(starts) else wanted)
+    path: Path
+    dtype: str
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The tokens of ``part`` in memory, int64."""
+        return self._mapped[part].astype(np.int64)
+
+    def part(self, start: int, stop: int) -> Tokens:
+        """Tokens ``start`` to ``stop`` of these."""
+        return Tokens(self.path, self.dtype, self.start + start, self.start + stop)
+
+    @cached_property
+    def _mapped(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, mode="r")[self.start : self.stop]
+
+    def __getstate__(self) -> dict:
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # without the mapping
 
 
-def load(directory: Path) -> np.ndarray:
-    """The stored tokens, mapped from disk. Raises DataError where they are damaged."""
+def load(directory: Path) -> Tokens:
+    """Return the stored tokens. Raises DataError where they are damaged."""
     path, tokens = directory / MANIFEST, directory / "tokens.bin"
     try:
         manifest = json.loads(path.read_text())
@@ -256,16 +209,38 @@ def load(directory: Path) -> np.ndarray:
     size = tokens.stat().st_size if tokens.exists() else 0
     if size != count * dtype.itemsize:
         raise DataError(f"{tokens} is damaged: it has {size:,} bytes, and by {MANIFEST} {count:,} tokens of {dtype.itemsize} bytes")
-    return np.memmap(tokens, dtype, mode="r", shape=(count,))
+    return Tokens(tokens, dtype.name, 0, count)
+
+
+def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tuple[Tokens, Tokens | None]:
+    """Return (training tokens, held-out tokens), the second None for a ``fraction`` of 0.
+
+    The held-out tokens are the end, about ``fraction`` of the blocks of ``length``. They begin with the document nearest after that
+    place, else with the nearest before it, if between half and one and a half times as many tokens are held out and both sides have a
+    block. Otherwise they begin exactly there, in the middle of a document.
+    """
+    blocks = len(tokens) // length
+    if not (held_out := math.ceil(blocks * fraction)):
+        return tokens, None
+    if held_out >= blocks:
+        raise DataError(f"the data has {len(tokens):,} tokens, too few to hold {fraction:.0%} of the blocks of {length:,} out")
+    held_out *= length
+    wanted = len(tokens) - held_out
+    low, high = max(wanted - held_out // 2, length, 1), min(wanted + held_out // 2, len(tokens) - length)
+    starts = np.flatnonzero(tokens[low - 1 : high] == end_of_text) + low
+    after = starts[starts >= wanted]
+    start = int(after[0] if len(after) else starts[-1] if len(starts) else wanted)
+    return tokens.part(0, start), tokens.part(start, len(tokens))
 
 
 class Blocks(Dataset):
     """Samples of ``length`` tokens: ``samples`` of them, passing over the blocks in an order drawn anew for every pass.
 
-    Sample i is block ``permutation(seed, i // blocks)[i % blocks]``; without a seed the blocks come in file order.
+    Sample i is block ``permutation(seed, i // blocks)[i % blocks]``; without a seed the blocks come in file order. Raises DataError for
+    tokens of less than one block.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, samples: int | None = None, seed: int | None = None):
+    def __init__(self, tokens: Tokens, length: int, samples: int | None = None, seed: int | None = None):
         self.tokens, self.length, self.seed = tokens, length, seed
         self.blocks = len(tokens) // length
         if not self.blocks:
@@ -277,7 +252,7 @@ class Blocks(Dataset):
         return self.samples
 
     def block(self, index: int) -> int:
-        """The block that sample ``index`` is."""
+        """Return the block that sample ``index`` is."""
         number, position = divmod(index, self.blocks)
         if self.seed is None:
             return position
@@ -287,5 +262,5 @@ class Blocks(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start = self.block(index) * self.length
-        ids = torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))
+        ids = torch.from_numpy(self.tokens[start : start + self.length])
         return {"input_ids": ids, "labels": ids}

@@ -1,40 +1,26 @@
-"""What a training run raises. Messages name options as the library does; the command line shows its flags instead."""
+"""What a training run and its data raise. Messages name options as :class:`flashmhf_recipes.options.Options` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 
 
-class _Names(dict):
-    """Maps the placeholders of a message: given values, and any other placeholder as the name of an option."""
+class OptionError(ValueError):
+    """An option, or several together, that a run cannot have."""
 
-    def __init__(self, values: dict, spell: Callable[[str], str]):
-        super().__init__(values)
-        self.spell = spell
-
-    def __missing__(self, name: str) -> str:
-        return self.spell(name)
+    def __init__(self, message: str, **values: object):
+        for name, value in values.items():
+            message = message.replace(f"{{{name}}}", str(value)).replace(f"{{{name}!r}}", repr(value))
+        super().__init__(re.sub(r"\{([a-z_]+)\}", r"\1", message))
 
 
-class _OptionNamingError(Exception):
-    """An error whose message names options: ``"{micro_batch} is {value}"`` names the option micro_batch and formats ``value``."""
-
-    def __init__(self, template: str, **values: object):
-        self.template, self.values = template, values
-        super().__init__(self.message(str))
-
-    def message(self, spell: Callable[[str], str]) -> str:
-        """The message with every option's name as ``spell`` writes it."""
-        return self.template.format_map(_Names(self.values, spell))
+class DataError(ValueError):
+    """The data cannot be trained or evaluated on; the message names the file."""
 
 
-class OptionError(_OptionNamingError, ValueError):
-    """An option, or options together, that a run cannot have."""
+class OccupiedError(FileExistsError):
+    """The output directory holds something that a new run would overwrite, or another process works in it."""
 
 
-class OccupiedError(_OptionNamingError, FileExistsError):
-    """The output directory holds something that a new run would overwrite."""
-
-
-class TrainingError(_OptionNamingError, RuntimeError):
+class TrainingError(RuntimeError):
     """Training cannot go on; the message says why."""

@@ -1,95 +1,25 @@
-"""Held-out loss with a sliding window, the paper's six tasks through lm-eval, and loading a model for either."""
+"""Held-out loss with a sliding window, and the paper's six tasks through lm-eval."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from flashmhf.models import loading
-from flashmhf.models.quantization import quantise
+from .data import pieces
+from .documents import find_files, read_texts
+from .errors import DataError, OptionError
 
-from . import checkpoints
-from .documents import DataError, Piece, Report, find_files, read_documents
-from .errors import OptionError
-from .tokenizer import load as load_tokenizer
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # lm-eval's names of the paper's tasks: HellaSwag, SIQA, PIQA, OBQA, WinoGrande, RACE.
 PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "race")
-
-
-def load(
-    name: str,
-    *,
-    tokenizer_name: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    fp8: bool = False,
-    projections: bool = True,
-) -> tuple[PreTrainedModel, object]:
-    """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
-
-    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks, ``projections`` their W_in and W_out,
-    too; a stored FP8 model needs neither. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
-    machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
-    """
-    location = locate(name)
-    chosen = _device(device)
-    if dtype not in ("auto", *_DTYPES):
-        raise ValueError(f"dtype is {dtype!r}; supported: auto, {', '.join(_DTYPES)}")
-    wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else _DTYPES[dtype]
-    model = loading.load(location, wanted)
-    tokenizer = load_tokenizer(tokenizer_name or location)
-    largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape[0]
-    if largest >= rows:
-        raise ValueError(
-            f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; the vocabulary of {name!r} has {rows:,}"
-        )
-    model = model.to(chosen).eval()
-    if fp8:
-        quantise(model, projections=projections)
-    return model, tokenizer
-
-
-def save_fp8(
-    name: str,
-    output: Path,
-    *,
-    tokenizer_name: str | None = None,
-    device: str = "auto",
-    dtype: str = "bfloat16",
-    projections: bool = True,
-) -> None:
-    """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
-
-    ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises what
-    :func:`load` raises.
-    """
-    # float32, so that packed weights are rounded once.
-    model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True, projections=projections)
-    stored = None if loading.is_official(locate(name)) else AutoConfig.from_pretrained(locate(name)).dtype
-    model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype]).save_pretrained(output)
-    tokenizer.save_pretrained(output)
-
-
-def locate(name: str) -> str:
-    """The directory that holds the model of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").exists():
-        complete = checkpoints.complete_checkpoints(path)
-        if not complete:
-            raise FileNotFoundError(f"{path} holds no model: neither config.json nor a complete checkpoint")
-        return str(complete[-1])
-    if not path.exists() and (path.is_absolute() or name.startswith(".")):
-        raise FileNotFoundError(f"{path} does not exist")
-    return name
 
 
 def positions(model: PreTrainedModel) -> int | None:
@@ -97,29 +27,15 @@ def positions(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _device(name: str) -> torch.device:
-    """Raises ValueError for a name that is no device of this machine."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}; this PyTorch sees {torch.cuda.device_count() or 'no'} CUDA GPUs")
-    return chosen
-
-
 @dataclass
 class HeldOut:
-    """Sums over all scored tokens of some text."""
+    """Sums over all scored tokens of some text, and counts of what was not read."""
 
     nats: float = 0.0
     tokens: int = 0
     bytes: int = 0
-    report: Report = field(default_factory=Report)
+    documents: int = 0
+    left_out: Counter = field(default_factory=Counter)
 
     @property
     def loss(self) -> float:
@@ -155,38 +71,33 @@ def held_out_loss(
     limit = positions(model)
     window = limit if window is None else window
     if window is None:
-        raise OptionError("give {window}: the model's configuration has no maximum")
+        raise OptionError("give window: the model's configuration has no maximum")
     stride = max(1, window // 2) if stride is None else stride
     if window < 2 or (limit is not None and window > limit):
         most = "" if limit is None else f" and at most the model's {limit} positions"
-        raise OptionError("{window} is {value}; it must be at least 2{most}", value=window, most=most)
+        raise OptionError(f"window is {window}; it must be at least 2{most}")
     if not 1 <= stride < window:
-        raise OptionError("{stride} is {value}; it must be at least 1 and below the {window} of {size}", value=stride, size=window)
+        raise OptionError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
     if batch < 1:
-        raise OptionError("{batch} is {value}; it must be at least 1", value=batch)
+        raise OptionError(f"batch is {batch}; it must be at least 1")
     result = HeldOut()
-    pieces = read_documents(find_files(paths, result.report), result.report, text_field)
+    files = find_files(paths, result.left_out)
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
-        for ids, size in _documents(pieces, tokenizer):
-            result.bytes += size
-            for nats, count in window_losses(model, np.concatenate(([tokenizer.eos_token_id], ids)), window, stride, batch):
+        for text in read_texts(files, text_field):
+            if not text.strip():
+                result.left_out["documents without text"] += 1
+                continue
+            result.documents += 1
+            result.bytes += len(text.encode())
+            parts = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in pieces(text)]
+            ids = np.concatenate(([tokenizer.eos_token_id], *parts)).astype(np.int64)
+            for nats, count in window_losses(model, ids, window, stride, batch):
                 result.nats += nats
                 result.tokens += count
                 progress.update(count)
     if not result.tokens:
-        raise DataError("no text is left to evaluate on: " + "; ".join(result.report.lines()))
+        raise DataError(f"no text is left to evaluate on in {len(files):,} files: {dict(result.left_out)}")
     return result
-
-
-def _documents(pieces: Iterable[Piece], tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """Token ids and UTF-8 size of one document after the other."""
-    parts, size = [], 0
-    for piece in pieces:
-        parts.append(np.asarray(tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"], np.int64))
-        size += len(piece.text.encode())
-        if piece.last:
-            yield np.concatenate(parts), size
-            parts, size = [], 0
 
 
 @torch.no_grad()
@@ -214,6 +125,14 @@ def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
     return spans
 
 
+@lru_cache
+def task_manager(include_path: str | None = None):
+    """Return lm-eval's index of its tasks and of those below ``include_path``; it reads thousands of files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)
+
+
 def task_scores(
     model: PreTrainedModel,
     tokenizer,
@@ -230,13 +149,11 @@ def task_scores(
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    tasks = list(tasks)
-    manager = TaskManager(include_path=include_path)
+    tasks, manager = list(tasks), task_manager(include_path)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
-        raise OptionError("lm-eval has no tasks {unknown}; local ones are found through {include_path}", unknown=unknown)
+        raise OptionError(f"lm-eval has no tasks {unknown}; local ones are found through include_path")
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions(model), add_bos_token=False)
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0)
     return {

@@ -7,13 +7,12 @@ and V. Checkpoints hold whole tensors, the same files for any layout, so a run r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 from transformers import PreTrainedModel
 
 from .errors import OptionError
@@ -57,7 +56,7 @@ class Layout:
             if self.tp > 1:
                 plan(model, self.tp)
         except ValueError as error:
-            raise OptionError("{tp} is {value}: {error}", value=self.tp, error=error) from error
+            raise OptionError(f"tp is {self.tp}: {error}") from error
 
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
         """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights before."""
@@ -88,56 +87,53 @@ def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment:
         dp_shard = int(environment.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")) if dp_shard is None else dp_shard
     tp = tp or 1
     if processes % tp:
-        raise OptionError("{tp} is {value}; it must divide the {processes} processes", value=tp, processes=processes)
+        raise OptionError(f"tp is {tp}; it must divide the {processes} processes")
     if dp_shard is None:
         dp_shard = processes // tp if tp > 1 or environment.get("ACCELERATE_USE_FSDP") == "true" else 1
     if processes // tp % dp_shard:
-        raise OptionError(
-            "{dp_shard} is {value}; it must divide the {groups} groups of {tp} processes ({processes} in all)",
-            value=dp_shard,
-            groups=processes // tp,
-            processes=processes,
-        )
+        raise OptionError(f"dp_shard is {dp_shard}; it must divide the {processes // tp} groups of tp processes ({processes} in all)")
     if tp > 1 and dp_shard == 1 and processes > tp:
-        raise OptionError("{dp_shard} is 1 with {tp} = {value} on {processes} processes; shard over more", value=tp, processes=processes)
+        raise OptionError(f"dp_shard is 1 with tp = {tp} on {processes} processes; shard over more")
     return Layout(processes // (tp * dp_shard), dp_shard, tp)
 
 
-def whole(state: Any, keep: bool) -> Any:
-    """``state`` with ordinary CPU tensors for DTensors where ``keep``, else None. A collective: every process calls this alike."""
-    from torch.distributed.tensor import DTensor
-
-    def gather(value: object) -> object:
-        if not isinstance(value, DTensor):
-            return value
-        full = value.full_tensor()
-        return full.cpu() if keep else None
-
-    gathered = tree_map(gather, state)
-    return gathered if keep else None
+_WHOLE = {"full_state_dict": True, "cpu_offload": True}
 
 
-def placed_like(parameters: list[nn.Parameter], state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's ``state`` of whole tensors, each placed like its parameter. Every process has read the same file."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def whole_model(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state as whole tensors on the CPU of process 0; other processes get nothing. Every process calls this."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    def place(parameter: nn.Parameter) -> Callable[[object], object]:
-        def of(value: object) -> object:
-            if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape):
-                return value
-            local = value.to(parameter.device)
-            return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return get_model_state_dict(model, options=StateDictOptions(**_WHOLE))
 
-        return of
 
-    return state | {"state": {index: tree_map(place(parameters[index]), values) for index, values in state["state"].items()}}
+def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what ``optimizer.state_dict()`` of an unsharded run holds, on process 0. Every process calls this."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**_WHOLE))
+    number = {name: index for index, name in enumerate(_names(model, optimizer))}
+    groups = [group | {"params": sorted(number[name] for name in group["params"])} for group in state.get("param_groups", ())]
+    return {"state": {number[name]: values for name, values in state.get("state", {}).items()}, "param_groups": groups}
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what :func:`whole_optimizer` returned, or an unsharded run's state, into a sharded optimizer. Every process has read it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    names = _names(model, optimizer)
+    groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
+    named = {"state": {names[index]: values for index, values in state["state"].items()}, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(**_WHOLE))
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizer's parameters in the order in which its state numbers them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def forget_accelerate() -> None:
     """accelerate would shard the model a second time, and refuses to without GPUs."""
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
         os.environ.pop(name, None)
-
-
-def load_mapped(path: str) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
-import operator
 import os
+import types
+import typing
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
 from flashmhf.models.configuration import FFN_TYPES, FlashMHFConfig
@@ -27,8 +28,9 @@ from .layout import Layout, layout_of
 DEFAULT_PRESET = "flashmhf-128m"
 MICRO_BATCH = 8
 
-# TrainingArguments that an option of ours decides.
-_OWN_ARGUMENTS = {
+# Every setting of TrainingArguments is in one of the three tables below; one that is in none is refused.
+# Settings that an option of ours decides.
+OWN_ARGUMENTS = {
     "output_dir": "output",
     "max_steps": "steps",
     "num_train_epochs": "steps",
@@ -57,13 +59,49 @@ _OWN_ARGUMENTS = {
     "save_steps": "save_every",
     "save_total_limit": "keep",
     "resume_from_checkpoint": "resume",
+    "parallelism_config": "tp and dp_shard",
+    "fsdp": "dp_shard",
+    "fsdp_config": "dp_shard",
+    "deepspeed": "dp_shard",
 }
-# TrainingArguments that a run of ours cannot have, and why.
-_REFUSED_ARGUMENTS = {
-    "enable_jit_checkpoint": "SIGTERM and SIGINT save a checkpoint without it",
-    "save_only_model": "the run could not be resumed",
-    "ignore_data_skip": "a resumed run would see other batches",
-    "restore_callback_states_from_checkpoint": "the callbacks are made anew with the run's options",
+# Settings that a run of ours cannot have, by the reason.
+REFUSED_ARGUMENTS = {
+    name: reason
+    for reason, names in {
+        "SIGTERM and SIGINT save a checkpoint without it": ["enable_jit_checkpoint"],
+        "the run could not be resumed": ["save_only_model"],
+        "a resumed run would see other batches": ["ignore_data_skip", "dataloader_in_order"],
+        "the callbacks are made anew with the run's options": ["restore_callback_states_from_checkpoint"],
+        "a loss that is not finite would go on unseen": ["logging_nan_inf_filter"],
+        "transformers' Liger kernels do not know these networks": ["use_liger_kernel", "liger_kernel_config"],
+        "the run makes its own batches": [
+            *("accelerator_config", "dataloader_drop_last", "remove_unused_columns", "label_names", "length_column_name")
+        ],
+        "an evaluation is the held-out loss, under the precision of the training": [
+            *("bf16_full_eval", "fp16_full_eval", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
+            *("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
+        ],
+        "one process writes the run": ["save_on_each_node"],
+        "upload the finished directory instead": [
+            *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+        ],
+        "the command says what is done": ["do_train", "do_eval", "do_predict"],
+        "the launcher sets it": ["local_rank"],
+        "the command shows its own bar": ["disable_tqdm"],
+    }.items()
+    for name in names
+}
+# Settings that reach transformers as they are and do there what its documentation says.
+PASSED_ARGUMENTS = {
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "optim_target_modules", "adam_epsilon", "neftune_noise_alpha"),
+    *("label_smoothing_factor", "average_tokens_across_devices", "tf32", "full_determinism", "use_cache", "torch_empty_cache_steps"),
+    *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode"),
+    *("logging_strategy", "logging_first_step", "log_on_each_node", "include_num_input_tokens_seen", "log_level", "log_level_replica"),
+    *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    *("eval_delay", "eval_on_start", "save_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("dataloader_multiprocessing_context", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    *("ddp_static_graph", "ddp_backend", "ddp_timeout", "debug", "skip_memory_metrics"),
 }
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
 _OWN_SETTINGS = {"vocab_size": "vocab_size", "ffn_type": "ffn"}
@@ -71,112 +109,118 @@ _TOKENIZER_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Options that choose a model, which a trained model to start from has chosen already.
 _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 
-# What is supported of a number, and whether a value is. NaN is nowhere.
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+# What is supported of a number, and whether a value is. NaN is nowhere. Integers that are not here are supported from 1 on.
+_RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
     "warmup": ("a share of the steps below 1, or steps from 1 on", lambda x: 0 <= x < math.inf),
     "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
     "betas": ("two numbers from 0 on and below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
     "max_grad_norm": ("numbers from 0 on; 0 does not clip", lambda x: x >= 0),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
-    "seed": ("integers from 0 to 2^32 - 1", lambda x: 0 <= operator.index(x) < 1 << 32),
+    "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
+    "keep": ("integers from 2 on, so that one checkpoint is complete at any moment", lambda x: isinstance(x, int) and x >= 2),
 }
+
+
+def _option(default: object, help: str, group: str, **metadata: str) -> Any:
+    """A field of Options: the command line makes a flag of it, with this help under this heading."""
+    metadata = {"help": help, "group": group} | metadata
+    if isinstance(default, (list, dict)):
+        return field(default_factory=type(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
 class Options:
-    """One run. Where None stands, the preset (the paper's value) decides.
-
-    preset: a name of flashmhf.models.presets, or a scale ("128m") together with ``ffn``; None stands for flashmhf-128m.
-    init_from: a trained model to start from instead of a preset: run, checkpoint, saved or official model, or a name. Its tokenizer is
-        used, and ``steps`` and ``learning_rate`` must be given.
-    data, dataset, tokens: one of text, JSON-lines, Parquet files and directories of them; "name" or "name:config" of the datasets
-        library; the directory of a run whose tokens and tokenizer are to be used again.
-    tokenizer: directory, tokenizer.json or name; None trains one on the data.
-    chat_template: "plain" or a Jinja file that the tokenizer gets; None leaves the tokenizer as it is. Servers refuse chats without one.
-    batch: sequences a step, over all processes.
-    micro_batch: at most so many of them at once on a device (8). What is used divides batch / processes; the rest is accumulated.
-    eval_fraction: the end of the tokens, held out; its loss is recorded every ``eval_every`` steps and at the end.
-    precision: "bf16" (autocast, float32 weights), "fp32", "auto" (bf16 on GPUs).
-    device: "cpu", "cuda", or "auto" for a GPU where there is one.
-    optimizer: "adamw", or "muon": flashmhf.Muon for the blocks' matrices and AdamW for the rest.
-    param_groups: the groups of flashmhf.param_groups (FlashMHF's in_proj and out_proj learn at 0.3 of the learning rate: ours, not the
-        paper's), or one learning rate for all.
-    tp: processes that share the heads of one sequence (tensor parallelism), neighbours in rank.
-    dp_shard: processes that share the parameters, their gradients and the optimizer's state (FSDP2); what is left of the processes are
-        replicas. None for both: one replica a process, or the layout of ``accelerate launch``.
-    model, arguments: further FlashMHFConfig and TrainingArguments settings.
-    """
+    """One run. Where None stands, the preset (the paper's value) decides. ``flashmhf train --help`` lists the fields, and the command's
+    flags are made of them. In Python, ``data`` may be one path; ``model`` and ``arguments`` are dicts."""
 
     output: str
-    preset: str | None = None
-    ffn: str | None = None
-    init_from: str | None = None
-    data: list[str] = field(default_factory=list)
-    dataset: str | None = None
-    tokens: str | None = None
-    split: str = "train"
-    text_field: str = "text"
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    vocab_size: int | None = None
-    length: int | None = None
-    batch: int | None = None
-    micro_batch: int | None = None
-    steps: int | None = None
-    learning_rate: float | None = None
-    min_learning_rate: float = 1e-5
-    warmup: float = 0.015
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
-    optimizer: str = "adamw"
-    param_groups: bool = True
-    eval_fraction: float = 0.0
-    eval_every: int = 1000
-    save_every: int = 1000
-    keep: int = 2
-    log_every: int = 10
-    seed: int = 0
-    precision: str = "auto"
-    device: str = "auto"
-    compile: bool = False
-    checkpointing: bool = False
-    tp: int | None = None
-    dp_shard: int | None = None
-    model: dict[str, object] = field(default_factory=dict)
-    arguments: dict[str, object] = field(default_factory=dict)
+    preset: str | None = _option(None, "name of a preset, or a scale together with --ffn (flashmhf-128m)", "model")
+    ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}", "model")
+    init_from: str | None = _option(
+        None,
+        "train further from a run, checkpoint, saved or official model, or a name; its tokenizer is used, and --steps and "
+        "--learning-rate must be given",
+        "model",
+        metavar="MODEL",
+    )
+    model: dict[str, object] = _option({}, "a FlashMHFConfig setting", "model", flag="--model-set")
+    data: list[str] = _option([], "text, JSON-lines, CSV, Parquet and Arrow files, or directories of them", "data", metavar="PATH")
+    dataset: str | None = _option(None, "a data set of the datasets library, streamed", "data", metavar="NAME[:CONFIG]")
+    tokens: str | None = _option(None, "the tokens and the tokenizer of another run", "data", metavar="RUN")
+    split: str = _option("train", "split of --dataset", "data")
+    text_field: str = _option("text", "field or column that holds the text", "data")
+    tokenizer: str | None = _option(None, "directory, tokenizer.json or name; without it one is trained on the data", "data")
+    chat_template: str | None = _option(
+        None, "'plain', or a Jinja file that the tokenizer gets; servers refuse chats without one", "data", metavar="FILE"
+    )
+    vocab_size: int | None = _option(None, "size of the vocabulary (the preset's)", "data")
+    length: int | None = _option(None, "tokens in a sequence (the preset's)", "data")
+    eval_fraction: float = _option(0.0, "share of the tokens held out at the end", "data")
+    batch: int | None = _option(None, "sequences of a step, over all processes (the preset's)", "optimisation")
+    micro_batch: int | None = _option(
+        None, f"at most so many of them at once on a device ({MICRO_BATCH}); the rest is accumulated", "optimisation"
+    )
+    steps: int | None = _option(None, "steps of the run (the preset's); with --resume a new length", "optimisation")
+    learning_rate: float | None = _option(None, "the peak (the preset's)", "optimisation")
+    min_learning_rate: float = _option(1e-5, "where the cosine ends", "optimisation")
+    warmup: float = _option(0.015, "share of the steps, or steps from 1 on", "optimisation")
+    optimizer: Literal["adamw", "muon"] = _option(
+        "adamw", "muon: flashmhf.Muon for the blocks' matrices, AdamW for the rest", "optimisation"
+    )
+    weight_decay: float = _option(0.1, "of the optimizer", "optimisation")
+    betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW", "optimisation", metavar="BETA")
+    max_grad_norm: float = _option(1.0, "gradients are clipped to it", "optimisation")
+    param_groups: bool = _option(
+        True, "FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)", "optimisation"
+    )
+    seed: int = _option(0, "of weights and batches", "optimisation")
+    precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast over float32 weights; auto: bf16 on GPUs", "machine")
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: a CUDA GPU where there is one", "machine")
+    tp: int | None = _option(None, "neighbouring processes that share the heads of a sequence (1)", "machine")
+    dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)", "machine")
+    compile: bool = _option(False, "torch.compile the model", "machine")
+    checkpointing: bool = _option(False, "recompute blocks in the backward pass", "machine")
+    save_every: int = _option(1000, "steps between checkpoints", "machine")
+    keep: int = _option(2, "checkpoints kept", "machine")
+    log_every: int = _option(10, "steps between rows of metrics.jsonl", "machine")
+    eval_every: int = _option(1000, "steps between held-out losses", "machine")
+    arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting", "machine", flag="--set")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.data, (str, os.PathLike)):
+            self.data = [self.data]
+        self.data = [os.fspath(path) for path in self.data]
 
     def resolve(self) -> tuple[Preset | None, Options]:
-        """The preset (None with ``init_from``), and these options without None and with absolute paths.
+        """Return the preset (None with ``init_from``), and these options without None and with absolute paths.
 
         Raises OptionError for values that are not supported and for contradictions.
         """
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
-        resolved = Options(
-            **{
-                **asdict(self),
-                "preset": chosen and chosen.name,
-                "ffn": None,
-                "data": [os.path.abspath(path) for path in self.data],
-                "tokens": self.tokens and os.path.abspath(self.tokens),
-                "init_from": _absolute(self.init_from),
-                "tokenizer": _absolute(self.tokenizer),
-                "chat_template": _absolute(self.chat_template),
-                "vocab_size": scale.vocabulary if self.vocab_size is None and not self.init_from else self.vocab_size,
-                "length": scale.context if self.length is None and not self.init_from else self.length,
-                "batch": scale.batch if self.batch is None else self.batch,
-                "steps": scale.steps if self.steps is None else self.steps,
-                "learning_rate": scale.learning_rate if self.learning_rate is None else self.learning_rate,
-            }
+        resolved = replace(
+            self,
+            preset=chosen and chosen.name,
+            ffn=None,
+            data=[os.path.abspath(path) for path in self.data],
+            tokens=self.tokens and os.path.abspath(self.tokens),
+            init_from=_absolute(self.init_from),
+            tokenizer=_absolute(self.tokenizer),
+            chat_template=_absolute(self.chat_template),
+            vocab_size=scale.vocabulary if self.vocab_size is None and not self.init_from else self.vocab_size,
+            length=scale.context if self.length is None and not self.init_from else self.length,
+            batch=scale.batch if self.batch is None else self.batch,
+            steps=scale.steps if self.steps is None else self.steps,
+            learning_rate=scale.learning_rate if self.learning_rate is None else self.learning_rate,
         )
         resolved._check()
         return chosen, resolved
 
     def _preset(self) -> Preset:
         if self.ffn is not None and self.ffn not in FFN_TYPES:
-            raise OptionError("{ffn} is {value!r}; supported: {supported}", value=self.ffn, supported=", ".join(FFN_TYPES))
+            raise OptionError(f"ffn is {self.ffn!r}; supported: {', '.join(FFN_TYPES)}")
         name = self.preset or DEFAULT_PRESET
         if name in SCALES:
             name = f"{self.ffn or 'flashmhf'}-{name}"
@@ -187,95 +231,69 @@ class Options:
     def _from_trained(self) -> None:
         for name in _MODEL_OPTIONS:
             if getattr(self, name):
-                raise OptionError(f"{{{name}}} cannot be given with {{init_from}}: the trained model decides")
+                raise OptionError(f"{name} cannot be given with init_from: the trained model decides")
         for name in ("steps", "learning_rate"):
             if getattr(self, name) is None:
-                raise OptionError(f"{{{name}}} must be given with {{init_from}}: the paper has no value for further training")
+                raise OptionError(f"{name} must be given with init_from: the paper has no value for further training")
 
     def _check(self) -> None:
         if sum(map(bool, (self.data, self.dataset, self.tokens))) != 1:
-            raise OptionError("give one of {data}, {dataset} and {tokens}")
-        for name in ("length", "batch", "micro_batch", "steps", "eval_every", "save_every", "log_every", "vocab_size", "tp", "dp_shard"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                raise OptionError(f"{{{name}}} is {{value!r}}; supported: integers from 1 on", value=value)
+            raise OptionError("give one of data, dataset and tokens")
+        for name, kind in option_types().items():
+            value, chosen = getattr(self, name), typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+            if kind is int and value is not None and name not in _RANGES and not (isinstance(value, int) and value >= 1):
+                raise OptionError(f"{name} is {value!r}; supported: integers from 1 on")
+            if chosen and value not in chosen:
+                raise OptionError(f"{name} is {value!r}; supported: {', '.join(chosen)}")
         for name, (supported, holds) in _RANGES.items():
             value = getattr(self, name)
             try:
                 inside = holds(value)
-            except TypeError:  # no number
+            except TypeError:  # not a number
                 inside = False
             if not inside:
-                raise OptionError(f"{{{name}}} is {{value!r}}; supported: {{supported}}", value=value, supported=supported)
-        if self.keep < 2:
-            raise OptionError("{keep} is {value}; at least 2 checkpoints are kept, so that one is complete at any moment", value=self.keep)
+                raise OptionError(f"{name} is {value!r}; supported: {supported}")
         if not 0 < self.min_learning_rate <= self.learning_rate:
             raise OptionError(
-                "{min_learning_rate} is {value}; it must be above 0 and at most {learning_rate} = {peak}",
-                value=self.min_learning_rate,
-                peak=self.learning_rate,
+                f"min_learning_rate is {self.min_learning_rate}; it must be above 0 and at most learning_rate = {self.learning_rate}"
             )
-        for name, supported in (
-            ("precision", ("auto", "bf16", "fp32")),
-            ("device", ("auto", "cpu", "cuda")),
-            ("optimizer", ("adamw", "muon")),
-        ):
-            if getattr(self, name) not in supported:
-                raise OptionError(
-                    f"{{{name}}} is {{value!r}}; supported: {{supported}}", value=getattr(self, name), supported=", ".join(supported)
-                )
-        if self.optimizer != "adamw" and "optim" in self.arguments:
-            raise OptionError("{arguments} cannot set optim with {optimizer} {value!r}", value=self.optimizer)
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise OptionError("{device} is 'cuda'; this PyTorch sees no CUDA GPU")
-        self._check_settings("model", "FlashMHFConfig", [entry.name for entry in fields(FlashMHFConfig)], _OWN_SETTINGS)
-        for name in _TOKENIZER_SETTINGS:
-            if name in self.model:
-                raise OptionError(f"{{model}} cannot set {name}: the tokenizer decides")
+            raise OptionError("device is 'cuda'; this PyTorch sees no CUDA GPU")
+        _check_settings("model", self.model, FlashMHFConfig, _OWN_SETTINGS | dict.fromkeys(_TOKENIZER_SETTINGS, "tokenizer"))
         positions = self.model.get("max_position_embeddings")
         if isinstance(positions, int) and self.length and positions < self.length:
-            raise OptionError("{model} sets max_position_embeddings to {value}, below {length} = {n}", value=positions, n=self.length)
-        known = [entry.name for entry in fields(TrainingArguments) if entry.init]
-        self._check_settings("arguments", "TrainingArguments", known, _OWN_ARGUMENTS)
-        for name, reason in _REFUSED_ARGUMENTS.items():
-            if self.arguments.get(name):
-                raise OptionError(f"{{arguments}} cannot set {name}: {reason}")
-        for entry in fields(TrainingArguments):
-            self._check_type(entry.name, entry.default)
+            raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
+        _check_settings("arguments", self.arguments, TrainingArguments, OWN_ARGUMENTS)
+        self._check_arguments()
 
-    def _check_settings(self, option: str, type_name: str, known: Iterable[str], own: Mapping[str, str]) -> None:
-        """Refuses what another option decides, by its name, and what there is not."""
-        for name in getattr(self, option):
-            if name in own:
-                raise OptionError(f"{{{option}}} cannot set {{name}}: use {{{own[name]}}}", name=name)
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise OptionError(f"{{{option}}}: {{type}} has no setting {{name!r}}{{hint}}", type=type_name, name=name, hint=hint)
-
-    def _check_type(self, name: str, default: object) -> None:
-        """Refuses a value of ``arguments`` that is no number or no boolean where the default is one; TrainingArguments checks neither."""
-        if name in self.arguments and isinstance(default, bool | int | float):
-            expected = bool if isinstance(default, bool) else int | float
-            if not isinstance(self.arguments[name], expected):
+    def _check_arguments(self) -> None:
+        """Refuse TrainingArguments that this recipe does not do, and values of other types, which TrainingArguments does not check."""
+        defaults = {entry.name: entry.default for entry in fields(TrainingArguments)}
+        for name, value in self.arguments.items():
+            if name in REFUSED_ARGUMENTS:
+                raise OptionError(f"arguments cannot set {name}: {REFUSED_ARGUMENTS[name]}")
+            if name not in PASSED_ARGUMENTS:
+                raise OptionError(f"arguments cannot set {name}: this version does not know what it does to a run")
+            expected = bool if isinstance(defaults[name], bool) else int | float if isinstance(defaults[name], int | float) else object
+            if not isinstance(value, expected):
                 kind = "true or false" if expected is bool else "a number"
-                raise OptionError(
-                    "{arguments} sets {name} to {value!r}; it must be {kind}", name=name, value=self.arguments[name], kind=kind
-                )
+                raise OptionError(f"arguments sets {name} to {value!r}; it must be {kind}")
+        if self.optimizer != "adamw" and "optim" in self.arguments:
+            raise OptionError(f"arguments cannot set optim with optimizer {self.optimizer!r}")
+        if str(self.arguments.get("optim", "")).startswith("schedule_free"):  # their weights are other ones when evaluated and saved
+            raise OptionError(f"arguments sets optim to {self.arguments['optim']!r}; schedule-free optimizers are not supported")
 
     def layout(self, processes: int) -> Layout:
-        """How the run lies over ``processes``. Raises OptionError where :attr:`tp` and :attr:`dp_shard` do not divide them."""
+        """Return how the run lies over ``processes``. Raises OptionError where tp and dp_shard do not divide them."""
         return layout_of(self.tp, self.dp_shard, processes)
 
     def micro_batch_for(self, processes: int) -> int:
-        """Sequences at once on a device: the largest divisor of batch / processes up to :attr:`micro_batch`.
+        """Return the sequences at once on a device: the largest divisor of batch / processes up to micro_batch.
 
-        Raises OptionError where the batch is no multiple of the processes.
+        Raises OptionError where the batch is not a multiple of the processes.
         """
         if self.batch % processes:
-            raise OptionError(
-                "{batch} is {value}; it must be a multiple of the {processes} processes", value=self.batch, processes=processes
-            )
+            raise OptionError(f"batch is {self.batch}; it must be a multiple of the {processes} processes")
         each = self.batch // processes
         return next(size for size in range(min(self.evaluation_batch, each), 0, -1) if each % size == 0)
 
@@ -285,7 +303,7 @@ class Options:
         return self.micro_batch or MICRO_BATCH
 
     def accumulation(self, processes: int) -> str:
-        """How a step is made up, for people."""
+        """Return how a step is made up, for people."""
         layout = self.layout(processes)
         size = self.micro_batch_for(layout.data_processes)
         turns = self.batch // (size * layout.data_processes)
@@ -297,13 +315,30 @@ class Options:
         return f"a step: {tokens}; {size} sequences at once on {devices}{accumulated}"
 
 
+def option_types() -> dict[str, Any]:
+    """Return the type of each field of Options, without the None of optional ones."""
+    hints = typing.get_type_hints(Options)
+    return {name: typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind for name, kind in hints.items()}
+
+
+def _check_settings(option: str, given: Iterable[str], owner: type, own: Mapping[str, str]) -> None:
+    """Refuse settings that another option decides, by its name, and settings that do not exist."""
+    known = [entry.name for entry in fields(owner) if entry.init]
+    for name in given:
+        if name in own:
+            raise OptionError(f"{option} cannot set {name}: use {own[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise OptionError(f"{option}: {owner.__name__} has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
 def _absolute(name: str | None) -> str | None:
     """The absolute path where ``name`` is one; a name of the Hugging Face hub stays."""
     return os.path.abspath(name) if name and Path(name).exists() else name
 
 
 def training_arguments(options: Options) -> TrainingArguments:
-    """transformers' arguments for resolved options: AdamW, cosine to a minimum learning rate, warm-up as a share of the steps.
+    """Return transformers' arguments for resolved options: cosine to a minimum learning rate, warm-up as a share of the steps.
 
     Raises OptionError for settings that transformers refuses and for reports without their package.
     """
@@ -327,7 +362,6 @@ def training_arguments(options: Options) -> TrainingArguments:
         torch_compile=options.compile,
         gradient_checkpointing=options.checkpointing,
         seed=options.seed,
-        train_sampling_strategy="sequential",  # the data set shuffles
         remove_unused_columns=False,
         prediction_loss_only=True,
         logging_steps=options.log_every,
@@ -351,10 +385,11 @@ def training_arguments(options: Options) -> TrainingArguments:
             arguments = TrainingArguments(**{**settings, **options.arguments})
             for callback in get_reporting_integration_callbacks(arguments.report_to):
                 callback()  # raises where the package of a report is missing
-        except (ValueError, TypeError, ImportError, RuntimeError) as error:
+            schedule(arguments, options.steps)
+        except (ValueError, TypeError, ImportError, RuntimeError, KeyError, AttributeError) as error:
             if not options.arguments:
                 raise
-            raise OptionError("{arguments}: {error}", error=" ".join(str(error).split())) from error
+            raise OptionError(f"arguments: {' '.join(str(error).split())}") from error
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)
@@ -362,14 +397,23 @@ def training_arguments(options: Options) -> TrainingArguments:
     arguments.gradient_accumulation_steps = options.batch // (arguments.per_device_train_batch_size * layout.data_processes)
     if layout.sharded:
         if options.optimizer == "muon":  # its iteration takes whole matrices
-            raise OptionError("{optimizer} is 'muon'; a run with {tp} or {dp_shard} above 1 supports 'adamw'")
+            raise OptionError("optimizer is 'muon'; a run with tp or dp_shard above 1 supports 'adamw'")
+        if arguments.load_best_model_at_end:
+            raise OptionError("arguments cannot set load_best_model_at_end with tp or dp_shard above 1")
         arguments.torch_compile = False  # Layout.shard compiles the blocks: collectives between them are no part of a graph
         arguments.torch_compile_backend = arguments.torch_compile_mode = None
     return arguments
 
 
+def schedule(arguments: TrainingArguments, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return the schedule over ``steps`` of an optimizer with one parameter."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
+    kwargs = dict(arguments.lr_scheduler_kwargs or {})
+    return get_scheduler(arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(steps), steps, kwargs)
+
+
 def model_config(chosen: Preset, options: Options) -> FlashMHFConfig:
-    """The configuration of a new model for resolved options; the tokenizer's numbers are not in it yet.
+    """Return the configuration of a new model for resolved options; the tokenizer's numbers are not in it yet.
 
     Raises OptionError for sizes that no model has.
     """
@@ -380,11 +424,11 @@ def model_config(chosen: Preset, options: Options) -> FlashMHFConfig:
     except (StrictDataclassError, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         if not options.model:
             raise
-        raise OptionError("{model}: {error}", error=" ".join(str(error.__cause__ or error).split())) from error
+        raise OptionError(f"model: {' '.join(str(error.__cause__ or error).split())}") from error
     return config
 
 
 def empty_model(config: FlashMHFConfig) -> PreTrainedModel:
-    """The configuration's model on the meta device."""
+    """Return the configuration's model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

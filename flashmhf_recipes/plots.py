@@ -1,28 +1,56 @@
-"""Curves of training runs."""
+"""Pictures: drawn without pyplot, which would need a display, and whatever MPLBACKEND says."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 
-def draw_losses(runs: dict[str, list[dict]], path: Path) -> None:
-    """Training loss, and held-out loss where there is one, over steps, one colour a run.
+
+def draw(path: Path, size: tuple[float, float], paint: Callable[[object], None], dpi: int = 150) -> bool:
+    """Write a PNG of ``size`` inches that ``paint`` draws on a matplotlib Figure; return whether it was written.
+
+    A picture that cannot be drawn is a warning: what it shows is in other files, and no run should end for it.
+    """
+    named = os.environ.pop("MPLBACKEND", None)  # of a notebook: matplotlib would import that back end, which may not be installed here
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        paint(figure)
+        partial = path.with_name("partial-" + path.name)
+        figure.savefig(partial, dpi=dpi, format="png")
+        partial.replace(path)
+    except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
+        logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
+        return False
+    finally:
+        if named is not None:
+            os.environ["MPLBACKEND"] = named
+    return True
+
+
+def draw_losses(runs: dict[str, list[dict]], path: Path) -> bool:
+    """Draw training loss, and held-out loss where there is one, over steps, one colour a run.
 
     ``runs`` maps a run's name to the rows of its metrics.jsonl.
     """
-    from matplotlib.figure import Figure  # pyplot would need a display and keep every figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for index, (name, rows) in enumerate(runs.items()):
-        for key, style, label in (("loss", "-", name), ("eval_loss", "o--", f"{name}, held out")):
-            points = [(row["step"], row[key]) for row in rows if key in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label, linewidth=1, markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
-    partial = path.with_name("partial-" + path.name)
-    figure.savefig(partial, dpi=150)
-    partial.replace(path)
+    def paint(figure) -> None:
+        axes = figure.subplots()
+        for index, (name, rows) in enumerate(runs.items()):
+            for key, style, label in (("loss", "-", name), ("eval_loss", "o--", f"{name}, held out")):
+                points = [(row["step"], row[key]) for row in rows if key in row]
+                if points:
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label, linewidth=1, markersize=4)
+        axes.set(xlabel="step", ylabel="loss (nats a token)")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+
+    return draw(path, (7, 4.5), paint)

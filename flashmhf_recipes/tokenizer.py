@@ -10,8 +10,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .documents import DataError
-from .errors import OptionError
+from .errors import DataError, OptionError
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"  # ids 0 and 1, as in the GPT-NeoX tokenizer that the paper uses
 SMALLEST = 258  # all bytes and both special tokens
@@ -28,7 +27,7 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
     the bytes.
     """
     if vocab_size < SMALLEST:
-        raise OptionError("{vocab_size} is {value}; a byte-level tokenizer needs at least {smallest}", value=vocab_size, smallest=SMALLEST)
+        raise OptionError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,9 +67,9 @@ def chat_template(name: str) -> str:
         message = [{"role": "user", "content": "a message"}]
         shown = probe.apply_chat_template(message, chat_template=text, tokenize=False, add_generation_prompt=True)
     except (OSError, ValueError, TemplateError) as error:
-        raise OptionError("{chat_template} is {name!r}: {error}; supported: plain, or a Jinja file", name=name, error=error) from error
+        raise OptionError(f"chat_template is {name!r}: {error}; supported: plain, or a Jinja file") from error
     if "a message" not in shown:
-        raise OptionError("{chat_template} is {name!r}, a template that leaves the messages out", name=name)
+        raise OptionError(f"chat_template is {name!r}, a template that leaves the messages out")
     return text
 
 

@@ -6,12 +6,15 @@ finished, the model itself; init/ holds the model that it started from, if any. 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,33 +27,27 @@ from transformers import (
     ProgressCallback,
     TrainingArguments,
     default_data_collator,
-    get_scheduler,
     set_seed,
 )
 
 from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, Preset
 
-from . import checkpoints, data, evaluation, metrics
+from . import checkpoints, data, metrics, pretrained
 from .callbacks import MetricsCallback, StopCallback
-from .errors import OccupiedError, OptionError, TrainingError
+from .documents import find_files
+from .errors import DataError, OccupiedError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
-from .options import Options, empty_model, model_config, training_arguments
+from .options import Options, empty_model, model_config, schedule, training_arguments
 from .stopping import Stopped, StopSignals
-from .tokenizer import TRAINING_CHARACTERS, chat_template
+from .tokenizer import chat_template
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
 
 RUN, TOKENIZER, DATA, INIT = "run.json", "tokenizer", "data", "init"
-# In a directory without run.json: the options of a start that failed after its tokens were stored. A new start may use them.
-FAILED = "failed-start.json"
+LOCK = "lock"
 CHANGES = "changes"  # in run.json beside the options: what resumptions have changed
-# The options that the stored tokens follow from.
-_TOKEN_OPTIONS = (
-    *("data", "dataset", "tokens", "split", "text_field", "tokenizer", "chat_template", "vocab_size", "init_from"),
-    *("length", "batch", "steps", "eval_fraction", "seed"),
-)
 
 SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
 
@@ -74,18 +71,19 @@ def first_process() -> bool:
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
-    """Trains from the beginning. All options are checked before anything is written.
+    """Train from the beginning. All options are checked before anything is written.
 
     SIGTERM and SIGINT finish the step and save it where this runs in the main thread; then Stopped, a KeyboardInterrupt, is raised.
 
-    A start that fails before its first step leaves the directory free for another one. Raises ValueError (OptionError and DataError),
-    OccupiedError where the directory holds a run or other files of ours, TrainingError, Stopped.
+    A start that fails before its first step removes what it wrote, but for complete tokens, which ``Options(tokens=output)`` uses.
+    Raises ValueError (OptionError and DataError), OccupiedError where the directory holds a run or other files of ours or another
+    process works in it, TrainingError, Stopped.
     """
     chosen, options = options.resolve()
     output = Path(options.output)
     if first_process():
-        _refuse_occupied(output)
-    data.find_files(options.data)
+        _refuse_occupied(output, options)
+    find_files(options.data)
     if options.chat_template is not None:
         chat_template(options.chat_template)
     trained = _load_trained(options) if options.init_from else None
@@ -94,14 +92,15 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     options.layout(arguments.world_size).check(model)
     _warn_of_short_warmup(chosen, options, arguments)
     run = _Run(chosen, options, arguments, bar and first_process(), callbacks)
-    with StopSignals() as signals:
+    with StopSignals() as signals, _locked(output):
         if first_process():
-            _claim(output, options)
+            _refuse_occupied(output, options)  # another process may have been faster
+            _write_json(output / RUN, asdict(options))
         try:
             return run.train(signals, None, trained)
         except Exception as error:
             if first_process() and not run.steps_done:
-                _release(output, options, keep_tokens=not isinstance(error, data.DataError))
+                _release(output, keep_tokens=not isinstance(error, DataError))
             raise
 
 
@@ -114,12 +113,13 @@ def resume(
     bar: bool = True,
     callbacks: Iterable = (),
 ) -> Result:
-    """Continues a run from its last complete checkpoint, with the options it was started with and the batches it would have seen.
+    """Continue a run from its last complete checkpoint, with the options it was started with and the batches it would have seen.
 
     ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes at once, and
     run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of processes: checkpoints hold whole
     tensors. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
-    FileNotFoundError where there is no run, OptionError for ``steps`` that are done already, TrainingError when no checkpoint loads.
+    FileNotFoundError where there is no run, OccupiedError where another process trains it, OptionError for ``steps`` that are done
+    already, TrainingError when no checkpoint loads.
     """
     output = Path(output)
     options, changes = _read_run(output)
@@ -129,7 +129,7 @@ def resume(
     if (tp, dp_shard) != (None, None):
         options.tp, options.dp_shard = tp, dp_shard
     arguments = training_arguments(options)
-    with StopSignals() as signals:
+    with StopSignals() as signals, _locked(output):
         with arguments.main_process_first(local=False, desc="looking for checkpoints"):
             if first_process():
                 checkpoints.set_aside_unusable(output)
@@ -137,7 +137,7 @@ def resume(
             checkpoint = found[-1] if found else None
         done = checkpoints.step_of(checkpoint)
         if steps is not None and steps <= done:
-            raise OptionError("{steps} is {value}; the run has done {done} steps", value=steps, done=done)
+            raise OptionError(f"steps is {steps}; the run has done {done} steps")
         if first_process():
             metrics.keep_rows(output, done)
             if options.steps != before:
@@ -194,12 +194,8 @@ def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after
 
 
 def _learning_rate(arguments: TrainingArguments, steps: int, step: int) -> float:
-    """The learning rate after ``step`` of a schedule over ``steps``; the peak where the schedule is no function of the step."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
-    scheduler = get_scheduler(
-        arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(steps), steps, arguments.lr_scheduler_kwargs
-    )
-    rates = getattr(scheduler, "lr_lambdas", None)
+    """The learning rate after ``step`` of a schedule over ``steps``; the peak where the schedule is not a function of the step."""
+    rates = getattr(schedule(arguments, steps), "lr_lambdas", None)
     return arguments.learning_rate * (rates[0](min(step, steps)) if rates else 1.0)
 
 
@@ -209,69 +205,65 @@ def _write_json(path: Path, content: dict) -> None:
     partial.replace(path)
 
 
-def _refuse_occupied(output: Path) -> None:
-    """Raises OccupiedError for a directory with a run, or with anything that a run would take for its own."""
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Hold the run's directory, on the process that writes. Raises OccupiedError that names the process which holds it.
+
+    The kernel frees the lock with the process, however it ends; the file stays.
+    """
+    if not first_process():
+        yield
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise OccupiedError(f"{output} is in use by {file.read().strip() or 'another process'}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _refuse_occupied(output: Path, options: Options) -> None:
+    """Raise OccupiedError for a directory with a run, or with anything that a run would take for its own but its tokens."""
     if (output / RUN).exists():
-        raise OccupiedError("{path} holds a run already; continue it with {resume} or choose another output directory", path=output)
-    ours = [TOKENIZER, DATA, INIT] if not (output / FAILED).exists() else []
-    ours += [metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
+        raise OccupiedError(f"{output} holds a run already; continue it with resume or choose another output directory")
+    ours = [TOKENIZER, DATA] if not options.tokens or Path(options.tokens) != output.absolute() else []
+    ours += [INIT, metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
     found = [name for name in ours if (output / name).exists()]
     found += [path.name for path in checkpoints.numbered_checkpoints(output)]
     if found:
-        raise OccupiedError(
-            "{path} holds {found}, which a run would overwrite; choose another output directory", path=output, found=", ".join(found)
-        )
+        hint = f", or train on its tokens with tokens={output}" if found == [TOKENIZER, DATA] else ""
+        raise OccupiedError(f"{output} holds {', '.join(found)}, which a run would overwrite; choose another output directory{hint}")
 
 
-def _claim(output: Path, options: Options) -> None:
-    """Writes run.json. Tokens of a failed start stay where the options that they follow from are the same."""
-    output.mkdir(parents=True, exist_ok=True)
-    failed = output / FAILED
-    if failed.exists():
-        now = json.loads(json.dumps(asdict(options)))
-        try:
-            before = json.loads(failed.read_text())
-            same = all(before[name] == now[name] for name in _TOKEN_OPTIONS)
-        except (ValueError, TypeError, KeyError):  # damaged, or of another version
-            same = False
-        if not same:
-            _discard_tokens(output)
-        failed.unlink()
-    _write_json(output / RUN, asdict(options))
-
-
-def _release(output: Path, options: Options, keep_tokens: bool) -> None:
-    """Takes back a start that failed, so that the directory is free for another one."""
-    if keep_tokens and (output / DATA / data.MANIFEST).exists():
-        _write_json(output / FAILED, asdict(options))
-    else:
-        _discard_tokens(output)
+def _release(output: Path, keep_tokens: bool) -> None:
+    """Take back a start that failed, so that the directory is free for another one."""
+    if not (keep_tokens and (output / DATA / data.MANIFEST).exists()):
+        for name in (TOKENIZER, TOKENIZER + ".partial", DATA):
+            shutil.rmtree(output / name, ignore_errors=True)
     shutil.rmtree(output / INIT, ignore_errors=True)
-    for name in (RUN, metrics.FILE):
+    for name in (RUN, metrics.FILE, LOCK):
         (output / name).unlink(missing_ok=True)
     if not any(output.iterdir()):
         output.rmdir()
-
-
-def _discard_tokens(output: Path) -> None:
-    for name in (TOKENIZER, TOKENIZER + ".partial", DATA):
-        shutil.rmtree(output / name, ignore_errors=True)
 
 
 def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     """The model to start from in float32, and its tokenizer; sets ``options.length`` where it is None."""
     path = Path(options.init_from)
     if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise OptionError("{tokenizer} cannot be given with {init_from}: {path} has a tokenizer", path=path)
-    model, tokenizer = evaluation.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
+        raise OptionError(f"tokenizer cannot be given with init_from: {path} has a tokenizer")
+    model, tokenizer = pretrained.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
     if getattr(model.config, "quantization_config", None) is not None:
-        raise OptionError("{init_from} is {path}, a quantised model; supported: a model as it was trained", path=path)
+        raise OptionError(f"init_from is {path}, a quantised model; supported: a model as it was trained")
     positions = model.config.max_position_embeddings
     options.length = options.length or positions
     if options.length > positions:
-        raise OptionError(
-            "{length} is {value}; the model of {init_from} has {positions} positions", value=options.length, positions=positions
-        )
+        raise OptionError(f"length is {options.length}; the model of init_from has {positions} positions")
     return model, tokenizer
 
 
@@ -291,18 +283,19 @@ class _Run:
         options, output = self.options, self.output
         with self.arguments.main_process_first(local=False, desc="preparing data"):
             if checkpoint and not (output / DATA / data.MANIFEST).exists():
-                raise data.DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
+                raise DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
             tokenizer, tokens = _stored(output) or prepare(options, self.bar, trained and trained[1])
             if options.init_from and trained is None and not (output / INIT / "config.json").exists():
                 trained = _load_trained(options)
             if trained and first_process():
                 _keep_trained(trained[0], output / INIT)
-        train_tokens, eval_tokens = split(tokens, options, tokenizer.eos_token_id)
+        train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
         stop = StopCallback(signals)
         self.trainer = self._trainer(tokenizer, trained and trained[0], train_tokens, eval_tokens, checkpoint, stop)
         if self.bar:
             tqdm.write(options.accumulation(self.arguments.world_size))
-        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with checkpoints.writing(lambda: checkpoints.cut_off(output, self.steps_done)):
+            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if stop.stopped:
             raise Stopped(signals.received, self.steps_done)
         self.trainer.write_model(output)
@@ -328,22 +321,26 @@ class _Run:
             peak_flops(arguments.device),
             self.bar,
         )
-        trainer = RunTrainer(
-            layout=options.layout(arguments.world_size),
-            compile_blocks=options.compile,
-            keep=options.keep,
-            grouped=options.param_groups,
-            muon=options.optimizer == "muon",
-            checkpoint=checkpoint,
-            stop=stop,
-            model=model,
-            args=arguments,
-            train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
-            eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
-            data_collator=default_data_collator,
-            processing_class=tokenizer,
-            callbacks=[recorder, *self.callbacks],
-        )
+        blocks = data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed)
+        held_out = None if eval_tokens is None else data.Blocks(eval_tokens, options.length)
+        try:
+            trainer = RunTrainer(
+                options=options,
+                layout=options.layout(arguments.world_size),
+                checkpoint=checkpoint,
+                stop=stop,
+                model=model,
+                args=arguments,
+                train_dataset=blocks,
+                eval_dataset=held_out,
+                data_collator=default_data_collator,
+                processing_class=tokenizer,
+                callbacks=[recorder, *self.callbacks],
+            )
+        except (ImportError, ValueError, RuntimeError) as error:  # what transformers looks at only now
+            if not options.arguments:
+                raise
+            raise OptionError(f"arguments: {' '.join(str(error).split())}") from error
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -370,7 +367,7 @@ def _stored(output: Path):
 def _keep_trained(model: PreTrainedModel, directory: Path) -> None:
     """Stores the model that a run starts from: a run killed before its first checkpoint needs it again."""
     partial = directory.with_name(directory.name + ".partial")
-    with checkpoints.writing(partial):
+    with checkpoints.writing(lambda: partial):
         model.save_pretrained(partial)
     partial.rename(directory)
 
@@ -382,14 +379,18 @@ def prepare(options: Options, bar: bool = True, tokenizer=None):
     """
     output = Path(options.output)
     if options.tokens is not None:
+        if Path(options.tokens) == output.absolute():  # those that a failed start has left
+            raise DataError(f"{output} holds no tokens: there is no {DATA}/{data.MANIFEST}")
         return _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
+    cache = output / DATA / "documents"
     if options.dataset is None:
-        source = data.Files(options.data, options.text_field, options.seed, bar)
+        documents = data.local(options.data, options.text_field, options.seed, cache, bar)
     else:
-        source = data.dataset(options.dataset, options.split, options.text_field, options.seed)
-    tokenizer = _tokenizer(options, output / TOKENIZER, source, tokenizer, bar)
+        documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
+    tokenizer = _tokenizer(options, output / TOKENIZER, documents, tokenizer, bar)
     wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
-    manifest = data.store(output / DATA, source, tokenizer, wanted, bar)
+    manifest = data.store(output / DATA, documents, tokenizer, wanted, bar)
+    shutil.rmtree(cache, ignore_errors=True)
     if bar:
         tqdm.write("\n".join(manifest["report"]))
     return tokenizer, data.load(output / DATA)
@@ -398,10 +399,10 @@ def prepare(options: Options, bar: bool = True, tokenizer=None):
 def _take_tokens(source: Path, output: Path, tokenizer, template: str | None):
     """The tokens and the tokenizer of the run ``source``, linked or copied into ``output``, which then needs ``source`` no more."""
     if not (source / DATA / data.MANIFEST).exists():
-        raise data.DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
+        raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
     theirs = load_tokenizer(str(source / TOKENIZER))
     if tokenizer is not None and tokenizer.get_vocab() != theirs.get_vocab():
-        raise OptionError("{tokens} has tokens of another tokenizer than the model of {init_from}")
+        raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
     _save_tokenizer(theirs, output / TOKENIZER, template)
     (output / DATA).mkdir(parents=True, exist_ok=True)
     for path in sorted((source / DATA).iterdir(), key=lambda path: path.name == data.MANIFEST):  # the manifest last: it says complete
@@ -421,12 +422,12 @@ def _link(source: Path, target: Path) -> None:
     partial.replace(target)
 
 
-def _tokenizer(options: Options, directory: Path, source, tokenizer, bar: bool):
+def _tokenizer(options: Options, directory: Path, documents: data.Documents, tokenizer, bar: bool):
     if not directory.exists():
         if tokenizer is None and options.tokenizer is not None:
             tokenizer = load_tokenizer(options.tokenizer)
         elif tokenizer is None:
-            tokenizer = train_tokenizer(source.texts(TRAINING_CHARACTERS), options.vocab_size, bar)
+            tokenizer = train_tokenizer(documents, options.vocab_size, bar)
         _save_tokenizer(tokenizer, directory, options.chat_template)
     return load_tokenizer(str(directory))
 
@@ -440,18 +441,4 @@ def _save_tokenizer(tokenizer, directory: Path, template: str | None) -> None:
         partial.rename(directory)
 
 
-def split(tokens, options: Options, end_of_text: int):
-    """(training tokens, held-out tokens or None): the held-out ones are the end, from the beginning of a document on where one is near."""
-    blocks = len(tokens) // options.length
-    held_out = math.ceil(blocks * options.eval_fraction)
-    if not held_out:
-        return tokens, None
-    if held_out >= blocks:
-        raise data.DataError(
-            f"the data has {len(tokens):,} tokens, too few to hold {options.eval_fraction:.0%} of the blocks of {options.length:,} out"
-        )
-    start = data.held_out_start(tokens, held_out * options.length, options.length, end_of_text)
-    return tokens[:start], tokens[start:]
-
-
-__all__ = ["Options", "Result", "Stopped", "TrainingError", "prepare", "resume", "split", "start", "training_arguments"]
+__all__ = ["Options", "Result", "Stopped", "TrainingError", "prepare", "resume", "start", "training_arguments"]

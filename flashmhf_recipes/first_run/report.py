@@ -1,4 +1,4 @@
-"""The main command's results as one table and one picture."""
+"""The bare command's results as one table and one picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..plots import draw
 from .study import Accuracy, Measurement, Setting
 from .tiny_lm import Recipe, Trained
 
@@ -90,36 +91,35 @@ def table(results: Results) -> str:
     return results.headline + "\n\n" + _aligned(rows)
 
 
-def picture(results: Results, path: Path) -> None:
-    """Time and memory over length, and the training curves, as a PNG."""
-    import matplotlib
+def picture(results: Results, path: Path) -> bool:
+    """Draw time and memory over length, and the training curves; return whether the PNG was written."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    def paint(figure) -> None:
+        from matplotlib import ticker
 
-    figure, (time_axis, memory_axis, loss_axis) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    for axis, attribute, title in ((time_axis, "step_ms", "training step (ms)"), (memory_axis, "peak_mib", "peak memory of a step (MiB)")):
-        for name in COLUMNS:
-            points = [(m.length, getattr(m, attribute)) for m in results.measurements if m.module == name]
-            if points:
-                axis.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=name)
-        axis.set(title=title, xlabel=f"length (batch {results.setting.batch})", xscale="log", yscale="log")
-        axis.set_xticks(sorted({m.length for m in results.measurements}), minor=False)
-        axis.xaxis.set_minor_locator(ticker.NullLocator())
-        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-        axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-        axis.yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    for name, trained in results.trained.items():
-        loss_axis.plot(_smooth(trained.losses), color=COLORS[name], label=f"{name}, held out {_number(trained.held_out)}")
-        loss_axis.plot(len(trained.losses) - 1, trained.held_out, "o", color=COLORS[name])
-    loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")
-    for axis in (time_axis, memory_axis, loss_axis):
-        axis.grid(True, which="both", alpha=0.3)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend()
-    figure.suptitle(results.headline)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        time_axis, memory_axis, loss_axis = figure.subplots(1, 3)
+        titles = (("step_ms", "training step (ms)"), ("peak_mib", "peak memory of a step (MiB)"))
+        for axis, (attribute, title) in zip((time_axis, memory_axis), titles, strict=True):
+            for name in COLUMNS:
+                points = [(m.length, getattr(m, attribute)) for m in results.measurements if m.module == name]
+                if points:
+                    axis.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=name)
+            axis.set(title=title, xlabel=f"length (batch {results.setting.batch})", xscale="log", yscale="log")
+            axis.set_xticks(sorted({m.length for m in results.measurements}), minor=False)
+            axis.xaxis.set_minor_locator(ticker.NullLocator())
+            for formatted in (axis.xaxis.set_major_formatter, axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+                formatted(ticker.StrMethodFormatter("{x:,.0f}"))
+        for name, trained in results.trained.items():
+            loss_axis.plot(_smooth(trained.losses), color=COLORS[name], label=f"{name}, held out {_number(trained.held_out)}")
+            loss_axis.plot(len(trained.losses) - 1, trained.held_out, "o", color=COLORS[name])
+        loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")
+        for axis in (time_axis, memory_axis, loss_axis):
+            axis.grid(True, which="both", alpha=0.3)
+            if axis.get_legend_handles_labels()[1]:
+                axis.legend()
+        figure.suptitle(results.headline)
+
+    return draw(path, (15, 4.5), paint, dpi=110)
 
 
 def _smooth(values: list[float], decay: float = 0.9) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the main command measures: errors against float64, and time and memory of the feed-forward modules at equal parameters."""
+"""What the bare command measures: errors against float64, and time and memory of the feed-forward modules at equal parameters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import benchmark
 
+import flashmhf
 from flashmhf import backends, testing
 from flashmhf.nn import MHFFN, FlashMHF, SwiGLU
 from flashmhf.ops import mix as ops
@@ -41,6 +42,26 @@ def default_setting(device: torch.device) -> Setting:
     if device.type == "cuda":
         return Setting(device, torch.bfloat16, 2048, 16, 22, 384, 8, (192, 384, 768, 1536, 2880, 4032), 10, 60.0)
     return Setting(device, torch.float32, 768, 6, 8, 256, 1, (256, 512, 1024, 2048, 4096), 3, 30.0)
+
+
+def headline(setting: Setting) -> str:
+    """Return one line: version, machine, and the back end that runs there."""
+    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
+    usable = (name for name, module in backends.BACKENDS.items() if module.why_not(setting.device, setting.dtype, **sizes) is None)
+    gpu = setting.device.type == "cuda"
+    machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
+    return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
+
+
+def shows(device: torch.device) -> str:
+    """Return what a run on ``device`` can show and what it cannot, for people."""
+    if device.type == "cuda":
+        return "This shows whether results are right here, and time and memory of a layer of the paper's size on this GPU."
+    return (
+        "A run on a CPU shows whether results are right, how much memory a layer needs, and that its models learn. It says nothing of\n"
+        "the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators compute FlashMHF in blocks. One model\n"
+        "this small, of one seed, does not tell which network learns better; docs/quality.md has the runs that do."
+    )
 
 
 # Errors

@@ -1,16 +1,19 @@
-"""The main command: what a user sees, and what it says when something is not as it should be."""
+"""The commands about this machine, and what all commands share: one line for an error, the status, and output that no command dies of."""
 
 from __future__ import annotations
 
+import ast
 import math
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from lm_runs import ROOT, environment
 
 from flashmhf import backends
-from flashmhf_recipes import cli
+from flashmhf_recipes import cli, plots, streams
 from flashmhf_recipes.first_run import report, study, tiny_lm
 
 
@@ -30,24 +33,20 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.slow
-def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
-    if reason := tiny_lm.why_not():
-        pytest.skip(reason)
+@pytest.mark.parametrize("missing", [None, "needs transformers: pip install 'flashmhf[lm]'"])
+def test_the_whole_command(missing, small, text, tmp_path, monkeypatch, capsys):
+    """Without the extra all but the language models still runs."""
     monkeypatch.chdir(tmp_path)
+    if missing:
+        monkeypatch.setattr(tiny_lm, "why_not", lambda: missing)
+    elif reason := tiny_lm.why_not():
+        pytest.skip(reason)
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 0
     out = capsys.readouterr().out
-    for expected in ("SwiGLU", "naive MH-FFN", "FlashMHF", "eager float32", "held-out loss after 4 steps", "length 32", "text.txt"):
+    last = f"language model: {missing}" if missing else "held-out loss after 4 steps"
+    for expected in ("SwiGLU", "naive MH-FFN", "FlashMHF", "eager float32", last, "length 32", "It says nothing of\nthe speed on a GPU"):
         assert expected in out
     assert (tmp_path / "flashmhf_report.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_the_extra_the_rest_still_runs(small, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tiny_lm, "why_not", lambda: "needs transformers: pip install 'flashmhf[lm]'")
-    assert cli.main(["--device", "cpu", "--text", str(text)]) == 0
-    assert "language model: needs transformers: pip install 'flashmhf[lm]'" in capsys.readouterr().out
-    assert (tmp_path / "flashmhf_report.png").exists()
 
 
 def test_language_models_have_equal_parameters(text):
@@ -55,9 +54,7 @@ def test_language_models_have_equal_parameters(text):
         pytest.skip(reason)
     seen = []
     recipe = tiny_lm.Recipe(d_model=64, layers=2, subnet_dim=80, context=32, batch=4, steps=40, warmup=4)
-    trained = tiny_lm.train(
-        text.read_bytes(), recipe, ("SwiGLU", "FlashMHF"), torch.device("cpu"), lambda name, step, loss: seen.append((name, step, loss))
-    )
+    trained = tiny_lm.train(text.read_bytes(), recipe, torch.device("cpu"), lambda name, step, loss: seen.append((name, step, loss)))
     assert [(name, step) for name, step, _ in seen] == [(name, step) for name in trained for step in range(1, 41)]
     assert trained["SwiGLU"].parameters == pytest.approx(trained["FlashMHF"].parameters, rel=0.02)
     for name, model in trained.items():
@@ -101,7 +98,7 @@ def test_a_folder_is_no_text(tmp_path, capsys):
 
 def test_the_picture_must_be_writable(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 2
     assert "flashmhf_report.png cannot be written" in capsys.readouterr().err
 
@@ -125,34 +122,31 @@ def test_check_lists_every_tensor(capsys):
     assert all(row[-1] == "ok" for row in rows)
 
 
-def test_check_says_why_a_backend_cannot_run(capsys):
-    assert cli.main(["check", "--device", "cpu", "--backend", "hopper"]) == 2
-    assert "back end hopper cannot run: device is cpu" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_device_cuda_without_one(capsys):
-    assert cli.main(["--device", "cuda", "bench"]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
-
-
 def test_bench_takes_sizes(small, capsys):
     assert cli.main(["bench", "--device", "cpu", "--lengths", "8", "--d-model", "48", "--num-heads", "3"]) == 0
     out = capsys.readouterr().out
     assert "d_model 48" in out and "length 8" in out and "language model" not in out
 
 
-def test_bench_refuses_heads_that_do_not_divide(small, capsys):
-    assert cli.main(["bench", "--device", "cpu", "--d-model", "64", "--num-heads", "3"]) == 2
-    assert "--d-model 64 is not a multiple of --num-heads 3" in capsys.readouterr().err
+NO_GPU = [] if torch.cuda.is_available() else [(["bench", "--device", "cuda"], "device is 'cuda'; this PyTorch sees no CUDA GPU")]
+MISTAKES = [
+    (["bench", "--device", "cpu", "--d-model", "64", "--num-heads", "3"], "--d-model 64 is not a multiple of --num-heads 3"),
+    (["bench", "--lengths", "0"], "argument --lengths: 0 is not positive; flashmhf bench --help lists the options"),
+    (["--steps", "many"], "argument --steps: 'many' is not an integer"),
+    (["--device", "tpu"], "invalid choice: 'tpu'"),
+    (["nonsense"], "nonsense is not an option or a command; commands: info, check"),
+    (["--device", "cpu", "bench"], "bench is not an option or a command; options come after the command"),
+    (["info", "--device", "cpu"], "unrecognized arguments: --device cpu"),
+    (["check", "--device", "cpu", "--backend", "hopper"], "back end hopper cannot run: device is cpu"),
+    *NO_GPU,
+]
 
 
-@pytest.mark.parametrize("arguments", [["bench", "--lengths", "0"], ["nonsense"], ["--steps", "many"]])
-def test_bad_arguments(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
-    assert stopped.value.code == 2
-    assert "usage: flashmhf" in capsys.readouterr().err
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_every_mistake_is_one_line_with_status_2(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.rpartition("\r")[2].startswith("flashmhf: error: ") and message in error and error.count("\n") == 1
 
 
 def test_interruption_is_short(monkeypatch, capsys):
@@ -164,9 +158,55 @@ def test_interruption_is_short(monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_python_m_flashmhf():
-    done = subprocess.run([sys.executable, "-m", "flashmhf_recipes", "--version"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("flashmhf ")
+def command(*arguments: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess:
+    program = " ".join([sys.executable, "-m flashmhf_recipes", *arguments, shell])
+    return subprocess.run(program, shell=True, executable="/bin/bash", env=environment() | variables, capture_output=True, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("shell", "variables", "status", "error"),
+    [
+        ("| head -n 0; exit ${PIPESTATUS[0]}", {"PYTHONUNBUFFERED": "1"}, 141, ""),
+        ("> /dev/full", {}, 2, "flashmhf: error: standard output: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written(shell, variables, status, error):
+    done = command("info", shell=shell, **variables)
+    assert (done.returncode, done.stderr.decode()) == (status, error)
+
+
+def test_characters_that_an_encoding_lacks_are_escaped(tmp_path):
+    with (tmp_path / "out").open("w", encoding="latin-1") as file:
+        stream = streams.Stream(file)
+        print("café ×", "日本", file=stream, flush=True)
+    assert (tmp_path / "out").read_bytes() == b"caf\xe9 \xd7 \\u65e5\\u672c\n" and stream.status(0) == 0
+
+
+def test_nothing_depends_on_asserts_and_docstrings():
+    """python -O leaves assert statements out, -OO docstrings, too."""
+    for path in (path for package in ("flashmhf", "flashmhf_recipes") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "id", getattr(node, "attr", None))
+            assert not isinstance(node, ast.Assert) and name != "__doc__", f"{path}:{node.lineno}"
+
+
+def test_version_and_waiting_threads():
+    """OpenMP reads its policy when torch is imported: the command sets it before."""
+    program = "import os, sys; from flashmhf_recipes import cli; assert 'torch' not in sys.modules; "
+    program += "cli.main(['info']); print(os.environ['OMP_WAIT_POLICY'])"
+    variables = {name: value for name, value in environment().items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("flashmhf ") and done.stdout.endswith("PASSIVE\n"), done.stderr
+
+
+@pytest.mark.parametrize("failing", ["matplotlib_inline", "the disk"])
+def test_a_picture_that_cannot_be_drawn_is_a_warning(failing, tmp_path, monkeypatch, caplog):
+    """MPLBACKEND of a Jupyter kernel is inherited by its "!" commands and is not looked at."""
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    path = tmp_path / "loss.png" if failing == "matplotlib_inline" else tmp_path / "nothing" / "loss.png"
+    assert plots.draw_losses({"run": [{"step": 1, "loss": 2.0}]}, path) == path.exists() == (failing == "matplotlib_inline")
+    assert ["was not drawn" in record.message for record in caplog.records] == ([] if path.exists() else [True])
+    assert os.environ["MPLBACKEND"] == "module://matplotlib_inline.backend_inline"
 
 
 @pytest.mark.parametrize("sizes", [(768, 6, 8, 256), (2048, 16, 22, 384), (128, 2, 2, 176)])

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 import flashmhf
 from flashmhf.models import FFN_TYPES, conversion, decoding, generation, loading
 from flashmhf.models.presets import preset
-from flashmhf_recipes import cli, data, evaluation, training
+from flashmhf_recipes import cli, evaluation, pretrained, training
+from flashmhf_recipes.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +48,7 @@ def runs(text, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def trained(runs):
-    return evaluation.load(str(runs["flashmhf"]), device="cpu")
+    return pretrained.load(str(runs["flashmhf"]), device="cpu")
 
 
 def token_losses(model, ids: np.ndarray, window: int, stride: int) -> list[float]:
@@ -77,7 +78,7 @@ def test_window_losses_score_every_token_once(trained, tokens, window, stride):
 def test_held_out_loss(trained, tmp_path):
     """Documents one by one, each after an end-of-text token; a measure per byte beside that per token."""
     model, tokenizer = trained
-    (tmp_path / "a.jsonl").write_text('{"text": "the cat sat"}\nbad\n{"text": "on the mat, ä"}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat sat"}\n{}\n{"text": "on the mat, ä"}\n')
     found = evaluation.held_out_loss(model, tokenizer, [tmp_path], window=32, stride=8)
     expected = []
     for document in ("the cat sat", "on the mat, ä"):
@@ -86,7 +87,7 @@ def test_held_out_loss(trained, tmp_path):
     assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
     assert found.bits_per_byte == pytest.approx(sum(expected) / 25 / math.log(2), rel=1e-5)
-    assert found.report.skipped == {"record not JSON": 1}
+    assert found.left_out == {"documents without text": 1} and found.documents == 2
 
 
 def test_held_out_refusals(trained, text, tmp_path):
@@ -96,7 +97,7 @@ def test_held_out_refusals(trained, text, tmp_path):
     with pytest.raises(ValueError, match="stride is 64; it must be at least 1 and below the window of 64"):
         evaluation.held_out_loss(model, tokenizer, [text], window=64, stride=64)
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(data.DataError, match="no text is left to evaluate on.*1 × empty file"):
+    with pytest.raises(DataError, match="no text is left to evaluate on.*documents without text"):
         evaluation.held_out_loss(model, tokenizer, [tmp_path])
 
 
@@ -109,17 +110,17 @@ def test_what_can_be_loaded(runs, trained, tmp_path):
     unfinished.mkdir()
     (unfinished / "checkpoint-40").symlink_to(runs["flashmhf"] / "checkpoint-40")
     for path in (runs["flashmhf"] / "checkpoint-40", unfinished):
-        assert torch.equal(evaluation.load(str(path), device="cpu")[0](ids).logits, expected)
+        assert torch.equal(pretrained.load(str(path), device="cpu")[0](ids).logits, expected)
     conversion.save_official(model, tmp_path / "official")
-    official, _ = evaluation.load(str(tmp_path / "official"), tokenizer_name=str(runs["flashmhf"]), device="cpu")
+    official, _ = pretrained.load(str(tmp_path / "official"), tokenizer_name=str(runs["flashmhf"]), device="cpu")
     torch.testing.assert_close(official(ids).logits, expected)
-    without_router = evaluation.load(str(runs["mh_ffn"]), device="cpu")[0]
+    without_router = pretrained.load(str(runs["mh_ffn"]), device="cpu")[0]
     conversion.save_official(without_router, tmp_path / "mhffn")
-    official, _ = evaluation.load(str(tmp_path / "mhffn"), tokenizer_name=str(runs["mh_ffn"]), device="cpu")
+    official, _ = pretrained.load(str(tmp_path / "mhffn"), tokenizer_name=str(runs["mh_ffn"]), device="cpu")
     torch.testing.assert_close(official(ids).logits, without_router(ids).logits)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no model"):
-        evaluation.load(str(tmp_path / "nothing"))
+        pretrained.load(str(tmp_path / "nothing"))
 
 
 def test_damaged_official_checkpoints(trained, tmp_path):
@@ -203,18 +204,18 @@ def test_models_of_other_families_and_incomplete_ones(runs, text, tmp_path):
     flashmhf.replace_ffn(model, num_heads=2)
     model.save_pretrained(tmp_path)
     tokenizer_name = str(runs["flashmhf"])
-    loaded, tokenizer = evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+    loaded, tokenizer = pretrained.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
     ids = torch.arange(9)[None]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: w for name, w in weights.items() if "layers.1.mlp" not in name}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="lacks 6 weights of its model: model.layers.1.mlp.in_proj.weight, .*…$"):
-        evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+        pretrained.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
     save_file(weights | {"model.norm.weight": torch.ones(65)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="the weights in .* do not load"):
-        evaluation.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
+        pretrained.load(str(tmp_path), tokenizer_name=tokenizer_name, device="cpu")
     with pytest.raises(ValueError, match="dtype is 'int8'; supported: auto, float32"):
-        evaluation.load(str(tmp_path), device="cpu", dtype="int8")
+        pretrained.load(str(tmp_path), device="cpu", dtype="int8")
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)).eval()
     with pytest.raises(ValueError, match="give window: the model's configuration has no maximum"):
         evaluation.held_out_loss(bloom, tokenizer, [text])
@@ -231,7 +232,7 @@ def test_training_goes_on_from_a_model_with_replaced_networks(runs, text, tmp_pa
     model.save_pretrained(tmp_path / "model")
     settings = dict(init_from=str(tmp_path / "model"), tokenizer=str(runs["swiglu"]), data=[str(text)], batch=2, device="cpu")
     result = training.start(training.Options(output=str(tmp_path / "run"), steps=2, learning_rate=1e-4, **settings), bar=False)
-    trained, _ = evaluation.load(str(result.output), device="cpu")
+    trained, _ = pretrained.load(str(result.output), device="cpu")
     assert isinstance(trained.model.layers[0].mlp, flashmhf.FlashMHF)
     before, after = (m.model.layers[0].mlp.k for m in (model, trained))
     assert not torch.equal(before, after)
@@ -260,10 +261,11 @@ metadata:
 """
 
 
-@pytest.fixture
-def task(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
     """A local task in lm-eval's own format: which continuation the training text had."""
     pytest.importorskip("lm_eval")
+    tmp_path = tmp_path_factory.mktemp("task")
     rows = [{"question": "the cat number 3 sat on the", "choices": ["mat", "xqz"], "answer": 0} for _ in range(4)]
     rows.append({"question": "the dog ran away from the", "choices": ["QQQQ", "cat"], "answer": 1})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -271,21 +273,6 @@ def task(tmp_path) -> Path:
     folder.mkdir()
     (folder / "tiny_choice.yaml").write_text(TASK.format(path=tmp_path / "rows.jsonl"))
     return folder
-
-
-@pytest.mark.slow
-def test_tasks_through_lm_eval(trained, task):
-    """The harness's own log-likelihoods on our model, without a network."""
-    model, tokenizer = trained
-    scores = evaluation.task_scores(model, tokenizer, ["tiny_choice"], include_path=str(task))
-    assert scores["tiny_choice"]["acc"] == 1.0 and "acc_norm" in scores["tiny_choice"]
-    with pytest.raises(ValueError, match="lm-eval has no tasks \\['tiny_chioce'\\]"):
-        evaluation.task_scores(model, tokenizer, ["tiny_chioce"], include_path=str(task))
-
-
-def test_the_papers_tasks_exist_in_lm_eval():
-    manager = pytest.importorskip("lm_eval.tasks").TaskManager()
-    assert set(evaluation.PAPER_TASKS) <= set(manager.all_tasks)
 
 
 # Commands
@@ -313,41 +300,25 @@ def test_train_command_and_resume(text, tmp_path, capsys):
     assert cli.main(["train", "--output", str(output), "--resume"]) == 0
     assert "3 steps" in capsys.readouterr().out
     assert cli.main([*command, *settings]) == 2
-    assert "holds a run already; continue it with --resume" in capsys.readouterr().err
-    assert cli.main(["train", "--output", str(output), "--resume", "--batch", "9", "--set", "x=1"]) == 2
-    assert "--resume takes the run's own options but --steps, --tp and --dp-shard; leave out: --set, --batch" in capsys.readouterr().err
+    assert "holds a run already; continue it with resume" in capsys.readouterr().err
     assert cli.main(["train", "--output", str(output), "--resume", "--steps", "2"]) == 2
-    assert "--steps is 2; the run has done 3 steps" in capsys.readouterr().err
+    assert "steps is 2; the run has done 3 steps" in capsys.readouterr().err
     assert cli.main(["train", "--output", str(output), "--resume", "--steps", "5"]) == 0
     assert "5 steps, loss" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
+    """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks."""
     figures = tmp_path / "figures.json"
-    arguments = ["--tasks", "tiny_choice", "--include-path", str(task), "--data", str(text), "--window", "64", "--json", str(figures)]
-    assert cli.main(["eval", "--model", str(runs["swiglu"]), "--device", "cpu", *arguments]) == 0
+    model = ["--model", str(runs["swiglu"]), "--device", "cpu", "--include-path", str(task)]
+    assert cli.main(["eval", *model, "--tasks", "tiny_choice", "--data", str(text), "--window", "64", "--json", str(figures)]) == 0
     written = json.loads(figures.read_text())
-    assert written["tasks"]["tiny_choice"]["acc"] == 1.0 and 0 < written["held_out"]["loss"] < 4
-    assert "tiny_choice: acc 1.0000" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", "--model", "./nothing", "x"], "does not exist"),
-        (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
-        (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
-        (["train", "--output", "./run"], "give one of --data, --dataset and --tokens"),
-        (["train", "--output", "./run", "--resume"], "holds no run"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error and error.count("\n") == 1
-    assert not (tmp_path / "run" / "run.json").exists()
+    assert written["tasks"]["tiny_choice"]["acc"] == 1.0 and "acc_norm" in written["tasks"]["tiny_choice"]
+    assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in capsys.readouterr().out
+    assert cli.main(["eval", *model, "--tasks", "tiny_chioce"]) == 2
+    assert "lm-eval has no tasks ['tiny_chioce']" in capsys.readouterr().err
+    assert set(evaluation.PAPER_TASKS) <= set(evaluation.task_manager(str(task)).all_tasks)
 
 
 def test_interruption_says_how_to_continue(tmp_path, monkeypatch, capsys):
@@ -363,7 +334,7 @@ def test_interruption_says_how_to_continue(tmp_path, monkeypatch, capsys):
 
 def test_missing_extra_is_named():
     """Without transformers the commands say what to install, and the package still works."""
-    program = "import sys; sys.modules['transformers'] = None; from flashmhf_recipes.first_run import cli; sys.exit(cli.main(sys.argv[1:]))"
+    program = "import sys; sys.modules['transformers'] = None; from flashmhf_recipes import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "generate", "--model", "x", "y"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
     assert found.returncode == 2 and "needs transformers: pip install 'flashmhf[lm]'" in found.stderr

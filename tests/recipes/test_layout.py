@@ -149,7 +149,7 @@ def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp
 @pytest.mark.slow
 def test_sizes_that_the_processes_are_no_multiple_of(one_process, tmp_path):
     done = torchrun(2, *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 4)
-    assert done.returncode and "flashmhf: error: --tp is 4; it must divide the 2 processes" in done.stderr
+    assert done.returncode and "flashmhf: error: tp is 4; it must divide the 2 processes" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from lm_runs import options, write_text
-from transformers import AutoModelForCausalLM, trainer
+from transformers import trainer
 
 from flashmhf.models.presets import PRESETS, SCALES
-from flashmhf_recipes import cli, evaluation, training
+from flashmhf_recipes import cli, pretrained, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,34 +43,38 @@ def given(monkeypatch):
     return seen
 
 
-def test_options_before_train_reach_it(given):
-    assert cli.main(["--device", "cpu", "--steps", "5", "train", "--output", "run", "--data", "x"]) == 0
-    assert (given[0].device, given[0].steps) == ("cpu", 5)
-    assert cli.main(["--device", "cpu", "train", "--output", "run", "--data", "x", "--device", "auto", "--betas", "0.8", "0.9"]) == 0
-    assert (given[1].device, given[1].steps, given[1].betas) == ("auto", None, [0.8, 0.9])
+def test_every_option_has_a_flag(given):
+    """Flags are made from the fields: values arrive with their types, and what is not given keeps its default."""
+    flags = "--data a b --steps 5 --betas 0.8 0.9 --no-param-groups --compile --optimizer muon --warmup 0.5 --set adam_epsilon=1e-6"
+    assert cli.main(["train", "--output", "run", *flags.split(), "--set", "report_to=none", "--model-set", "ffn_q_norm=true"]) == 0
+    expected = dict(data=["a", "b"], steps=5, betas=[0.8, 0.9], param_groups=False, compile=True, optimizer="muon", warmup=0.5)
+    expected |= dict(arguments={"adam_epsilon": 1e-6, "report_to": "none"}, model={"ffn_q_norm": True})
+    assert given == [training.Options("run", **expected)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--text", "file", "train", "--output", "run", "--data", "x"], "--text is not an option of flashmhf train"),
-        (["--steps", "5", "bench"], "--steps is not an option of flashmhf bench"),
-        (["--device", "cpu", "info"], "--device is not an option of flashmhf info"),
-        (["--steps", "5", "generate", "--model", "x"], "--steps is not an option of flashmhf generate"),
-        (["bench", "--parts", "decode"], "--parts needs bench --paper"),
-        (["bench", "--out", "folder"], "--out needs bench --paper"),
-        (["bench", "--paper", "--d-model", "64"], "--d-model cannot be given with bench --paper"),
-    ],
-)
-def test_no_option_is_dropped(arguments, message, capsys):
+MISTAKES = [
+    (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
+    (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
+    (["generate", "--model", "x", "--keep-projections"], "--keep-projections needs --fp8"),
+    (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
+    (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: 0 is not positive"),
+    (["train", "--data", "x"], "the following arguments are required: --output"),
+    (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
+    (["train", "--output", "./run"], "give one of data, dataset and tokens"),
+    (["train", "--output", "./run", "--data", "x", "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
+    (["train", "--output", "./run", "--data", "x", "--set", "a"], "argument --set: 'a' is not NAME=VALUE"),
+    (["train", "--output", "./run", "--resume"], "holds no run"),
+    (["train", "--output", "./run", "--resume", "--batch", "9", "--set", "x=1"], "leave out: arguments, batch"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_every_mistake_is_one_line_with_status_2(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-def test_options_before_eval_and_generate_reach_them(run, capsys):
-    assert cli.main(["--device", "cpu", "generate", "--model", str(run), "--max-new-tokens", "2", "the head"]) == 0
-    assert capsys.readouterr().out.startswith("the head")
+    assert error.startswith("flashmhf: error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nosuch", "meta"])
@@ -90,7 +92,7 @@ def test_cuda_without_a_gpu(command, run, capsys):
     assert cli.main([command[0], "--model", str(run), "--device", "cuda", *command[1:]]) == 2
     assert "device is 'cuda'; this PyTorch sees no CUDA GPU" in capsys.readouterr().err
     assert cli.main(["train", "--output", "run", "--data", "x", "--device", "cuda"]) == 2
-    assert "--device is 'cuda'; this PyTorch sees no CUDA GPU" in capsys.readouterr().err
+    assert "device is 'cuda'; this PyTorch sees no CUDA GPU" in capsys.readouterr().err
 
 
 def test_a_tokenizer_larger_than_the_model(run, text, tmp_path, capsys):
@@ -105,13 +107,6 @@ def test_a_damaged_model(run, tmp_path, capsys):
     (tmp_path / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:1000])
     assert cli.main(["generate", "--model", str(tmp_path), "--device", "cpu", "x"]) == 2
     assert "do not load" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--limit", "0"], ["--window", "-1"]])
-def test_eval_counts_are_positive(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["eval", "--model", "x", "--data", "x", *arguments])
-    assert stopped.value.code == 2 and "is not positive" in capsys.readouterr().err
 
 
 def test_help_of_train_is_true(capsys):
@@ -145,51 +140,12 @@ def test_chat_template(text, tmp_path, capsys):
     for given, expected in (("plain", "user: Hi\nassistant:"), (str(template), "<Hi>")):
         output = tmp_path / f"run-{len(given)}"
         result = training.start(options(output, text, steps=1, chat_template=given, arguments={"report_to": []}), bar=False)
-        loaded = evaluation.load(str(result.output), device="cpu")[1]
+        loaded = pretrained.load(str(result.output), device="cpu")[1]
         assert loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True) == expected
     for content, message in (("{% for", "chat.jinja"), ("{{ bos_token }}", "leaves the messages out")):
         template.write_text(content)
         arguments = ["train", "--output", str(tmp_path / "new"), "--preset", "tiny", "--data", str(text), "--chat-template", str(template)]
         assert cli.main(arguments) == 2
         error = capsys.readouterr().err
-        assert "--chat-template is" in error and message in error and error.count("\n") == 1
+        assert "chat_template is" in error and message in error and error.count("\n") == 1
         assert not (tmp_path / "new").exists()
-
-
-def test_serve_refuses_and_warns(run, monkeypatch, capsys, caplog):
-    assert cli.main(["serve", "--model", "./nothing"]) == 2
-    assert "nothing does not exist" in capsys.readouterr().err
-    served = []
-    monkeypatch.setattr("transformers.cli.serve.Serve", lambda **settings: served.append(settings))
-    assert cli.main(["--device", "cpu", "serve", "--model", str(run), "--port", "8123"]) == 0
-    assert served[0]["force_model"] == str(run) and served[0]["port"] == 8123 and served[0]["device"] == "cpu"
-    assert "has no chat template" in caplog.text
-    assert cli.main(["serve", "--model", str(run), "--keep-projections"]) == 2
-    assert "--keep-projections needs --fp8" in capsys.readouterr().err
-
-    def incomplete(**settings):
-        raise ImportError("Missing dependencies for serving.")
-
-    monkeypatch.setattr("transformers.cli.serve.Serve", incomplete)
-    assert cli.main(["serve", "--model", str(run)]) == 2
-    advice = "flashmhf: error: flashmhf serve needs transformers' server: pip install 'transformers[serving]'"
-    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("flashmhf: ")] == [advice]
-    known = sys.modules["transformers"]  # importing the models may replace the module that this file has imported
-    assert known.FlashMHFForCausalLM.from_pretrained(run).config.model_type == "flashmhf"
-
-
-@pytest.mark.parametrize("arguments", [[], ["--keep-projections", "--dtype", "bfloat16"]])
-def test_serve_in_fp8(run, monkeypatch, arguments):
-    """What the server loads is in FP8, and is gone when it ends."""
-    folders = []
-
-    def load(force_model, dtype, **settings):
-        loaded = AutoModelForCausalLM.from_pretrained(force_model, dtype=dtype)
-        found = loaded.config.quantization_config
-        assert found.quant_method == "flashmhf_fp8" and found.projections == (not arguments)
-        assert loaded.lm_head.weight.dtype == (torch.bfloat16 if arguments else torch.float32)
-        folders.append(force_model)
-
-    monkeypatch.setattr("transformers.cli.serve.Serve", load)
-    assert cli.main(["serve", "--model", str(run), "--device", "cpu", "--fp8", *arguments]) == 0
-    assert len(folders) == 1 and not Path(folders[0]).exists()

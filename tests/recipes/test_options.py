@@ -1,4 +1,5 @@
-"""Options of a run: what is ours is refused by its name, what is unknown is refused, a step is made up for any number of processes."""
+"""Options of a run: every setting of transformers is decided by an option, passed on or refused; a step is made up for any number of
+processes."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ pytest.importorskip("accelerate")
 from lm_runs import environment
 from transformers import TrainingArguments
 
+from flashmhf.models.presets import preset
 from flashmhf_recipes import options as module
 from flashmhf_recipes.options import Options, model_config, training_arguments
 
@@ -26,35 +29,55 @@ def resolved(**settings) -> Options:
     return Options(**{"output": "run", "preset": "tiny", "data": ["x"], "device": "cpu", **settings}).resolve()[1]
 
 
+SETTINGS = [entry.name for entry in dataclasses.fields(TrainingArguments) if entry.init]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_of_transformers_has_a_place(name):
+    """Each is decided by an option, passed on or refused; those that change the loss or the data's meaning are refused by name."""
+    places = [table for table in (module.OWN_ARGUMENTS, module.REFUSED_ARGUMENTS, module.PASSED_ARGUMENTS) if name in table]
+    assert len(places) == 1
+    entry = next(entry for entry in dataclasses.fields(TrainingArguments) if entry.name == name)
+    value = entry.default if entry.default not in (None, dataclasses.MISSING) else "x"
+    if places[0] is module.PASSED_ARGUMENTS:
+        assert resolved(arguments={name: value}).arguments == {name: value}
+    else:
+        reason = f"use {module.OWN_ARGUMENTS[name]}" if name in module.OWN_ARGUMENTS else module.REFUSED_ARGUMENTS[name]
+        with pytest.raises(ValueError, match=f"^arguments cannot set {name}: {re.escape(reason)}$"):
+            resolved(arguments={name: value})
+
+
+def test_a_setting_of_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "PASSED_ARGUMENTS", set())
+    with pytest.raises(ValueError, match="arguments cannot set adam_epsilon: this version does not know what it does to a run"):
+        resolved(arguments={"adam_epsilon": 1e-6})
+
+
+def test_the_tables_name_options():
+    known = {entry.name for entry in dataclasses.fields(Options)} | {"resume", "tp and dp_shard"}
+    assert set(module.OWN_ARGUMENTS.values()) <= known and set(module._OWN_SETTINGS.values()) <= known
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "option"),
+    ("arguments", "message"),
     [
-        ("gradient_accumulation_steps", 4, "batch"),
-        ("seed", 5, "seed"),
-        ("per_device_train_batch_size", 1, "micro_batch"),
-        ("output_dir", "elsewhere", "output"),
-        ("save_total_limit", 1, "keep"),
-        ("max_steps", 3, "steps"),
-        ("num_train_epochs", 3, "steps"),
-        ("learning_rate", 1.0, "learning_rate"),
-        ("bf16", True, "precision"),
-        ("use_cpu", True, "device"),
-        ("torch_compile", True, "compile"),
-        ("logging_steps", 2, "log_every"),
-        ("resume_from_checkpoint", "x", "resume"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "arguments: .*num_decay_steps"),
+        ({"lr_scheduler_type": "nosuch"}, "arguments: nosuch is not a valid SchedulerType"),
+        ({"optim": "nosuch"}, "arguments: nosuch is not a valid OptimizerNames"),
+        ({"report_to": "nosuch"}, "arguments: nosuch is not supported"),
     ],
 )
-def test_arguments_of_our_options_are_refused(name, value, option):
-    with pytest.raises(ValueError, match=f"arguments cannot set {name}: use {option}$"):
-        resolved(arguments={name: value})
+def test_values_that_transformers_refuses(arguments, message):
+    """Before anything is written, also where it would refuse them in the middle of a start."""
+    with pytest.raises(ValueError, match=message):
+        training_arguments(resolved(arguments=arguments))
 
 
-def test_every_own_argument_names_an_option():
-    """The tables name what exists, and all that training_arguments sets but a few is in them."""
-    known = {entry.name for entry in dataclasses.fields(TrainingArguments)} | {"activation_checkpointing"}  # transformers 5.17 lacks it
-    options = {entry.name for entry in dataclasses.fields(Options)}
-    assert module._OWN_ARGUMENTS.keys() | module._REFUSED_ARGUMENTS.keys() <= known
-    assert set(module._OWN_ARGUMENTS.values()) - {"resume"} <= options and set(module._OWN_SETTINGS.values()) <= options
+def test_paths_in_python(tmp_path):
+    """One path is one path, not its letters."""
+    for given in ("file.txt", Path("file.txt"), ["file.txt"], (Path("file.txt"),)):
+        assert Options(output=tmp_path, preset="tiny", data=given).resolve()[1].data == [os.path.abspath("file.txt")]
+    assert preset("tiny") == preset("flashmhf-tiny") and preset("128m").name == "flashmhf-128m"
 
 
 @pytest.mark.parametrize(
@@ -62,13 +85,12 @@ def test_every_own_argument_names_an_option():
     [
         ({"arguments": {"weight_dekay": 1}}, "no setting 'weight_dekay'; did you mean weight_decay"),
         ({"arguments": {"nosuch": 1}}, "no setting 'nosuch'$"),
-        ({"arguments": {"enable_jit_checkpoint": True}}, "enable_jit_checkpoint: SIGTERM and SIGINT save a checkpoint without it"),
-        ({"arguments": {"save_only_model": True}}, "save_only_model: the run could not be resumed"),
+        ({"arguments": {"optim": "schedule_free_adamw"}}, "schedule-free optimizers are not supported"),
         ({"arguments": {"adam_epsilon": "x"}}, "arguments sets adam_epsilon to 'x'; it must be a number"),
         ({"arguments": {"logging_first_step": 3}}, "arguments sets logging_first_step to 3; it must be true or false"),
         ({"model": {"vocab_size": 9999}}, "model cannot set vocab_size: use vocab_size"),
         ({"model": {"ffn_type": "pkv"}}, "model cannot set ffn_type: use ffn"),
-        ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id: the tokenizer decides"),
+        ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id: use tokenizer"),
         ({"model": {"hiden_size": 64}}, "no setting 'hiden_size'; did you mean hidden_size"),
         ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
     ],
@@ -89,6 +111,7 @@ def test_refused_settings(settings, message):
         ("max_grad_norm", (-1.0, math.nan)),
         ("eval_fraction", (-0.1, 1.0, math.nan)),
         ("seed", (-1, 1 << 32, 0.5)),
+        ("keep", (1, 2.5)),
     ],
 )
 def test_numbers_out_of_range_are_named(name, values):
@@ -152,5 +175,5 @@ def test_an_indivisible_batch_under_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "flashmhf_recipes", "train"]
     settings = ["--output", tmp_path / "run", "--preset", "tiny", "--data", tmp_path / "text.txt", "--device", "cpu", "--batch", "3"]
     done = subprocess.run([str(part) for part in [*launcher, *settings]], env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode and "flashmhf: error: --batch is 3; it must be a multiple of the 2 processes" in done.stderr
+    assert done.returncode and "flashmhf: error: batch is 3; it must be a multiple of the 2 processes" in done.stderr
     assert "exitcode  : 2" in done.stderr and not os.path.exists(tmp_path / "run")

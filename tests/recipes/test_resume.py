@@ -22,7 +22,8 @@ from lm_runs import ROOT, StopAt, environment, options, same_run, write_text
 from transformers import TrainerCallback
 
 from flashmhf.models import conversion
-from flashmhf_recipes import callbacks, cli, data, evaluation, metrics, training
+from flashmhf_recipes import callbacks, cli, data, metrics, pretrained, training
+from flashmhf_recipes.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
@@ -201,8 +202,7 @@ import os, signal, sys
 import torch
 torch.set_num_threads(1)
 from transformers import Trainer
-from flashmhf_recipes.first_run import cli
-from flashmhf.models import data
+from flashmhf_recipes import cli, data
 
 where, number, times = sys.argv[1], getattr(signal, sys.argv[2]), int(sys.argv[3])
 
@@ -250,7 +250,7 @@ def test_the_command_stops_on_signals(where, number, times, status, message, tex
 @pytest.mark.slow
 def test_runs_killed_at_random_times():
     """Fewer repetitions of what kill_runs.py does by default."""
-    command = [sys.executable, str(ROOT / "tests" / "kill_runs.py"), "--repeats", "1"]
+    command = [sys.executable, str(ROOT / "tests" / "recipes" / "kill_runs.py"), "--repeats", "1"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 runs ended as the uninterrupted one") == 3
@@ -291,7 +291,7 @@ def test_damaged_tokens_are_refused(name, content, message, run):
     """Tokens made anew could be others: more are wanted for more steps."""
     path = run / "data" / name
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(data.DataError, match=message):
+    with pytest.raises(DataError, match=message):
         training.resume(run, steps=40, bar=False)
 
 
@@ -397,12 +397,12 @@ def test_a_full_disk_loses_nothing(text, expected, small_disk):
 
 BAD_STARTS = [
     (["--set", "nosuch=1"], "no setting 'nosuch'"),
-    (["--set", "optim=nosuch"], "--set: nosuch is not a valid OptimizerNames"),
-    (["--set", "report_to=swanlab"], "--set: "),
+    (["--set", "optim=nosuch"], "arguments: nosuch is not a valid OptimizerNames"),
+    (["--set", "report_to=swanlab"], "arguments: "),
     (["--set", "report_to=nosuch"], "nosuch is not supported"),
-    (["--set", "adam_epsilon=small"], "--set sets adam_epsilon to 'small'; it must be a number"),
-    (["--model-set", "hidden_size=65"], "--model-set: The hidden size (65) is not a multiple"),
-    (["--model-set", "hidden_size=wide"], "--model-set: Field 'hidden_size' expected int"),
+    (["--set", "adam_epsilon=small"], "arguments sets adam_epsilon to 'small'; it must be a number"),
+    (["--model-set", "hidden_size=65"], "model: The hidden size (65) is not a multiple"),
+    (["--model-set", "hidden_size=wide"], "model: Field 'hidden_size' expected int"),
     (["--model-set", "hiden_size=64"], "did you mean hidden_size?"),
     (["--length", "100000"], "less than one block"),
     (["--tokenizer", "nosuch.json"], "no tokenizer could be loaded"),
@@ -425,25 +425,36 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
     assert cli.main(command) == 0
 
 
-def test_a_failed_start_keeps_complete_tokens(text, tmp_path, monkeypatch):
-    """An error in the first step, as of memory, does not cost the tokens, unless they are of other options."""
+def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path, monkeypatch):
+    """An error in the first step, as of memory, does not cost the tokens."""
 
     def fail(*_, **__):
         raise RuntimeError("out of memory")
 
     output = tmp_path / "run"
-    for settings, damaged, kept in (({}, False, True), ({"vocab_size": 280}, False, False), ({}, True, False)):
-        with monkeypatch.context() as patch:
-            patch.setattr(training.RunTrainer, "training_step", fail)
-            with pytest.raises(RuntimeError, match="out of memory"):
-                training.start(options(output, text), bar=False)
-        assert not (output / "run.json").exists()
-        if damaged:
-            (output / "failed-start.json").write_text("x")
-        before = (output / "data" / "tokens.bin").stat().st_ino
-        training.start(options(output, text, steps=20, **settings), bar=False, callbacks=[])
-        assert ((output / "data" / "tokens.bin").stat().st_ino == before) == kept
-        shutil.rmtree(output)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.RunTrainer, "training_step", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            training.start(options(output, text, **HELD_OUT), bar=False)
+    assert sorted(path.name for path in output.iterdir() if path.name != "runs") == ["data", "tokenizer"]
+    with pytest.raises(FileExistsError, match=f"holds tokenizer, data, .* or train on its tokens with tokens={output}"):
+        training.start(options(output, text), bar=False)
+    training.start(options(output, text, data=[], tokens=str(output), **HELD_OUT), bar=False)
+    same_run(output, expected)
+
+
+def test_two_processes_do_not_train_one_run(text, tmp_path, monkeypatch):
+    """As a job that the scheduler starts again while the first one runs: the second is refused and names the first."""
+
+    class Again(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            for again in (lambda: training.resume(output, bar=False), lambda: training.start(options(output, text), bar=False)):
+                with pytest.raises(FileExistsError, match=f"{output} (is in use by process {os.getpid()} on .|holds a run already)"):
+                    again()
+
+    output = tmp_path / "run"
+    assert training.start(options(output, text, steps=1), bar=False, callbacks=[Again()]).steps == 1
+    assert training.resume(output, bar=False).steps == 1
 
 
 def test_a_failed_start_removes_nothing_of_the_user(tmp_path):
@@ -451,7 +462,7 @@ def test_a_failed_start_removes_nothing_of_the_user(tmp_path):
     (tmp_path / "data").mkdir()
     corpus = tmp_path / "data" / "corpus.txt"
     corpus.write_text("too short")
-    with pytest.raises((data.DataError, FileExistsError)):
+    with pytest.raises((DataError, FileExistsError)):
         training.start(options(tmp_path, corpus), bar=False)
     assert corpus.read_text() == "too short"
 
@@ -509,7 +520,7 @@ def test_further_training_of_a_run(expected, other_text, tmp_path):
     shutil.copytree(expected, source)
     shutil.copy(other_text, copy)
     whole = training.start(further(tmp_path / "whole", other_text, expected), bar=False)
-    model, text = evaluation.load(str(expected), device="cpu")
+    model, text = pretrained.load(str(expected), device="cpu")
     tokens = data.load(whole.output / "data")
     blocks = data.Blocks(tokens, 128, 32, 0)
     ids = [blocks[i]["input_ids"] for i in range(8)]
@@ -524,7 +535,7 @@ def test_further_training_of_a_run(expected, other_text, tmp_path):
 
 
 def test_further_training_of_an_official_checkpoint(expected, other_text, tmp_path):
-    model, text = evaluation.load(str(expected), device="cpu")
+    model, text = pretrained.load(str(expected), device="cpu")
     conversion.save_official(model, tmp_path / "official")
     settings = dict(tokenizer=str(expected / "tokenizer"))
     official = training.start(further(tmp_path / "run", other_text, tmp_path / "official", **settings), bar=False)

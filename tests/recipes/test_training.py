@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,13 @@ pytest.importorskip("accelerate")
 
 from lm_runs import Batches, StopAt, environment, options, same_run, write_text
 from safetensors.torch import load_file
-from transformers import TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import flashmhf
 from flashmhf.models import FFN_TYPES
+from flashmhf.models.presets import preset
 from flashmhf_recipes import checkpoints, data, metrics, tokenizer, training
+from flashmhf_recipes.errors import DataError
 from flashmhf_recipes.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,7 +70,7 @@ def test_what_a_run_leaves(uninterrupted):
     assert (bpe.eos_token_id, bpe.pad_token_id, bpe.model_max_length) == (0, 1, 128)
     # micro-batches of 4 in the order that the seed fixes, held-out tokens never among them
     tokens = data.load(result.output / "data")
-    train_tokens, held_out = training.split(tokens, Options(**json.loads((result.output / "run.json").read_text())), 0)
+    train_tokens, held_out = data.split(tokens, 0.1, 32, 0)
     assert len(held_out) / len(tokens) == pytest.approx(0.1, abs=0.02)
     blocks = data.Blocks(train_tokens, 32, 160, 0)
     trained = [x for x in seen if len(x) == 4][:40]
@@ -82,7 +83,7 @@ import os, signal, sys
 import torch
 torch.set_num_threads(1)
 from transformers import Trainer, TrainerCallback
-from flashmhf.models import data, training
+from flashmhf_recipes import data, training
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -219,29 +220,42 @@ def test_compiled_training_on_a_gpu(text, tmp_path):
     assert metrics.read_rows(result.output)[-1]["peak_memory_bytes"] > 0
 
 
-def test_gpu_benchmark_runs(tmp_path, monkeypatch, capsys):
-    """The script for the GPU, with its tiny setting."""
-    monkeypatch.setattr(sys, "argv", ["train_h200.py", "--smoke", "--results", str(tmp_path)])
-    with pytest.raises(SystemExit) as status:
-        runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "train_h200.py"), run_name="__main__")
-    assert status.value.code == 0, capsys.readouterr().out
-    document = json.loads((tmp_path / "lm_training_smoke.json").read_text())
-    assert [run["model"] for run in document["runs"]] == ["flashmhf-tiny", "swiglu-tiny"]
-    for run in document["runs"]:
-        assert len(run["losses"]) == 6 and run["tokens_per_second"]["median"] > 0 and not run["graph_breaks"] and run["graphs"] >= 1
-    assert (tmp_path / "lm_training_smoke.png").exists()
-
-
-def test_model_and_trainer_settings_reach_them(text, tmp_path):
-    result = training.start(
-        options(
-            tmp_path / "run", text, steps=1, model={"ffn_q_norm": True, "ffn_init": "official"}, arguments={"label_smoothing_factor": 0.1}
-        ),
-        bar=False,
-    )
+def test_model_settings_reach_it(text, tmp_path):
+    result = training.start(options(tmp_path / "run", text, steps=1, model={"ffn_q_norm": True, "ffn_init": "official"}), bar=False)
     config = json.loads((result.output / "config.json").read_text())
     assert config["ffn_q_norm"] and config["ffn_init"] == "official" and config["pad_token_id"] == 1
     assert any("q_norm" in name for name in load_file(result.output / "model.safetensors"))
+
+
+def smoothed(model, ids) -> float:
+    """The mean over predicted tokens of 0.9 of the loss and 0.1 of the mean loss over the vocabulary."""
+    with torch.no_grad():
+        scores = -model(ids).logits[:, :-1].double().log_softmax(-1)
+    return (0.9 * scores.gather(-1, ids[:, 1:, None])[..., 0] + 0.1 * scores.mean(-1)).mean().item()
+
+
+def test_a_smoothed_loss_is_of_the_next_token(uninterrupted, text, tmp_path):
+    """Under transformers' own Trainer, and in a run; the held-out loss stays the plain one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(preset("tiny").config(vocab_size=300))
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 300, (4, 16))]
+    arguments = dict(label_smoothing_factor=0.1, use_cpu=True, max_steps=1, logging_steps=1, report_to=[], disable_tqdm=True)
+    expected = smoothed(model, torch.stack([row["input_ids"] for row in rows]))
+    settings = TrainingArguments(tmp_path / "theirs", per_device_train_batch_size=4, **arguments)
+    trainer = Trainer(model, settings, train_dataset=rows)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+    first = dict(steps=1, eval_fraction=0.1, eval_every=1, warmup=0, learning_rate=1e-9, min_learning_rate=1e-9)
+    run = training.start(options(tmp_path / "run", text, arguments={"label_smoothing_factor": 0.1}, **first), bar=False)
+    model = AutoModelForCausalLM.from_pretrained(run.output)
+    tokens, held_out = data.split(data.load(run.output / "data"), 0.1, 32, 0)
+    blocks = data.Blocks(tokens, 32, 8, 0)
+    assert run.loss == pytest.approx(smoothed(model, torch.stack([blocks[i]["input_ids"] for i in range(8)])), rel=1e-4)
+    held_out = data.Blocks(held_out, 32)
+    with torch.no_grad():
+        losses = [model(ids[None], labels=ids[None]).loss.item() for ids in (held_out[i]["input_ids"] for i in range(len(held_out)))]
+    assert run.eval_loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 @pytest.mark.parametrize("ffn", ["flashmhf", "swiglu"])
@@ -346,7 +360,7 @@ def test_unusable_data_leaves_the_directory_free(text, tmp_path):
         ("empty.txt", "no text is left to train on"),
         ("short.txt", "less than one block"),
     ):
-        with pytest.raises(data.DataError, match=message):
+        with pytest.raises(DataError, match=message):
             training.start(options(tmp_path / "run", tmp_path / name), bar=False)
     assert training.start(options(tmp_path / "run", text, steps=1), bar=False).steps == 1
     with pytest.raises(FileExistsError, match="holds a run already"):
@@ -378,7 +392,7 @@ def test_two_processes_train_as_one(text, tmp_path):
     assert process.stdout.count("20 steps, loss") == 1
     rows = metrics.read_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == [row["step"] for row in single]
-    held_out = len(training.split(data.load(tmp_path / "run" / "data"), Options(output="", length=32, eval_fraction=0.1), 0)[1]) // 32
+    held_out = len(data.split(data.load(tmp_path / "run" / "data"), 0.1, 32, 0)[1]) // 32
     assert held_out % 8 not in (0, 4) and rows[0] == single[0] and rows[0]["step"] == 0
     for key in ("loss", "eval_loss"):
         assert [row[key] for row in rows if key in row] == pytest.approx([row[key] for row in single if key in row], rel=1e-4)
@@ -390,7 +404,7 @@ def test_tokens_of_another_run(uninterrupted, text, tmp_path):
     shared = dict(data=[], tokens=str(expected.output), eval_fraction=0.1, eval_every=10)
     same_run(training.start(options(tmp_path / "run", text, **shared), bar=False).output, expected.output)
     assert (tmp_path / "run" / "data" / "tokens.bin").samefile(expected.output / "data" / "tokens.bin")  # a link takes no space
-    with pytest.raises(data.DataError, match="holds no tokens: there is no data/manifest.json"):
+    with pytest.raises(DataError, match="holds no tokens: there is no data/manifest.json"):
         training.start(options(tmp_path / "other", text, data=[], tokens=str(tmp_path)), bar=False)
 
 
@@ -406,9 +420,6 @@ def test_a_diverging_run_stops_with_its_step(text, tmp_path):
 
 def test_operations_a_token():
     """6 N and the causal half of attention; an untied input embedding is no product."""
-    from transformers import AutoModelForCausalLM
-
-    from flashmhf.models.presets import preset
     from flashmhf_recipes.flops import training_flops_per_token
 
     def flops(name: str) -> float:

@@ -1,0 +1,98 @@
+"""Trained models for the commands: found by name, loaded through one checked loader, written in FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from flashmhf.models import loading
+from flashmhf.models.quantization import quantise
+
+from . import checkpoints
+from .tokenizer import load as load_tokenizer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    name: str,
+    *,
+    tokenizer_name: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    fp8: bool = False,
+    projections: bool = True,
+) -> tuple[PreTrainedModel, object]:
+    """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
+
+    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks, ``projections`` their W_in and W_out,
+    too; a stored FP8 model needs neither. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
+    machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
+    """
+    location = locate(name)
+    chosen = _device(device)
+    if dtype not in ("auto", *_DTYPES):
+        raise ValueError(f"dtype is {dtype!r}; supported: auto, {', '.join(_DTYPES)}")
+    wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else _DTYPES[dtype]
+    model = loading.load(location, wanted)
+    tokenizer = load_tokenizer(tokenizer_name or location)
+    largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise ValueError(
+            f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; the vocabulary of {name!r} has {rows:,}"
+        )
+    model = model.to(chosen).eval()
+    if fp8:
+        quantise(model, projections=projections)
+    return model, tokenizer
+
+
+def save_fp8(
+    name: str,
+    output: Path,
+    *,
+    tokenizer_name: str | None = None,
+    device: str = "auto",
+    dtype: str = "bfloat16",
+    projections: bool = True,
+) -> None:
+    """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
+
+    ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises what
+    :func:`load` raises.
+    """
+    # float32, so that packed weights are rounded once.
+    model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True, projections=projections)
+    stored = None if loading.is_official(locate(name)) else AutoConfig.from_pretrained(locate(name)).dtype
+    model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype]).save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def locate(name: str) -> str:
+    """The directory that holds the model of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        complete = checkpoints.complete_checkpoints(path)
+        if not complete:
+            raise FileNotFoundError(f"{path} holds no model: neither config.json nor a complete checkpoint")
+        return str(complete[-1])
+    if not path.exists() and (path.is_absolute() or name.startswith(".")):
+        raise FileNotFoundError(f"{path} does not exist")
+    return name
+
+
+def _device(name: str) -> torch.device:
+    """Raises ValueError for a name that is no device of this machine."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}; this PyTorch sees {torch.cuda.device_count() or 'no'} CUDA GPUs")
+    return chosen
