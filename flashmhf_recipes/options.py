@@ -396,8 +396,6 @@ def training_arguments(options: Options) -> TrainingArguments:
     arguments.per_device_train_batch_size = options.micro_batch_for(layout.data_processes)
     arguments.gradient_accumulation_steps = options.batch // (arguments.per_device_train_batch_size * layout.data_processes)
     if layout.sharded:
-        if options.optimizer == "muon":  # its iteration takes whole matrices
-            raise OptionError("optimizer is 'muon'; a run with tp or dp_shard above 1 supports 'adamw'")
         if arguments.load_best_model_at_end:
             raise OptionError("arguments cannot set load_best_model_at_end with tp or dp_shard above 1")
         arguments.torch_compile = False  # Layout.shard compiles the blocks: collectives between them are no part of a graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -66,13 +67,6 @@ def test_layouts_that_there_are_not(sizes, processes, message):
         layout_of(*sizes, processes, {})
 
 
-def test_sharded_runs_have_no_muon(tmp_path, monkeypatch):
-    _, resolved = options(tmp_path / "run", tmp_path, tp=2, optimizer="muon").resolve()
-    monkeypatch.setattr(type(resolved), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
-    with pytest.raises(OptionError, match="optimizer is 'muon'; a run with tp or dp_shard above 1 supports 'adamw'"):
-        training.training_arguments(resolved)
-
-
 @pytest.mark.parametrize(
     ("ffn", "model", "message"),
     [
@@ -105,16 +99,16 @@ def torchrun(processes: int, *arguments: object, script: bool = False, **variabl
     return subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=240)
 
 
-def assert_same(run: Path, expected: Path) -> None:
+def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
     """The same losses and weights to rounding."""
     ours, theirs = metrics.read_rows(run), metrics.read_rows(expected)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
-        assert [row[key] for row in ours if key in row] == pytest.approx([row[key] for row in theirs if key in row], rel=1e-5), key
+        assert [row[key] for row in ours if key in row] == pytest.approx([row[key] for row in theirs if key in row], rel=rel), key
     weights, others = (load_file(folder / "model.safetensors") for folder in (run, expected))
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weight, others[name], rtol=10 * rel, atol=rel)
     assert (run / "config.json").read_text() == (expected / "config.json").read_text()
 
 
@@ -130,9 +124,7 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("12 steps, loss") == 1
     assert_same(run, one_process)
-    for path in run.glob("checkpoint-12/*"):
-        path.unlink()
-    (run / "checkpoint-12").rmdir()
+    shutil.rmtree(run / "checkpoint-12")
     training.resume(run, tp=1, bar=False)
     assert_same(run, one_process)
 
@@ -147,15 +139,14 @@ def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp
 
 
 @pytest.mark.slow
-def test_sizes_that_the_processes_are_no_multiple_of(one_process, tmp_path):
-    done = torchrun(2, *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 4)
-    assert done.returncode and "flashmhf: error: tp is 4; it must divide the 2 processes" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_replicas_of_shards_hold_out_as_one_process(one_process, tmp_path):
-    """Two replicas of two shards. Their held-out batches have different lengths."""
-    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--dp-shard", 2)
+def test_replicas_of_shards_train_with_muon_as_one_process(one_process, tmp_path):
+    """Two replicas of two shards, whose held-out batches have different lengths; then one process from a checkpoint of theirs."""
+    settings = dict(data=[], tokens=str(one_process), optimizer="muon", micro_batch=2, steps=12, log_every=1, save_every=4)
+    whole = training.start(options(tmp_path / "one", "", eval_fraction=0.1, eval_every=6, **settings), bar=False).output
+    run = tmp_path / "run"
+    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--optimizer", "muon", "--output", run, "--dp-shard", 2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_same(tmp_path / "run", one_process)
+    assert_same(run, whole, rel=1e-3)  # Muon's iteration is in bf16, which makes more of rounding
+    shutil.rmtree(run / "checkpoint-12")
+    training.resume(run, dp_shard=1, bar=False)
+    assert_same(run, whole, rel=1e-3)
