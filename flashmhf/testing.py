@@ -71,7 +71,8 @@ def poisoned_memory() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
+        if not torch.utils.deterministic.fill_uninitialized_memory:
+            raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: memory would not be poisoned")
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
