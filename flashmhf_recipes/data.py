@@ -25,8 +25,7 @@ from tqdm import tqdm
 from .documents import find_files, read_texts
 from .errors import DataError
 
-PIECE = 1 << 20  # characters tokenised as one text: bounds memory for documents of any size
-GROUP = 1024  # pieces, and PIECE characters on average, tokenised together
+PIECE, GROUP = 1 << 16, 256  # characters tokenised as one text, and such texts at once: bounds memory for documents of any size
 BUFFERED_RECORDS = 10_000  # of a streamed data set, from which the next record is drawn at random
 MANIFEST = "manifest.json"
 
@@ -107,38 +106,22 @@ def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
 
 def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
     """Yield the token ids of one piece of text after the other, with an end-of-text token after every document."""
-    marked = (item for text in texts for item in _marked(pieces(text)))
-    while group := list(_group(marked)):
+    marked = (piece for text in texts for piece in (*((part, False) for part in pieces(text)), ("", True)))
+    while group := list(islice(marked, GROUP)):  # enough at once for the tokenizer's threads, few enough for memory
         encoded = tokenizer([text for text, _ in group], add_special_tokens=False, return_attention_mask=False, verbose=False)
-        for (_, last), ids in zip(group, encoded["input_ids"], strict=True):
-            yield np.asarray(ids + [tokenizer.eos_token_id] if last else ids, np.uint32)
+        for (_, end), ids in zip(group, encoded["input_ids"], strict=True):
+            yield np.asarray([tokenizer.eos_token_id] if end else ids, np.uint32)
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in pieces of PIECE characters, cut after white space where there is some in their last part."""
+    """Yield ``text`` in pieces of at most PIECE characters, cut before white space, where tokens end, if there is some near."""
     start = 0
     while start < len(text):
         end = start + PIECE
         if end < len(text):
-            end = next((at + 1 for at in range(end - 1, end - 1000, -1) if text[at].isspace()), end)
+            end = next((at for at in range(end, end - PIECE // 2, -1) if text[at].isspace() and not text[at - 1].isspace()), end)
         yield text[start:end]
         start = end
-
-
-def _marked(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Each part, and whether it is the last."""
-    parts = list(parts)
-    return zip(parts, [False] * (len(parts) - 1) + [True], strict=True)
-
-
-def _group(marked: Iterator[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Enough pieces at once for the tokenizer's threads, few enough for memory."""
-    characters = 0
-    for piece in islice(marked, GROUP):
-        yield piece
-        characters += len(piece[0])
-        if characters >= 8 * PIECE:
-            return
 
 
 def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar: bool = False) -> dict:

@@ -71,30 +71,16 @@ def why_not() -> str | None:
 
 
 def read_text(path: str | None) -> bytes:
-    """The bytes of a text file, or of the Python standard library's own source.
+    """Return the bytes of a text file, or of the Python standard library's own source.
 
-    Raises TextError for what is missing, empty, binary or too short.
+    Raises OSError where it cannot be read, TextError for one that is binary or too short.
     """
-    data = _standard_library() if path is None else _file(Path(path))
+    data = _standard_library() if path is None else Path(path).read_bytes()
+    if b"\0" in data:
+        raise TextError(f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed")
     if len(data) < MINIMUM_BYTES:
         raise TextError(f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
     return data[:MAXIMUM_BYTES]
-
-
-def _file(path: Path) -> bytes:
-    if not path.exists():
-        raise TextError(f"{path} does not exist")
-    if not path.is_file():
-        raise TextError(f"{path} is not a file")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror}") from error
-    if not data:
-        raise TextError(f"{path} is empty")
-    if b"\0" in data:
-        raise TextError(f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed")
-    return data
 
 
 def _standard_library() -> bytes:
@@ -113,7 +99,7 @@ def train(text: bytes, recipe: Recipe, device: torch.device, on_step: Callable[[
     from transformers import TrainerCallback
     from transformers.utils import logging
 
-    from .. import metrics, training
+    from .. import metrics, tokenizer, training
 
     class Report(TrainerCallback):
         def __init__(self, name: str):
@@ -124,16 +110,19 @@ def train(text: bytes, recipe: Recipe, device: torch.device, on_step: Callable[[
                 on_step(self.name, state.global_step, logs["loss"])
 
     logging.disable_progress_bar()
-    found = {}
+    found, tokens = {}, None
     with tempfile.TemporaryDirectory() as scratch:
-        tokens = Path(scratch) / "tokens"
-        _store(text, recipe, tokens)
+        file, bytewise = Path(scratch) / "text.txt", Path(scratch) / "bytewise"
+        file.write_text(text.decode(errors="replace").replace("\0", ""))
+        tokenizer.train([], tokenizer.SMALLEST).save_pretrained(bytewise)  # no merges: a token a byte
         for name in FFN_TYPES:
             options = training.Options(
                 output=str(Path(scratch) / name),
                 preset="tiny",
                 ffn=FFN_TYPES[name],
-                tokens=str(tokens),
+                data=[] if tokens else file,
+                tokenizer=None if tokens else str(bytewise),
+                tokens=tokens,
                 vocab_size=1,  # as many as the tokenizer has
                 length=recipe.context,
                 batch=recipe.batch,
@@ -153,19 +142,8 @@ def train(text: bytes, recipe: Recipe, device: torch.device, on_step: Callable[[
             )
             result = training.start(options, bar=False, callbacks=[Report(name)])
             losses = [row["loss"] for row in metrics.read_rows(result.output) if "loss" in row]
-            found[name] = Trained(result.parameters, losses, result.eval_loss)
+            found[name], tokens = Trained(result.parameters, losses, result.eval_loss), str(result.output)
     return found
-
-
-def _store(text: bytes, recipe: Recipe, directory: Path) -> None:
-    """As many of the text's bytes as a run needs, one token each, where flashmhf_recipes.training looks for the tokens of another run."""
-    from .. import data, tokenizer, training
-
-    bytewise = tokenizer.train([], tokenizer.SMALLEST)  # no merges
-    bytewise.save_pretrained(directory / training.TOKENIZER)
-    wanted = int(recipe.steps * recipe.batch * recipe.context / (1 - HELD_OUT)) + recipe.context
-    documents = data.Documents([{"text": text[:wanted].decode(errors="replace")}], "text", "bytes")
-    data.store(directory / training.DATA, documents, bytewise, wanted)
 
 
 def _sizes(recipe: Recipe, name: str) -> dict[str, object]:

@@ -33,20 +33,33 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("missing", [None, "needs transformers: pip install 'flashmhf[lm]'"])
-def test_the_whole_command(missing, small, text, tmp_path, monkeypatch, capsys):
-    """Without the extra all but the language models still runs."""
-    monkeypatch.chdir(tmp_path)
-    if missing:
-        monkeypatch.setattr(tiny_lm, "why_not", lambda: missing)
-    elif reason := tiny_lm.why_not():
+def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
+    if reason := tiny_lm.why_not():
         pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 0
     out = capsys.readouterr().out
-    last = f"language model: {missing}" if missing else "held-out loss after 4 steps"
-    for expected in ("SwiGLU", "naive MH-FFN", "FlashMHF", "eager float32", last, "length 32", "It says nothing of\nthe speed on a GPU"):
+    for expected in (
+        "SwiGLU",
+        "naive MH-FFN",
+        "eager float32",
+        "held-out loss after 4 steps",
+        "length 32",
+        "nothing of\nthe speed on a GPU",
+    ):
         assert expected in out
     assert (tmp_path / "flashmhf_report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiny_lm, "why_not", lambda: "needs transformers: pip install 'flashmhf[lm]'")
+    wrong = study.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
+    monkeypatch.setattr(study, "check", lambda device, backend=None: iter([wrong]))
+    assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
+    captured = capsys.readouterr()
+    assert "language model: needs transformers: pip install 'flashmhf[lm]'" in captured.out
+    assert "FAILED" in captured.out and "flashmhf: error: 1 of 1 checks" in captured.err and (tmp_path / "flashmhf_report.png").exists()
 
 
 def test_language_models_have_equal_parameters(text):
@@ -62,20 +75,12 @@ def test_language_models_have_equal_parameters(text):
         assert model.losses[0] > math.log(257) - 0.2 and max(model.losses[-1], model.held_out) < 4
 
 
-def test_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    wrong = study.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
-    monkeypatch.setattr(study, "check", lambda device, backend=None: iter([wrong]))
-    assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
-    captured = capsys.readouterr()
-    assert "FAILED" in captured.out and "1 of 1 checks" in captured.err
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "does not exist"),
-        (b"", "is empty"),
+        (None, "No such file"),
+        ("folder", "Is a directory"),
+        (b"", "has 0 bytes"),
         (b"\x7fELF\0\0" * 20000, "binary"),
         (b"too short", "has 9 bytes; training and holding out need 50,000"),
     ],
@@ -83,17 +88,14 @@ def test_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
 def test_unusable_text(content, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "file"
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
     assert cli.main(["--text", str(path)]) == 2
     captured = capsys.readouterr()
     assert str(path) in captured.err and message in captured.err
     assert not captured.out and len(captured.err.splitlines()) == 1
-
-
-def test_a_folder_is_no_text(tmp_path, capsys):
-    assert cli.main(["--text", str(tmp_path)]) == 2
-    assert "is not a file" in capsys.readouterr().err
 
 
 def test_the_picture_must_be_writable(text, tmp_path, monkeypatch, capsys):

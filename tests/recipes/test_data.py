@@ -219,11 +219,13 @@ def test_packing_joins_documents_with_end_of_text(bpe, tmp_path):
 
 @pytest.mark.parametrize("text", ["word word word\n" * 2000, "日本" * 5000])
 def test_a_long_document_is_cut_into_pieces_and_ends_once(text, bpe, monkeypatch):
+    whole = bpe(text)["input_ids"]
     monkeypatch.setattr(data, "PIECE", 3000)
     monkeypatch.setattr(data, "GROUP", 2)
     assert "".join(data.pieces(text)) == text and max(map(len, data.pieces(text))) <= 3000
     ids = np.concatenate(list(data.encode([text], bpe)))
     assert (ids == 0).sum() == 1 and ids[-1] == 0 and bpe.decode(ids[:-1]) == text
+    assert " " not in text or ids[:-1].tolist() == whole
 
 
 def test_no_more_is_tokenised_than_needed(bpe, tmp_path):
