@@ -1,6 +1,10 @@
-"""``flashmhf plan``: what the launch planner of the hopper back end decides for a shape, to be read beside a profile.
+"""Prints what the launch planner of the hopper back end decides for a shape, to be read beside a profile.
 
-Runs without a GPU. Needs the module flashmhf._plan, which an installation from source builds.
+    $ python -m benchmarks.plan 16 22 384 128 32256             # H E d_e d_h T
+    $ python -m benchmarks.plan 16 22 384 128 32256 --backward
+
+Runs without a GPU. Needs the module flashmhf._plan, which an installation from source builds. Exit status 2: there is no such module, or
+no kernel for the shape.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import sys
 from dataclasses import dataclass, replace
 
 from flashmhf.backends import hopper
-from flashmhf_recipes.arguments import positive_integer
 
 MATRIX_TFLOPS, FP8_TFLOPS = 989, 1979  # of an H200, dense
 MEMORY_GB_PER_S, MEMORY_GB = 4800, 141  # its HBM3e
@@ -66,16 +69,21 @@ class NoPlannerError(RuntimeError):
     """flashmhf._plan is not installed; the message says how to get it."""
 
 
-def register(subparsers) -> argparse.ArgumentParser:
-    """Adds the sub-command; ``run`` is a function of the parsed options that returns the exit status."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="what the planner of the Hopper kernels decides for a shape",
-        description="The launch of the Hopper kernels for a shape, its expected time and the least time that the GPU allows (H200).",
-    )
+def positive_integer(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, what in (
         ("H", "heads"),
-        ("E", "sub-networks of a head"),
+        ("E", "sub-networks per head"),
         ("d_e", "width of a sub-network"),
         ("d_h", "width of a head: 64, 96, 128, 256"),
         ("T", "tokens of a sequence"),
@@ -87,8 +95,7 @@ def register(subparsers) -> argparse.ArgumentParser:
     kernel.add_argument("--backward", action="store_true", help="the backward launches, for all gradients with a router")
     kernel.add_argument("--fp8", action="store_true", help="the forward with K, U and V in e4m3")
     parser.add_argument("--deterministic", action="store_true", help="with --backward: bitwise equal gradients from run to run")
-    parser.set_defaults(run=run)
-    return parser
+    return parser.parse_args(arguments)
 
 
 def planner():
@@ -101,7 +108,8 @@ def planner():
     return _plan
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     sizes = (options.batch, options.T, options.H, options.d_h, options.E, options.d_e)
     problem = Problem(*sizes, options.H if options.kv_heads is None else options.kv_heads, options.fp8)
     try:
@@ -110,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError("--deterministic needs --backward; the forward always sums in one order")
         print(backward(problem, options.deterministic) if options.backward else forward(problem))
     except (NoPlannerError, ValueError) as error:
-        print(f"flashmhf: {error}", file=sys.stderr)
+        print(f"benchmarks.plan: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -298,3 +306,7 @@ def backward(problem: Problem, deterministic: bool = False) -> str:
             ),
         ],
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

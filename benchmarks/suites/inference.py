@@ -193,6 +193,7 @@ class BitsCell:
 
     shape: str
     tokens: int
+    chosen: tuple[str, ...] | None = None  # names of variants; None for all
 
     def measure(self, context: Context) -> list[dict]:
         like = {"device": context.device, "dtype": context.dtype}
@@ -215,7 +216,8 @@ class BitsCell:
             return {"status": "ok", "digest": digest(out, *gradients)}
 
         modules = variants(self.shape, context.device, context.dtype)
-        calls = {name: functools.partial(inference, module) for name, module in modules.items()}
+        names = self.chosen or modules
+        calls = {name: functools.partial(inference, modules[name]) for name in names}
         calls["training"] = functools.partial(training, modules["module"])
         return [{"shape": self.shape, "T": self.tokens, "subject": name} | attempt(call) for name, call in calls.items()]
 
@@ -223,6 +225,7 @@ class BitsCell:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", metavar="T")
     parser.add_argument("--head-dims", type=int, nargs="+", default=(64, 96, 128, 256), metavar="d_h", help="of the suite bits")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the suite bits: only these ways to compute")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
@@ -231,6 +234,8 @@ def cells(options: argparse.Namespace, context: Context) -> list:
     found = {
         "serving": lambda: [serving_cell(tokens) for tokens in options.tokens or SERVING_TOKENS],
         "host": lambda: [HostCell(tokens) for tokens in options.tokens or HOST_TOKENS],
-        "bits": lambda: [BitsCell(f"d_h {d_h}", tokens) for d_h in options.head_dims for tokens in options.tokens or BITS_TOKENS],
+        "bits": lambda: [
+            BitsCell(f"d_h {d_h}", tokens, options.variants) for d_h in options.head_dims for tokens in options.tokens or BITS_TOKENS
+        ],
     }
     return [cell for part in options.parts for cell in found[part]()]

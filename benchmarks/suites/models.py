@@ -36,7 +36,7 @@ def prompt(context: Context, batch: int, length: int) -> torch.Tensor:
     return torch.randint(2, 256, (batch, length), generator=torch.Generator().manual_seed(0)).to(context.device)
 
 
-def prefill_cell(scale: str, batch: int, length: int) -> Cell:
+def prefill_cell(scale: str, batch: int, length: int, blocks: tuple[str, ...]) -> Cell:
     """The last token's logits of ``batch`` prompts, eager and with every block compiled."""
 
     @torch.no_grad()
@@ -51,7 +51,8 @@ def prefill_cell(scale: str, batch: int, length: int) -> Cell:
             row["error"] = require({"logits": relative_l2(run().logits, expected.double())}, 0.05)
         return Prepared(run, 1, row)
 
-    subjects = {f"{ffn}{' compiled' * on}": functools.partial(prepare, ffn, on) for on in (False, True) for ffn in FFNS}
+    kinds = [(ffn, way == "compiled") for way in blocks for ffn in FFNS]
+    subjects = {f"{ffn}{' compiled' * on}": functools.partial(prepare, ffn, on) for ffn, on in kinds}
     row = {"part": "prefill", "scale": scale, "batch": batch, "length": length}
     faster = {"swiglu": ("swiglu", 1.0), "swiglu compiled": ("swiglu compiled", 1.0)}
     return Cell(row, subjects, lambda context: prompt(context, batch, length), faster_than=faster, window_scale=5)
@@ -88,7 +89,7 @@ class _CompiledForFewTokens(torch.nn.Module):
         return (self.compiled if x.shape[:-1].numel() <= COMPILED_TOKENS else self.network)(x)
 
 
-def generate(model, ids: torch.Tensor, new: int = NEW, **settings):
+def generate(model, ids: torch.Tensor, new: int, **settings):
     return model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=1, **settings)
 
 
@@ -119,7 +120,7 @@ class GenerateCell:
     batch: int
     length: int
     subjects: tuple[str, ...]
-    new: int = NEW
+    new: int
 
     def measure(self, context: Context) -> list[dict]:
         row = {"part": "generate", "scale": self.scale, "batch": self.batch, "context": self.length}
@@ -190,8 +191,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", metavar="N")
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a training sequence")
     parser.add_argument("--fp8", action="store_true", help="generate: also with feed-forward networks in FP8")
-    parser.add_argument("--blocks", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"), help="train: both")
+    parser.add_argument("--blocks", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"), help="train and model: both")
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=("off", "on"), help="train: both")
+    parser.add_argument("--new", type=int, default=NEW, help=f"generate: tokens ({NEW})")
     parser.add_argument("--steps", type=int, default=10, help="train: steps that count (10)")
 
 
@@ -204,9 +206,9 @@ def cells(options: argparse.Namespace, context: Context) -> list:
             for length in options.contexts or {"prefill": (4096,), "generate": (512, 4096), "train": (4096,)}[part]:
                 for batch in options.batches or {"prefill": (1, 8), "generate": (1, 8, 32), "train": (8,)}[part]:
                     if part == "prefill":
-                        found.append(prefill_cell(scale, batch, length))
+                        found.append(prefill_cell(scale, batch, length, options.blocks))
                     elif part == "generate":
-                        found.append(GenerateCell(scale, batch, length, subjects))
+                        found.append(GenerateCell(scale, batch, length, subjects, options.new))
                     else:
                         found += [TrainCell(scale, batch, length, options.steps, *setting) for setting in settings]
     return found
