@@ -1,7 +1,7 @@
 """Measures on this GPU the constants of csrc/forward/cost_model.h and csrc/backward/cost_model.h, and prints them beside those in the code.
 
     cmake -G Ninja -B build -DTORCH_ROOT=... && cmake --build build --target forward_harness backward_harness
-    python benchmarks/measure_cost_model.py build [--head-dim 128] [--rounds 5]
+    python -m benchmarks.measure_cost_model build [--head-dim 128] [--rounds 5]
 
 Each constant is a difference of two launches that the harnesses time without Python: one that pays the cost and one that does not, by
 forcing the plan. Fixed times are given as tiles * d_h, so that one figure serves all head dimensions. The GPU should be idle otherwise, and
