@@ -338,7 +338,9 @@ def write(path: Path, content: object) -> None:
 
 def run(folder: Path, options: argparse.Namespace, parts: list[str], deadline: float) -> str | None:
     """Runs ``parts`` in new processes; why they ended before the last part, or None."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver" if options.smoke else "spawn")
+    if options.smoke:
+        context.set_forkserver_preload(["benchmarks.distributed"])  # imports once for all processes
     children = [context.Process(target=process, args=(rank, folder, options, parts)) for rank in range(options.ranks)]
     for child in children:
         child.start()
