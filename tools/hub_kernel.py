@@ -1,4 +1,4 @@
-"""Lays the core of the package out as a kernel for Hugging Face's ``kernels``: operators, modules and back ends, without app, lm and bench.
+"""Lays the core of the package out as a kernel for Hugging Face's ``kernels``: all of flashmhf without models and integrations.
 
 $ python tools/hub_kernel.py build/hub                                                # Triton and eager, for any GPU and the CPU
 $ python tools/hub_kernel.py build/hub --library libflashmhf_hopper.so --cuda 13.0    # and the Hopper library, for x86_64
@@ -10,7 +10,6 @@ for manylinux_2_28 (tools/build_wheel.py says how). Standard library only.
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashmhf"
 NAME, VERSION, STABLE_ABI = "flashmhf", 0, "210"
+FOLDERS = ("backends", "ops", "nn", "quantize", "distributed")
 BUILD = f"""# The pure-Python build: Triton and eager. The variant with the CUDA library comes from tools/hub_kernel.py --library.
 [general]
 name = "{NAME}"
@@ -32,46 +32,9 @@ backends = ["cpu", "cuda"]
 """
 
 
-def imports(path: Path, inside_functions: bool = True) -> set[tuple[int, str]]:
-    """(level, dotted name) of what a module imports; level 0 is absolute. A name imported from a package counts as its submodule, too."""
-    found = set()
-    for node in _nodes(ast.parse(path.read_text()), inside_functions):
-        if isinstance(node, ast.Import):
-            found |= {(0, alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            found |= {(node.level, base), *((node.level, f"{base}.{alias.name}".lstrip(".")) for alias in node.names if node.level)}
-    return found
-
-
-def _nodes(node: ast.AST, inside_functions: bool):
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if inside_functions or not isinstance(child, ast.FunctionDef):
-            yield from _nodes(child, inside_functions)
-
-
 def core() -> list[Path]:
-    """The modules that ``import flashmhf`` reaches, also from within functions: what a kernel consists of."""
-    reached, waiting = set(), [PACKAGE / "__init__.py"]
-    while waiting:
-        path = waiting.pop()
-        if path in reached:
-            continue
-        reached.add(path)
-        for level, name in imports(path):
-            if level:
-                base = path.parents[level - 1]
-                waiting += _files(base.joinpath(*filter(None, name.split("."))))
-                waiting += [
-                    init for folder in (base, *base.parents) if folder.is_relative_to(PACKAGE) if (init := folder / "__init__.py").exists()
-                ]
-    return sorted(reached)
-
-
-def _files(target: Path) -> list[Path]:
-    """The file of a module or package; none for what is a name inside a module."""
-    return [path for path in (target.with_suffix(".py"), target / "__init__.py") if path.is_file()]
+    """What a kernel consists of: the package's single modules and the folders that import torch alone."""
+    return sorted([*PACKAGE.glob("*.py"), *(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))])
 
 
 def variant(out: Path, name: str, backend: dict, library: Path | None) -> Path:

@@ -38,25 +38,6 @@ def hub(tmp_path_factory):
     return out
 
 
-def test_the_core_imports_torch_and_the_standard_library_only():
-    hub_kernel = script("hub_kernel")
-    modules = hub_kernel.core()
-    names = {str(path.relative_to(hub_kernel.PACKAGE)) for path in modules}
-    assert {"__init__.py", "ops.py", "nn/flashmhf.py", "backends/hopper.py", "backends/eager.py", "backends/triton/kernels.py"} <= names
-    assert not [name for name in names if name.startswith(("app", "lm", "bench"))]
-    allowed = sys.stdlib_module_names | {"torch"}
-    for path in modules:
-        absolute = {name.partition(".")[0] for level, name in hub_kernel.imports(path) if level == 0}
-        assert absolute <= (allowed | {"triton"} if path.parent.name == "triton" else allowed), path
-
-
-def test_an_absolute_import_would_be_noticed(tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text("import flashmhf.ops.mix\nfrom .checks import tensors\n\ndef f():\n    from numpy import array\n")
-    assert script("hub_kernel").imports(path) == {(0, "flashmhf.ops.mix"), (1, "checks"), (1, "checks.tensors"), (0, "numpy")}
-    assert (0, "numpy") not in script("hub_kernel").imports(path, inside_functions=False)
-
-
 @pytest.mark.parametrize("variant", ["torch-cpu", "torch-cuda", "torch-stable-abi210-cu129-x86_64-linux"])
 def test_a_variant_has_its_metadata(hub, variant):
     folder = hub / "build" / variant

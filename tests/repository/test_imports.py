@@ -1,0 +1,75 @@
+"""Who imports whom, also from inside functions: nothing imports from a floor above its own, and no files import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# From the ground up. "flashmhf/*" are the single modules of the package, "flashmhf" its __init__, which users import.
+CORE = ("flashmhf/*", "flashmhf.backends", "flashmhf.ops", "flashmhf.nn", "flashmhf.quantize", "flashmhf.distributed", "flashmhf")
+FLOORS = (*CORE, "flashmhf.models", "flashmhf.integrations", "flashmhf_recipes", "benchmarks")
+OPTIONAL = {"flashmhf.backends.triton": {"triton"}, "flashmhf.quantize.torchao": {"torchao"}}  # what these alone import beside torch
+
+pytestmark = pytest.mark.skipif(not (ROOT / "flashmhf").is_dir(), reason="the sources are not here")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in ("flashmhf", "flashmhf_recipes", "benchmarks"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[str]:
+    """The absolute names of what a module imports, submodules by their own name."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (full if (full := f"{base}.{alias.name}") in MODULES else base for alias in node.names)
+
+
+def floor(name: str) -> str:
+    package, *rest = name.split(".")
+    if package != "flashmhf" or not rest:
+        return package
+    return f"flashmhf.{rest[0]}" if (ROOT / "flashmhf" / rest[0]).is_dir() else "flashmhf/*"
+
+
+ARROWS = {name: {target for target in imports(name) if target in MODULES and target != name} for name in MODULES}
+
+
+def test_nothing_imports_from_a_floor_above():
+    up = [(a, b) for a, targets in ARROWS.items() for b in targets if FLOORS.index(floor(a)) < FLOORS.index(floor(b))]
+    assert not up
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """A package's __init__ imports what it offers; a submodule that takes a name from its own package would close a circle."""
+    try:
+        tuple(graphlib.TopologicalSorter(ARROWS).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_core_imports_torch_and_the_standard_library_only():
+    for name in (name for name in MODULES if floor(name) in CORE):
+        allowed = {"torch", "flashmhf", *sys.stdlib_module_names}
+        for prefix, more in OPTIONAL.items():
+            allowed |= more if name.startswith(prefix) else set()
+        assert {target.partition(".")[0] for target in imports(name)} <= allowed, name
