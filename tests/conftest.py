@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A background job of a shell ignores SIGINT, and so would the runs that tests interrupt with it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The benchmarks are not installed. Last, so that an installed flashmhf comes before the sources.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
