@@ -23,6 +23,7 @@
 #include "backward/inter_weight_grads.cuh"
 #include "backward/inter_work.cuh"
 #include "backward/maps.h"
+#include "common/trace.cuh"
 
 namespace flashmhf {
 
@@ -41,6 +42,7 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
     const int role = __shfl_sync(MASK_ALL, warpgroupid(), 0), warp_in_role = __shfl_sync(MASK_ALL, warpid() & 3, 0);
     const bool leader = kittens::laneid() == 0;
     const InterWork work(p, P::pairs);
+    stamp(Stamp::inter_entry);
 
     kittens::pdl::arrive();
     if (threadIdx.x == 32)

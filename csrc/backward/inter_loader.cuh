@@ -7,6 +7,7 @@
 #include "common/ring.h"
 #include "common/tma.cuh"
 #include "common/token_tile.cuh"
+#include "common/trace.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf {
@@ -62,6 +63,7 @@ template <typename Shared> __device__ __forceinline__ void add_query_grads(Share
 #pragma unroll 1
     for (int it = work.begin; it < work.end; ++it, ++tile) {
         order.wait_for_predecessor(tile);
+        stamp(Stamp::dq_predecessor_added, it - work.begin);
 #pragma unroll
         for (int slice = 0; slice < slices; ++slice) {
             kittens::wait(shared.staged_full[slice], phase);
@@ -79,6 +81,7 @@ template <typename Shared> __device__ __forceinline__ void add_query_grads(Share
         kittens::arrive(shared.staged_empty[phase ^ 1][slices - 1]);
         if (order.added) kittens::tma::store_async_wait<0>();
         order.signal_successor(tile);
+        stamp(Stamp::dq_added, it - work.begin);
         sums += tile_rows * d_h;
         phase ^= 1;
     }

@@ -9,6 +9,7 @@
 #include "common/ptx.cuh"
 #include "common/ring.h"
 #include "common/tma.cuh"
+#include "common/trace.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf {
@@ -148,6 +149,8 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
         wait(shared.g_full[ring.slot], ring.phase);
         warpgroup::mm_ABt(da, shared.grad_out[ring.slot], shared.v[0]);
+        const int round = (work.end - work.begin - left) / P::s_groups;  // for the stamps
+        stamp(Stamp::s_products_issued, round);
         // let the other group issue dQ of tile i - 1
         if (group == 1 || left < work.end - work.begin)
             arrive(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + (group ^ 1)));
@@ -157,6 +160,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         // wait for dA, and for W to have read tile i - 2
         wait(shared.grads_empty[slot], phase ^ 1);
         warpgroup::mma_async_wait<0>();
+        stamp(Stamp::s_products_done, round);
         pin(mn);
         pin(da);
 #pragma unroll
@@ -192,11 +196,13 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         }
         // give W P, [dM|dN] of tile i; wait until the other group has issued [M|N], dA of tile i + 1
         tiles.hand_over(slot);
+        stamp(Stamp::s_handed_over, round);
         if (left > 1) arrive_and_wait(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + group));
         // issue dQ = [dM|dN] [K;U]
         rt_fl<16, columns> dq[slices];
 #pragma unroll
         for (int c = 0; c < slices; ++c) warpgroup::mm_AB(dq[c], grads, shared.ku.template subtile<columns>(c));
+        stamp(Stamp::s_dq_issued, round);
         // wait for a slice of dQ, stage it, let the dQ warp add it to the sums
         const uint32_t staged = tma::shared_address(shared.staged) + 16 * warpgroup::laneid();
 #pragma unroll
@@ -210,6 +216,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
             __syncwarp();
             if (leader) arrive(shared.staged_full[c]);
         }
+        stamp(Stamp::s_dq_staged, round);
         phase ^= 1;
     }
 }

@@ -6,6 +6,7 @@
 #include "backward/rows.cuh"
 #include "common/ptx.cuh"
 #include "common/ring.h"
+#include "common/trace.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf {
@@ -46,6 +47,7 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         if constexpr (keys) wait(shared.q_full[q.slot], q.phase);
         if constexpr (values) wait(shared.g_full[g.slot], g.phase);
         wait(shared.grads_full[buffer.slot][reader], buffer.phase);
+        stamp(Stamp::w_operands_full, it - work.begin);
         warpgroup::mma_fence();
         // issue dK += dM^T Q, dU += dN^T Q, dV += P^T dO
         if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(w_group), shared.q[q.slot]);
@@ -58,6 +60,7 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         }
         // wait for dV; hand back dO, P and [dM|dN]
         warpgroup::mma_async_wait<0>();
+        stamp(Stamp::w_products_done, it - work.begin);
         if (leader) {
             if constexpr (values) work.release(shared.g_empty[g.slot]);
             arrive(shared.grads_empty[buffer.slot]);

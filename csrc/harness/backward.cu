@@ -200,6 +200,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
                                : 12.0) *
                 rows * d * s.subnets * s.subnet_dim,
             [&] { return flashmhf::launch_backward(s.head_dim, launch, nullptr); });
+    print_trace();
     if (!options.number("check")) return 0;
 
     // Every row where dW, which sums over all tokens, is checked.
@@ -248,10 +249,6 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     return ok ? 0 : 1;
 }
 
-template <typename T> int run_typed(const Arguments &options) {
-    return options.number("accumulate") ? run<T, float>(options) : run<T, T>(options);
-}
-
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -272,6 +269,6 @@ int main(int argc, char **argv) {
                                  {"groups", "0"},
                                  {"launches", "20"},
                                  {"check", "1"}});
-        return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run_typed<__half>(options) : run_typed<__nv_bfloat16>(options);
+        return run_typed(options, [&]<typename T>() { return options.number("accumulate") ? run<T, float>(options) : run<T, T>(options); });
     });
 }

@@ -26,12 +26,6 @@ inline Arguments forward_arguments(int argc, char **argv, std::map<std::string, 
                                                   {"next_item", ""}});
     return Arguments(argc, argv, std::move(more));
 }
-// run.operator()<T>(arguments) for the dtype asked for.
-template <typename Run> int run_typed(const Arguments &options, Run &&run) {
-    return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run.template operator()<__half>()
-                                                               : run.template operator()<__nv_bfloat16>();
-}
-
 // The planner's costs as given on the command line.
 inline flashmhf::ForwardCostModel costs_of(const Arguments &options, flashmhf::ForwardCostModel cost) {
     auto override_cost = [&](const char *name, int &value) {
@@ -103,20 +97,6 @@ template <typename T> struct ForwardInputs {
   private:
     float scale() const { return 1.f / std::sqrt(float(s.head_dim)); }
 };
-
-// Whether so many further launches give the output the bits that it has.
-template <typename T, typename Launch> bool repeats_bits(const ForwardInputs<T> &in, int64_t times, Launch &&launch) {
-    if (times == 0) return true;
-    const std::vector<T> first = in.out.host();
-    int64_t different = 0;
-    for (int64_t i = 0; i < times; ++i) {
-        check(cudaMemset(in.out, 0xFF, in.out.size() * sizeof(T)));
-        check(launch());
-        different += std::memcmp(first.data(), in.out.host().data(), first.size() * sizeof(T)) != 0;
-    }
-    std::printf("%lld of %lld further launches gave other bits\n", (long long)different, (long long)times);
-    return different == 0;
-}
 
 inline void print_plan(const flashmhf::ForwardPlan &plan) {
     const flashmhf::ForwardSchedule &schedule = plan.schedule;

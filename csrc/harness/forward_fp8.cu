@@ -132,7 +132,7 @@ template <typename T> int run(const Arguments &options) {
     measure_chain(copies.sets,
                   [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward_fp8(s.head_dim, launches[i], stream); });
     if (in.rows == 0) return 0;
-    bool ok = repeats_bits(in, options.number("repeat"), once);
+    bool ok = repeats_bits(in.out, options.number("repeat"), once);
     if (!options.number("check")) return ok ? 0 : 1;
 
     const auto [sampled, stride] = sample(in.rows, 2048, s.heads);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <limits>
@@ -21,6 +22,7 @@
 #include "common/geometry.h"
 #include "common/head_dims.h"
 #include "common/problem.h"
+#include "common/trace.cuh"
 
 namespace harness {
 
@@ -80,6 +82,12 @@ template <typename Main> int guarded(Main &&main) {
         std::fprintf(stderr, "%s\n", error.what());
         return 2;
     }
+}
+
+// run.operator()<T>(arguments) for the dtype asked for.
+template <typename Run> int run_typed(const Arguments &options, Run &&run) {
+    return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run.template operator()<__half>()
+                                                               : run.template operator()<__nv_bfloat16>();
 }
 
 inline flashmhf::Shape shape_of(const Arguments &options) {
@@ -221,6 +229,43 @@ template <typename Launch> void measure_chain(int64_t sets, Launch &&launch) {
     std::printf("in a chain %.2f us a launch\n", fastest * 1e3);
 }
 
+// Prints what the stamps of the last launch say, in a build with FLASHMHF_TRACE: for each step of a warp from one stamp to its next one
+// how often it occurs and the clocks that it takes. $FLASHMHF_TRACE_FILE gets every stamp. Nothing in other builds.
+inline void print_trace() {
+#ifdef FLASHMHF_TRACE
+    using namespace flashmhf;
+    const char *path = std::getenv("FLASHMHF_TRACE_FILE");
+    std::FILE *file = path ? std::fopen(path, "w") : nullptr;
+    if (path && !file) throw std::runtime_error(std::string("cannot write ") + path);
+    if (file) std::fprintf(file, "cta,warp,stamp,round,time_ns,clock\n");
+    std::map<std::pair<int, int>, std::vector<double>> steps;
+    std::vector<TraceRecord> all(sizeof(TraceStamps) / sizeof(TraceRecord));
+    for (const auto &read : trace_readers()) {
+        check(read(all.data()));
+        for (int warp = 0; warp < trace_ctas * trace_warps; ++warp) {
+            std::vector<std::pair<uint64_t, int>> events;
+            for (int i = 0; i < stamp_count * trace_rounds; ++i) {
+                const TraceRecord &x = all[warp * stamp_count * trace_rounds + i];
+                if (x.time == 0) continue;
+                events.emplace_back(x.clock, i / trace_rounds);
+                if (file)
+                    std::fprintf(file, "%d,%d,%s,%d,%llu,%llu\n", warp / trace_warps, warp % trace_warps, stamp_names[i / trace_rounds],
+                                 i % trace_rounds, (unsigned long long)x.time, (unsigned long long)x.clock);
+            }
+            std::sort(events.begin(), events.end());
+            for (size_t i = 1; i < events.size(); ++i)
+                steps[{events[i - 1].second, events[i].second}].push_back(double(events[i].first - events[i - 1].first));
+        }
+    }
+    if (file) std::fclose(file);
+    for (auto &[step, clocks] : steps) {
+        std::sort(clocks.begin(), clocks.end());
+        std::printf("%-22s to %-22s %6zu times, clocks: least %8.0f, median %8.0f, most %8.0f\n", stamp_names[step.first],
+                    stamp_names[step.second], clocks.size(), clocks.front(), clocks[clocks.size() / 2], clocks.back());
+    }
+#endif
+}
+
 inline double relative_l2(const std::vector<double> &expected, const std::vector<double> &got) {
     double error = 0, norm = 0;
     for (size_t i = 0; i < expected.size(); ++i)
@@ -234,6 +279,20 @@ inline bool report(const char *what, const std::vector<double> &expected, const 
     const bool ok = relative <= limit;
     std::printf("%-4s relative L2 error %.2e of %zu values, limit %.1e: %s\n", what, relative, expected.size(), limit, ok ? "ok" : "WRONG");
     return ok;
+}
+
+// Whether so many further launches give `out` the bits that it has.
+template <typename T, typename Launch> bool repeats_bits(const Buffer<T> &out, int64_t times, Launch &&launch) {
+    if (times == 0) return true;
+    const std::vector<T> first = out.host();
+    int64_t different = 0;
+    for (int64_t i = 0; i < times; ++i) {
+        check(cudaMemset(out, 0xFF, out.size() * sizeof(T)));
+        check(launch());
+        different += std::memcmp(first.data(), out.host().data(), first.size() * sizeof(T)) != 0;
+    }
+    std::printf("%lld of %lld further launches gave other bits\n", (long long)different, (long long)times);
+    return different == 0;
 }
 
 // How many of `all` rows to compare, and how far apart they lie: a distance that no head is left out at.
