@@ -8,16 +8,25 @@
 
 namespace flashmhf {
 
-// Stamps, each of one place in one kernel.
-#define FLASHMHF_STAMPS(X)                                                                                                       \
-    X(inter_entry)                                                                                                               \
-    X(s_products_issued) X(s_products_done) X(s_handed_over) X(s_dq_issued) X(s_dq_staged) X(w_operands_full) X(w_products_done) \
-        X(dq_predecessor_added) X(dq_added)
-#define FLASHMHF_STAMP_ENUMERATOR(name) name,
-enum class Stamp : int { FLASHMHF_STAMPS(FLASHMHF_STAMP_ENUMERATOR) };
-#define FLASHMHF_STAMP_NAME(name) #name,
-constexpr const char *stamp_names[] = {FLASHMHF_STAMPS(FLASHMHF_STAMP_NAME)};
+// Stamps, each of one place in one kernel, and their names in the same order.
+enum class Stamp : int {
+    inter_entry,
+    s_products_issued,
+    s_products_done,
+    s_handed_over,
+    s_dq_issued,
+    s_dq_staged,
+    w_operands_full,
+    w_products_done,
+    dq_predecessor_added,
+    dq_added,
+};
+constexpr const char *stamp_names[] = {
+    "inter_entry", "s_products_issued", "s_products_done", "s_handed_over",        "s_dq_issued",
+    "s_dq_staged", "w_operands_full",   "w_products_done", "dq_predecessor_added", "dq_added",
+};
 constexpr int stamp_count = sizeof(stamp_names) / sizeof(*stamp_names);
+static_assert(static_cast<int>(Stamp::dq_added) + 1 == stamp_count);
 
 #ifdef FLASHMHF_TRACE
 // What is kept of a launch: its first CTAs, and a warp's first rounds of a loop.

@@ -85,3 +85,18 @@ def test_kernels_can_be_forced(d_h, kernels):
     done = run("backward", *SMALL, f"d_h={d_h}", f"kernels={kernels}", f"deterministic={int(kernels != 'fused')}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"kernels {kernels}," in done.stdout
+
+
+@pytest.mark.parametrize("argument", ["T=0", "T=385", "dtype=fp32", "depth=100", "features=0", "size=3"])
+def test_bad_arguments_of_project_are_named_on_one_line(argument):
+    done = run("project", argument)
+    assert done.returncode == 2 and argument.split("=")[0] in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 30, 64, 96, 128, 200, 384])
+@pytest.mark.parametrize("arguments", [("bias=1", "dtype=fp16"), ("weights_ready=1", "features=1024"), ("depth=192", "features=320")])
+def test_project(tokens, arguments):
+    done = run("project", f"T={tokens}", "launches=2", "repeat=5", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
