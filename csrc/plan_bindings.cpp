@@ -188,7 +188,7 @@ template <int d_h, int outputs> py::dict inter_policy(const char *outputs_name) 
     d["shared_memory"] = P::shared_memory;
     d["threads"] = P::threads;
     d["launch_registers"] = P::launch_registers;
-    d["registers"] = P::loader_registers + P::s_groups * P::s_registers + P::accumulator_groups * P::w_registers;
+    d["registers"] = P::loader_registers + P::s_warpgroups * P::s_registers + P::w_warpgroups * P::w_registers;
     return d;
 }
 

@@ -13,10 +13,10 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
     constexpr int cols = collect_columns<d_h>;
     __shared__ StagedTile<cols> staged;
     kittens::pdl::wait();
-    const int thread = threadIdx.x, tile = p.first_tile + blockIdx.x, group = tile / p.group_tiles;
-    const int64_t first = static_cast<int64_t>(tile - group * p.group_tiles) * tile_rows;
-    const int64_t rows = min(static_cast<int64_t>(tile_rows), p.group_rows - first);
-    const int64_t start = (group / p.inner_groups) * p.outer_step + (group % p.inner_groups) * p.inner_step + first * p.row_step;
+    const int thread = threadIdx.x, tile = p.first_tile + blockIdx.x, band = tile / p.band_tiles;
+    const int64_t first = static_cast<int64_t>(tile - band * p.band_tiles) * tile_rows;
+    const int64_t rows = min(static_cast<int64_t>(tile_rows), p.band_rows - first);
+    const int64_t start = (band / p.inner_bands) * p.outer_step + (band % p.inner_bands) * p.inner_step + first * p.row_step;
 
     const float4 *src = reinterpret_cast<const float4 *>(p.tiles + blockIdx.x * p.parts * p.part_stride + blockIdx.z * p.out_step) +
                         blockIdx.y * (cols / 8) * 128 + thread;

@@ -9,8 +9,8 @@
 //                     it is sent to
 //   grads_full        the warps of S; one semaphore for each reading role        the dR warp and W, or one or two W
 //   grads_empty       the warps of W; the dR warp                                S
-//   staged_full       the warps of the S group that staged dQ                    the dQ warp
-//   staged_empty      the dQ warp, when it has read the slice                    the other S group; one semaphore for each group
+//   staged_full       the warps of the S warpgroup that staged dQ                the dQ warp
+//   staged_empty      the dQ warp, when it has read the slice                    the other S warpgroup; one semaphore for each
 #pragma once
 
 #include "backward/policy.h"
@@ -21,20 +21,20 @@ namespace flashmhf {
 
 template <typename P> struct InterArrivals {
     static constexpr int q_full = loader_arrival + thread_arrival, weights_full = loader_arrival, g_full = loader_arrival;
-    static constexpr int q_readers = P::keys ? P::accumulator_groups : 1, g_readers = 1;  // warpgroups that read a tile last
+    static constexpr int q_readers = P::keys ? P::w_warpgroups : 1, g_readers = 1;  // warpgroups that read a tile last
     __device__ __forceinline__ static int q_empty(int ctas) { return ctas * (warpgroup_arrivals * q_readers); }
     __device__ __forceinline__ static int g_empty(int ctas) { return ctas * (warpgroup_arrivals * g_readers); }
     static constexpr int grads_full = warpgroup_arrivals;
-    static constexpr int grads_empty = warpgroup_arrivals * P::accumulator_groups + (P::query ? thread_arrival : 0);
+    static constexpr int grads_empty = warpgroup_arrivals * P::w_warpgroups + (P::query ? thread_arrival : 0);
     static constexpr int staged_full = warpgroup_arrivals, staged_empty = thread_arrival;
 };
 
 // Named barriers; 0 is __syncthreads.
 enum InterBarrier : int {
-    // Numbers 1, 2: a W group's staging is free for its next tile. The number after them: all W groups have consumed their last tile, so
-    // the rings become staging. All W groups arrive and wait.
+    // Numbers 1, 2: a W warpgroup's staging is free for its next tile. The number after them: all W warpgroups have consumed their last tile, so
+    // the rings become staging. All W warpgroups arrive and wait.
     w_staging_barrier = 1,
-    // The other S group has issued its products of the next tile: that group arrives, this one arrives and waits. One for each group.
+    // The other S warpgroup has issued its products of the next tile: that one arrives, this one arrives and waits. One for each.
     products_issued_barrier = 4,
 };
 

@@ -8,8 +8,8 @@
 //   W       dK += dM^T Q, dU += dN^T Q, dV += P^T dO in registers.
 //
 // A warp is held at wgmma issue until the tensor pipe has taken all but its last few instructions, so overlap comes from other warpgroups.
-// While an S group does its elementwise part, the pipe works for the other S group and for W. A kernel with one S group hands tile i to W
-// only after it has issued its own products of tile i + 1.
+// While an S warpgroup does its elementwise part, the pipe works for the other S warpgroup and for W. A kernel with one S warpgroup hands
+// tile i to W only after it has issued its own products of tile i + 1.
 //
 // Ordered accumulation (deterministic sums): the CTAs of a head add to a tile in the order of their items.
 //
@@ -87,15 +87,15 @@ __global__ void __launch_bounds__(InterPolicy<d_h, outputs>::threads, 1)
         else if (warp_in_role == 2) load_gates<T>(shared, p, work);
         else if (P::query && warp_in_role == 3) add_gate_grads(shared, p, work);
         finish();
-    } else if (role <= P::s_groups) {
+    } else if (role <= P::s_warpgroups) {
         if constexpr (P::s_registers > P::launch_registers) warpgroup::increase_registers<P::s_registers>();
         if constexpr (P::query) scores_and_query_grads<T>(shared, work, role - 1);
         else scores<T>(shared, work);
         finish();
     } else {
         warpgroup::increase_registers<P::w_registers>();
-        const int w_group = P::accumulator_groups == 1 ? 0 : role - (P::warpgroups - P::accumulator_groups);
-        accumulate_weight_grads(shared, p, work, P::query + w_group, w_group);
+        const int w_warpgroup = P::w_warpgroups == 1 ? 0 : role - (P::warpgroups - P::w_warpgroups);
+        accumulate_weight_grads(shared, p, work, P::query + w_warpgroup, w_warpgroup);
         // Behind the token-stationary kernel this kernel starts early, since it needs no result of it. It must not end before it.
         kittens::pdl::wait();
         finish();

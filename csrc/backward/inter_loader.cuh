@@ -72,7 +72,7 @@ template <typename Shared> __device__ __forceinline__ void add_query_grads(Share
             tma::reduce_add_async(sums + slice * size, shared.staged + slice * size, size * sizeof(float));
             kittens::tma::store_commit_group();
         }
-        // to the S group that stages the next tile
+        // to the S warpgroup that stages the next tile
         if constexpr (slices == 2) {
             kittens::tma::store_async_read_wait<1>();
             kittens::arrive(shared.staged_empty[phase ^ 1][0]);

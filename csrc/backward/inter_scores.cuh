@@ -118,27 +118,28 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
     if (work.begin < work.end) tiles.hand_over(buffer.slot ^ 1);
 }
 
-// S role of the fused kernel. Two warpgroups, which take alternate tiles. dQ of a tile enters the tensor cores behind the other group's
-// products of the next tile; while these and W's products run, the other group does its elementwise part. Otherwise both fall into step.
+// S role of the fused kernel. Two warpgroups, which take alternate tiles. dQ of a tile enters the tensor cores behind the products that
+// the other warpgroup has issued for the next tile; while these and W's products run, the other one does its elementwise part. Otherwise
+// both fall into step.
 template <typename T, typename Shared>
-__device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int group) {
+__device__ __forceinline__ void scores_and_query_grads(Shared &shared, const InterWork &work, int index) {
     using namespace kittens;
     using P = typename Shared::P;
-    static_assert(P::s_groups == 2 && P::grad_buffers == P::s_groups, "a group has a buffer of its own");
+    static_assert(P::s_warpgroups == 2 && P::grad_buffers == P::s_warpgroups, "each has a buffer of its own");
     static_assert(P::q_stages == P::g_stages);
     constexpr int d_h = Shared::Rows::cols, blocks = tile_inter / 16;
     constexpr int slices = P::staged_slices, columns = d_h / slices;
     const GradTiles<T, Shared> tiles{shared};
     const bool leader = kittens::laneid() == 0;
     Ring<P::q_stages> ring;
-    if (group == 1) ring.advance();
-    uint32_t phase = 0;  // of this group's tiles
+    if (index == 1) ring.advance();
+    uint32_t phase = 0;  // of this warpgroup's tiles
 
     wait(shared.weights_full, 0);
 #pragma unroll 1
-    for (int left = work.end - work.begin - group; left > 0; left -= P::s_groups) {
+    for (int left = work.end - work.begin - index; left > 0; left -= P::s_warpgroups) {
         // Values derived from these are computed in every round: kept from one round to the next they would not fit the registers.
-        int slot = group, row = fragment_row(warpgroup::laneid());
+        int slot = index, row = fragment_row(warpgroup::laneid());
         uint32_t place = tiles.lane_place();
         asm volatile("" : "+r"(slot), "+r"(row), "+r"(place));
 
@@ -149,11 +150,11 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         warpgroup::mm_ABt(mn, shared.q[ring.slot], shared.ku);
         wait(shared.g_full[ring.slot], ring.phase);
         warpgroup::mm_ABt(da, shared.grad_out[ring.slot], shared.v[0]);
-        const int round = (work.end - work.begin - left) / P::s_groups;  // for the stamps
+        const int round = (work.end - work.begin - left) / P::s_warpgroups;  // for the stamps
         stamp(Stamp::s_products_issued, round);
-        // let the other group issue dQ of tile i - 1
-        if (group == 1 || left < work.end - work.begin)
-            arrive(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + (group ^ 1)));
+        // let the other warpgroup issue dQ of tile i - 1
+        if (index == 1 || left < work.end - work.begin)
+            arrive(barrier<warpgroup_warps * P::s_warpgroups>(products_issued_barrier + (index ^ 1)));
         const float2 r = {shared.r[ring.slot][row], shared.r[ring.slot][row + 8]};
         // wait for [M|N];  a = silu(M), c = silu'(M)  (while dA still runs)
         if constexpr (P::early_slopes) start_slopes<1>(mn, slope);
@@ -164,7 +165,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         pin(mn);
         pin(da);
 #pragma unroll
-        for (int n = 0; n < P::s_groups; ++n) ring.advance();
+        for (int n = 0; n < P::s_warpgroups; ++n) ring.advance();
         // P = r a N;  dN = r dA a;  dM = r dA N c;  dR = sum dA a N
         rt<T, 16, 2 * tile_inter> grads;
         float2 dr = {0.f, 0.f};
@@ -194,10 +195,10 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
             move::ldsm4(dm[0], dm[1], dm[2], dm[3], tiles.dm(slot, place, j));
             move::ldsm4(dn[0], dn[1], dn[2], dn[3], tiles.dn(slot, place, j));
         }
-        // give W P, [dM|dN] of tile i; wait until the other group has issued [M|N], dA of tile i + 1
+        // give W P, [dM|dN] of tile i; wait until the other warpgroup has issued [M|N], dA of tile i + 1
         tiles.hand_over(slot);
         stamp(Stamp::s_handed_over, round);
-        if (left > 1) arrive_and_wait(barrier<warpgroup_warps * P::s_groups>(products_issued_barrier + group));
+        if (left > 1) arrive_and_wait(barrier<warpgroup_warps * P::s_warpgroups>(products_issued_barrier + index));
         // issue dQ = [dM|dN] [K;U]
         rt_fl<16, columns> dq[slices];
 #pragma unroll
@@ -210,7 +211,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
             if (c + 1 < slices) warpgroup::mma_async_wait<1>();
             else warpgroup::mma_async_wait<0>();
             pin(dq[c]);
-            wait(shared.staged_empty[slot][c], phase ^ (slot == 0));  // of the tile before, which the other group has staged
+            wait(shared.staged_empty[slot][c], phase ^ (slot == 0));  // of the tile before, which the other warpgroup has staged
             each_fragment(dq[c], [&](int j, float4 v) { move<float4>::sts(staged + 2048 * (j + c * columns / 8), v); });
             tma::fence_shared_writes();
             __syncwarp();

@@ -27,7 +27,7 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     float4 dr[P::query ? P::grad_buffers : 0][tile_rows];  // a row's sums over the columns of four threads
     kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages],
         grads_full[P::grad_buffers][P::most_readers], grads_empty[P::grad_buffers], staged_full[P::staged_slices],
-        staged_empty[P::fused_s_groups][P::staged_slices];
+        staged_empty[P::fused_s_warpgroups][P::staged_slices];
 };
 
 }  // namespace flashmhf

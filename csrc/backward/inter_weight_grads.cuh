@@ -21,16 +21,16 @@ __device__ __forceinline__ void add_product(Acc (&acc)[halves], const A &a, B &b
     }
 }
 
-// W role: accumulates weight gradients over all tiles. Where the role has two warpgroups, w_group 0 takes dK and 1 takes dU.
+// W role: accumulates weight gradients over all tiles. Where the role has two warpgroups, w_warpgroup 0 takes dK and 1 takes dU.
 template <typename Shared>
 __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const BackwardParams &p, const InterWork &work, int reader,
-                                                        int w_group) {
+                                                        int w_warpgroup) {
     using namespace kittens;
     using P = typename Shared::P;
     using T = typename Shared::Rows::T;
     using Acc = rt_fl<16, P::w_columns>;
     constexpr int d_h = Shared::Rows::cols, halves = d_h / P::w_columns;
-    constexpr bool keys = P::keys, ups = P::keys && P::accumulator_groups == 1, values = P::values;
+    constexpr bool keys = P::keys, ups = P::keys && P::w_warpgroups == 1, values = P::values;
     Acc dk[halves], du[halves], dv[halves];
 #pragma unroll
     for (int c = 0; c < halves; ++c) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         stamp(Stamp::w_operands_full, it - work.begin);
         warpgroup::mma_fence();
         // issue dK += dM^T Q, dU += dN^T Q, dV += P^T dO
-        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(w_group), shared.q[q.slot]);
+        if constexpr (keys) add_product(dk, shared.grads[buffer.slot].template subtile<tile_inter>(w_warpgroup), shared.q[q.slot]);
         if constexpr (ups) add_product(du, shared.grads[buffer.slot].template subtile<tile_inter>(1), shared.q[q.slot]);
         if constexpr (values) add_product(dv, shared.gated[buffer.slot], shared.grad_out[g.slot]);
         // wait for dK and dU; hand back Q (all but dV, which is still in the tensor cores)
@@ -70,12 +70,12 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
         buffer.advance();
     }
     warpgroup::mma_async_wait<0>();
-    // Every tile has been consumed: the rings become staging, once all W groups are here.
-    if constexpr (P::accumulator_groups > 1)
-        kittens::arrive_and_wait(kittens::barrier<warpgroup_warps * P::accumulator_groups>(w_staging_barrier + P::accumulator_groups));
+    // Every tile has been consumed: the rings become staging, once all W warpgroups are here.
+    if constexpr (P::w_warpgroups > 1)
+        kittens::arrive_and_wait(kittens::barrier<warpgroup_warps * P::w_warpgroups>(w_staging_barrier + P::w_warpgroups));
     constexpr int size = tile_inter * d_h, staged = tile_inter * P::w_columns;
-    static_assert(P::accumulator_groups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
-    float *staging = reinterpret_cast<float *>(&shared.q[0]) + w_group * staged;
+    static_assert(P::w_warpgroups * staged * sizeof(float) <= sizeof(shared.q) + sizeof(shared.grad_out));
+    float *staging = reinterpret_cast<float *>(&shared.q[0]) + w_warpgroup * staged;
     auto finish = [&](Acc(&acc)[halves], void *out, int which) {
 #pragma unroll
         for (int c = 0; c < halves; ++c) {
@@ -88,11 +88,11 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
             } else {
                 const int64_t first_row = static_cast<int64_t>(work.head * p.subnets + work.subnet) * p.subnet_dim + work.row;
                 char *at = static_cast<char *>(out) + (first_row * d_h + c * P::w_columns) * (p.accumulate ? sizeof(float) : sizeof(T));
-                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_staging_barrier + w_group);
+                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_staging_barrier + w_warpgroup);
             }
         }
     };
-    if constexpr (keys) finish(dk, w_group ? p.du : p.dk, w_group);
+    if constexpr (keys) finish(dk, w_warpgroup ? p.du : p.dk, w_warpgroup);
     if constexpr (ups) finish(du, p.du, 1);
     if constexpr (values) finish(dv, p.dv, 2);
 }

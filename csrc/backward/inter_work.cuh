@@ -18,10 +18,10 @@ struct InterWork : TokenRange {
         : TokenRange(token_range(blockIdx.x, p.heads * p.subnets * p.subnet_tiles, p.whole, p.parts, p.batch * p.row_tiles)),
           rank(pairs ? kittens::cluster_ctarank() : 0),
           pair(pairs && kittens::cluster_nctarank() == 2) {
-        const int group = item / p.subnet_tiles;
-        row = (item - group * p.subnet_tiles) * tile_inter;
-        head = group / p.subnets;
-        subnet = group - head * p.subnets;
+        const int subnet_of_all = item / p.subnet_tiles;
+        row = (item - subnet_of_all * p.subnet_tiles) * tile_inter;
+        head = subnet_of_all / p.subnets;
+        subnet = subnet_of_all - head * p.subnets;
     }
     // A slot of a ring is free once every CTA that its tile was sent to has read it.
     __device__ __forceinline__ void release(kittens::semaphore &slot_empty) const {

@@ -36,9 +36,9 @@ template <int d_h, typename T> cudaError_t collect_query(const HeadGroupLaunch &
     c.tiles = tiles;
     c.parts = parts;
     c.part_stride = tile_rows * d_h;
-    c.group_tiles = p.row_tiles;
-    c.group_rows = p.length;
-    c.inner_groups = p.batch;
+    c.band_tiles = p.row_tiles;
+    c.band_rows = p.length;
+    c.inner_bands = p.batch;
     c.outer_step = 1;
     c.inner_step = p.dense_batch * p.dq_heads;
     c.row_step = p.dense_token * p.dq_heads;
@@ -56,9 +56,9 @@ template <int d_h, typename T> cudaError_t collect_weights(const HeadGroupLaunch
     c.parts = p.parts;
     c.part_stride = 3 * tile_inter * d_h;
     c.first_tile = l.plan.whole;
-    c.group_tiles = p.subnet_tiles;
-    c.group_rows = p.subnet_dim;
-    c.inner_groups = 1;
+    c.band_tiles = p.subnet_tiles;
+    c.band_rows = p.subnet_dim;
+    c.inner_bands = 1;
     c.outer_step = p.subnet_dim;
     c.row_step = 1;
     c.out[0] = p.dk;

@@ -117,9 +117,18 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
     check_cuda(launch_backward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
 }
 
-// An uninitialised tensor like x, or one of shape [0] in q's type where it is not needed.
-Tensor empty_like(const Tensor &x, const Tensor &q, bool needed) {
-    return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(q, std::vector<int64_t>{0});
+// Uninitialised tensors for what is needed; for the others ones of shape [0] in q's type. The weight gradients go to `buffers`, if any.
+Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights, const WeightGrads *buffers = nullptr) {
+    auto like = [&](const Tensor &x, bool needed) {
+        return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(in.q, std::vector<int64_t>{0});
+    };
+    return {.dq = like(in.q, needs_tokens),
+            .dr = like(in.r ? *in.r : in.q, needs_tokens && in.r),
+            .weights = buffers ? *buffers : WeightGrads{like(in.k, needs_weights), like(in.u, needs_weights), like(in.v, needs_weights)},
+            .dw = like(in.w ? *in.w : in.q, needs_weights && in.w),
+            .needs_tokens = needs_tokens,
+            .needs_weights = needs_weights,
+            .accumulate = buffers != nullptr};
 }
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
@@ -145,14 +154,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_o
                                                             bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
     const DeviceScope scope(q.get_device_index(), "flashmhf backward");
-    const Outputs out{.dq = empty_like(q, q, needs_tokens),
-                      .dr = empty_like(r ? *r : q, q, needs_tokens && r),
-                      .weights = {empty_like(k, q, needs_weights), empty_like(u, q, needs_weights), empty_like(v, q, needs_weights)},
-                      .dw = empty_like(q, q, false),
-                      .needs_tokens = needs_tokens,
-                      .needs_weights = needs_weights,
-                      .accumulate = false};
-    run({.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .r = r}, sizes, out, deterministic);
+    const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .r = r};
+    const Outputs out = allocate(in, needs_tokens, needs_weights);
+    run(in, sizes, out, deterministic);
     return {out.dq, out.weights[0], out.weights[1], out.weights[2], out.dr};
 }
 
@@ -172,14 +176,10 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
     check_buffer(dk, "dk");
     check_buffer(du, "du");
     check_buffer(dv, "dv");
-    const Outputs out{.dq = empty_like(q, q, needs_tokens),
-                      .dr = empty_like(r ? *r : q, q, needs_tokens && r),
-                      .weights = {dk, du, dv},
-                      .dw = empty_like(q, q, false),
-                      .needs_tokens = needs_tokens,
-                      .needs_weights = needs_weights,
-                      .accumulate = true};
-    run({.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .r = r}, sizes, out, deterministic);
+    const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .r = r};
+    const WeightGrads buffers{dk, du, dv};
+    const Outputs out = allocate(in, needs_tokens, needs_weights, &buffers);
+    run(in, sizes, out, deterministic);
     return {out.dq, out.dr};
 }
 
@@ -189,14 +189,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, std::nullopt);
     check_w(w, q, sizes);
     const DeviceScope scope(q.get_device_index(), "flashmhf gated_backward");
-    const Outputs out{.dq = empty_like(q, q, needs_tokens),
-                      .dr = empty_like(q, q, false),
-                      .weights = {empty_like(k, q, needs_weights), empty_like(u, q, needs_weights), empty_like(v, q, needs_weights)},
-                      .dw = empty_like(w, q, needs_weights),
-                      .needs_tokens = needs_tokens,
-                      .needs_weights = needs_weights,
-                      .accumulate = false};
-    run({.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .w = w, .eps = static_cast<float>(eps)}, sizes, out, deterministic);
+    const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .w = w, .eps = static_cast<float>(eps)};
+    const Outputs out = allocate(in, needs_tokens, needs_weights);
+    run(in, sizes, out, deterministic);
     return {out.dq, out.weights[0], out.weights[1], out.weights[2], out.dw};
 }
 

@@ -65,15 +65,15 @@ struct RouterParams {
     void *dw;  // W's type and shape; null: not needed
 };
 
-// Sums tiles of 64 x d_h fp32 values in fragment order and writes their rows. Tile x lies in group x / group_tiles; rows are d_h elements.
+// Sums tiles of 64 x d_h fp32 values in fragment order and writes their rows. Tile x lies in band x / band_tiles; rows are d_h elements.
 struct CollectParams {
     const float *tiles;  // [tiles][parts], part_stride floats apart
     int parts;
     int64_t part_stride;
     int first_tile;  // global number of tile 0, for its place in the output
-    int group_tiles;
-    int64_t group_rows;  // rows of a group; the last tile may be partial
-    int inner_groups;    // group = outer * inner_groups + inner starts at row outer * outer_step + inner * inner_step
+    int band_tiles;
+    int64_t band_rows;  // rows of a band, which lie together; the last tile may be partial
+    int inner_bands;    // band = outer * inner_bands + inner starts at row outer * outer_step + inner * inner_step
     int64_t outer_step, inner_step, row_step;
     void *out[3];      // element type, or fp32 to add to; one for each blockIdx.z
     int64_t out_step;  // floats between the tiles of one and of the next

@@ -39,20 +39,20 @@ template <int d_h, int outputs> struct InterPolicy {
     static constexpr bool pairs = query;   // the others gain nothing from clusters of two
 
     // Warpgroups: loader; "S", scores, elementwise part and, in the fused kernel, where they are two, dQ; one or two "W", weight gradients.
-    static constexpr int accumulator_groups = d_h == 256 && keys ? 2 : 1;
-    static constexpr int fused_s_groups = 2, s_groups = query ? fused_s_groups : 1;
-    static constexpr int warpgroups = 1 + s_groups + accumulator_groups;
+    static constexpr int w_warpgroups = d_h == 256 && keys ? 2 : 1;
+    static constexpr int fused_s_warpgroups = 2, s_warpgroups = query ? fused_s_warpgroups : 1;
+    static constexpr int warpgroups = 1 + s_warpgroups + w_warpgroups;
     static constexpr int threads = 128 * warpgroups;
     static constexpr int launch_registers = launch_registers_of(threads);
     static constexpr int loader_registers = 24;
     static constexpr int s_registers = query ? (d_h == 128 ? 128 : d_h == 96 ? 152 : 168) : warpgroups == 4 ? 160 : 240;
     static constexpr int w_registers = query ? (d_h == 128 ? 224 : d_h == 96 ? 176 : 144) : warpgroups == 4 ? 160 : 240;
-    static_assert(loader_registers + s_groups * s_registers + accumulator_groups * w_registers <= warpgroups * launch_registers);
+    static_assert(loader_registers + s_warpgroups * s_registers + w_warpgroups * w_registers <= warpgroups * launch_registers);
     // 16-column blocks of [dM|dN] that S reads back from shared memory for dQ: its registers do not hold all of them beside M, N and dA.
     static constexpr int reloaded_blocks = d_h == 128 ? 1 : 0;
     static constexpr int staged_slices = d_h == 128 ? 2 : 1;  // of a dQ tile: one is on its way to memory while the next is computed
     // Columns of one product: an m64n256 needs more registers than there are at launch.
-    static constexpr int w_columns = accumulator_groups == 2 ? d_h / 2 : d_h;
+    static constexpr int w_columns = w_warpgroups == 2 ? d_h / 2 : d_h;
     // Fused: where registers allow it, the special functions start under the product dA; elsewhere they always do.
     static constexpr bool early_slopes = d_h < 128;
 
@@ -60,7 +60,7 @@ template <int d_h, int outputs> struct InterPolicy {
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
     // Of P and of [dM|dN] of a tile: S fills one while W reads the other.
     static constexpr int grad_buffers = 2;
-    static constexpr int grad_readers = query + accumulator_groups, most_readers = 2;  // roles that read them: dR 0, if any, then W
+    static constexpr int grad_readers = query + w_warpgroups, most_readers = 2;  // roles that read them: dR 0, if any, then W
     static_assert(grad_readers <= most_readers);
 
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes, grad_tile_bytes = tile_rows * tile_inter * element_bytes;

@@ -25,7 +25,7 @@ HAND_OVERS = {
         ("load_gates", "scores", "backward: R of a tile, behind q_full; back by grads_full and q_empty"),
         ("load_gates", "scores_and_query_grads", "backward: R of a tile, behind q_full; back by grads_full and q_empty"),
         ("add_gate_grads", "scores_and_query_grads", "backward: sums of dR, behind grads_full; back by grads_empty"),
-        ("sts", "sts", "backward: staged dQ of one S group, then of the other, behind staged_full and staged_empty"),
+        ("sts", "sts", "backward: staged dQ of one S warpgroup, then of the other, behind staged_full and staged_empty"),
         ("sts", "reduce_add_async", "backward: staged dQ, read by a bulk copy behind staged_full"),
         ("unit_scale", "read", "forward: the scale of a gate tile, behind q_full"),
         ("load_gate", "read", "forward: a gate tile that TMA does not bring, behind q_full"),
