@@ -31,8 +31,8 @@ template <typename P> struct InterArrivals {
 
 // Named barriers; 0 is __syncthreads.
 enum InterBarrier : int {
-    // Numbers 1, 2: a W warpgroup's staging is free for its next tile. The number after them: all W warpgroups have consumed their last tile, so
-    // the rings become staging. All W warpgroups arrive and wait.
+    // Numbers 1, 2: a W warpgroup's staging is free for its next tile. The number after them: all W warpgroups have consumed their last
+    // tile, so the rings become staging. All W warpgroups arrive and wait.
     w_staging_barrier = 1,
     // The other S warpgroup has issued its products of the next tile: that one arrives, this one arrives and waits. One for each.
     products_issued_barrier = 4,

@@ -55,20 +55,9 @@ FLASHMHF_LOADS(int4, "4d", "%3, %4, %5, %6", "%7", "%8", "r"(c.x), "r"(c.y), "r"
 #undef FLASHMHF_LOADS
 #undef FLASHMHF_LOAD
 
-__device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int2 c) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared_address(src)),
-                 "r"(c.x), "r"(c.y)
-                 : "memory");
-}
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int4 c) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(shared_address(src)), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w)
-                 : "memory");
-}
-// Adds elementwise into global memory, in the tensor map's type.
-__device__ __forceinline__ void store_add_async(const CUtensorMap *map, const void *src, int2 c) {
-    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(shared_address(src)), "r"(c.x), "r"(c.y)
                  : "memory");
 }
 // dst[0 .. bytes / 4) += src, fp32, in the L2.

@@ -25,7 +25,8 @@ def binary(tmp_path_factory):
     out = tmp_path_factory.mktemp("kittens") / "kittens_tests"
     subprocess.run(
         [nvcc, "-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-cudart", "static"]
-        + [f"-I{ROOT}/thunderkittens/include", f"-I{ROOT}/csrc", "-o", out, ROOT / "thunderkittens/tests/unit_tests.cu"],
+        + [f"-I{ROOT}/thunderkittens/include", f"-I{ROOT}/csrc", "-o", out, ROOT / "thunderkittens/tests/unit_tests.cu"]
+        + [ROOT / "csrc/common" / name for name in ("tensor_map.cpp", "driver.cpp")],
         check=True,
     )
     return out

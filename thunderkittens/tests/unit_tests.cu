@@ -1,5 +1,6 @@
 // Device tests of every tile operation that the kernels use. Prints one line per test; exits 1 if any failed.
-//   nvcc -std=c++20 -gencode=arch=compute_90a,code=sm_90a -I../include -I../../csrc -o unit_tests unit_tests.cu && ./unit_tests
+// The CMake target kittens_tests, or nvcc with -I../include -I../../csrc and ../../csrc/common/{tensor_map,driver}.cpp.
+#include "common/tensor_map.h"
 #include "common/tma.cuh"
 #include "kittens.cuh"
 #include "ops/wgmma_e4m3.cuh"
@@ -340,19 +341,18 @@ __global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __gr
         check[i] = base_types::convertor<float, T>::convert(tile[{i / cols, i % cols}]);
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int c = 0; c < cols; c += panel) ext::store_async(&out, &tile.data[c * rows], int2{c, 0});
+        for (int c = 0; c < cols; c += panel) ext::store_async(&out, &tile.data[c * rows], int4{c, 0, 0, 0});
         kittens::tma::store_commit_group();
         kittens::tma::store_async_wait();
     }
 }
-__global__ void reduce_kernel(float *sum, const __grid_constant__ CUtensorMap map) {
+__global__ void reduce_kernel(float *sum) {
     __shared__ alignas(128) float part[1024];
     for (int i = threadIdx.x; i < 1024; i += blockDim.x) part[i] = value(i, 7);
     ext::fence_shared_writes();
     __syncthreads();
     if (threadIdx.x == 0) {
         ext::reduce_add_async(sum, part, sizeof part);
-        ext::store_add_async(&map, part, int2{0, 0});
         kittens::tma::store_commit_group();
         kittens::tma::store_async_read_wait();
         kittens::tma::store_async_wait();
@@ -385,7 +385,7 @@ __global__ void __cluster_dims__(2, 1, 1)
     flashmhf::cluster_sync();
 }
 __global__ void __launch_bounds__(384, 1) roles_kernel(float *out) {  // register budgets of specialised warpgroups
-    if (warpgroup::groupid() == 0) {
+    if (warpgroupid() == 0) {
         warpgroup::decrease_registers<24>();
         out[threadIdx.x] = 1.f;
     } else {
@@ -394,27 +394,12 @@ __global__ void __launch_bounds__(384, 1) roles_kernel(float *out) {  // registe
     }
 }
 
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-static CUtensorMap tensor_map(void *p, CUtensorMapDataType type, int element, int cols, int rows, int box_cols, int box_rows, int swizzle) {
-    void *entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-    CUtensorMap map;
-    const cuuint64_t size[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, stride[1] = {(cuuint64_t)cols * element};
-    const cuuint32_t box[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, step[2] = {1, 1};
-    const CUresult status = ((Encode)entry)(&map, type, 2, p, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                            swizzle == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                            : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                            : swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
-                                                            : CU_TENSOR_MAP_SWIZZLE_NONE,
-                                            CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS) {
-        std::printf("cuTensorMapEncodeTiled: %d\n", (int)status);
-        std::exit(2);
-    }
-    return map;
+// Of a dense [rows, cols] in 16 bits: one box of all rows and a panel of columns. As four axes, two of them of one element, or as two.
+template <typename T> static CUtensorMap map_of(void *p, int64_t cols, int64_t rows, int swizzle, bool four_axes = false) {
+    const auto type = flashmhf::map_type(std::is_same_v<T, bf16>);
+    const flashmhf::MapAxis column{cols, 1, swizzle / 2}, row{rows, cols, (int)rows}, one{1, rows * cols, 1};
+    return four_axes ? flashmhf::tensor_map("test", p, type, {column, one, row, one}, swizzle)
+                     : flashmhf::tensor_map("test", p, type, {column, row}, swizzle);
 }
 template <typename T> __global__ void fill_global(T *p, int n, int seed) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) p[i] = as<T>(value(i, seed));
@@ -422,9 +407,7 @@ template <typename T> __global__ void fill_global(T *p, int n, int seed) {
 template <typename T, int rows, int cols, int swizzle> static void test_tensor_map() {
     Buffer in(rows * cols), out(rows * cols), check(rows * cols);
     fill_global<<<1, 256>>>((T *)in.device, rows * cols, 1);
-    const auto type = std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const CUtensorMap from = tensor_map(in.device, type, 2, cols, rows, swizzle / 2, rows, swizzle),
-                      to = tensor_map(out.device, type, 2, cols, rows, swizzle / 2, rows, swizzle);
+    const CUtensorMap from = map_of<T>(in.device, cols, rows, swizzle), to = map_of<T>(out.device, cols, rows, swizzle, true);
     launch(tensor_kernel<T, rows, cols, swizzle>, 1, 128, from, to, check.device);
     auto expected = [](int i) { return i / cols + 8 < rows ? (double)value(i + 8 * cols, 1) : 0.; };
     char name[96];
@@ -484,17 +467,15 @@ int main() {
     test_tensor_map<bf16, 64, 96, 64>();
     test_tensor_map<half, 64, 48, 32>();
     {
-        Buffer sum(1024), tensor(1024);
+        Buffer sum(1024);
         CHECK_CUDA(cudaMemset(sum.device, 0, 4096));
-        CHECK_CUDA(cudaMemset(tensor.device, 0, 4096));
-        launch(reduce_kernel, 5, 128, sum.device, tensor_map(tensor.device, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, 32, 32, 32, 32, 0));
+        launch(reduce_kernel, 5, 128, sum.device);
         report("linear bulk reduction", max_error(sum.host(), [](int i) { return 5. * value(i, 7); }), 1e-6);
-        report("tensor bulk reduction", max_error(tensor.host(), [](int i) { return 5. * value(i, 7); }), 1e-6);
     }
     {
         Buffer in(64 * 128), out(2 * 8192);
         fill_global<<<1, 256>>>((bf16 *)in.device, 8192, 1);
-        launch(cluster_kernel, 2, 128, tensor_map(in.device, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, 128, 64, 64, 64, 128), out.device);
+        launch(cluster_kernel, 2, 128, map_of<bf16>(in.device, 128, 64, 128), out.device);
         report("cluster multicast, remote arrive", max_error(out.host(), [](int i) { return (double)value(i % 8192, 1); }), 0);
     }
     {

@@ -8,7 +8,6 @@ template <int _GROUP_WARPS> struct group {
     static constexpr int GROUP_THREADS = GROUP_WARPS * WARP_THREADS;
     __device__ static inline int laneid() { return threadIdx.x % GROUP_THREADS; }
     __device__ static inline int warpid() { return laneid() / WARP_THREADS; }
-    __device__ static inline int groupid() { return threadIdx.x / GROUP_THREADS; }
     __device__ static inline void sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(GROUP_THREADS) : "memory"); }
 
     template <int n_reg> __device__ static inline void increase_registers() {
