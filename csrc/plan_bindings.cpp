@@ -4,9 +4,9 @@
 
 #include "backward/plan.h"
 #include "backward/policy.h"
+#include "forward/e4m3/policy.h"
+#include "forward/f16/policy.h"
 #include "forward/plan.h"
-#include "forward/policy.h"
-#include "forward_fp8/policy.h"
 #include "project/plan.h"
 
 namespace py = pybind11;

@@ -2,7 +2,8 @@
 // workspace in fp32, in fragment order; the sums of slices go to each other's shared memory.
 #pragma once
 
-#include "forward/producer.cuh"
+#include "common/fragments.cuh"
+#include "forward/items.cuh"
 
 namespace flashmhf {
 
@@ -66,16 +67,6 @@ template <int of_tile> struct Pieces {
     __device__ __forceinline__ int first_of(int rank) const { return rank - cta + (rank < cta ? slices : 0); }
     __device__ __forceinline__ int number_of(int rank) const { return number + (rank < cta ? 1 : 0); }
     __device__ __forceinline__ int count_of(int rank) const { return each + (first_of(rank) < spare); }
-};
-
-// Sums of a slice in fp32. A thread's piece is float4 j of its fragment.
-template <int d_h> struct FloatSliceSums {
-    static constexpr int columns = ForwardPolicy<d_h>::piece_columns;
-    static constexpr bool scaled = false;
-    using Piece = float4;
-    const OutputTile<d_h> &o;
-    __device__ __forceinline__ Piece piece(int j) const { return fragment_quad<d_h>(o, j); }
-    __device__ __forceinline__ static void add(float4 (&sum)[1], Piece x, float2) { flashmhf::add(sum[0], x); }
 };
 
 // The sums of a warpgroup, to the CTAs that add them. Those that this CTA adds, which the thread that stores them reads, take ordinary

@@ -4,7 +4,7 @@
 #include "common/ring.h"
 #include "common/tma.cuh"
 #include "forward/barriers.h"
-#include "forward/shared_memory.cuh"
+#include "forward/items.cuh"
 
 namespace flashmhf {
 

@@ -3,12 +3,15 @@
 #include <atomic>
 #include <random>
 
+#include "common/head_dims.h"
 #include "common/tensor_map.h"
-#include "forward/policy.h"
+#include "forward/e4m3/policy.h"
+#include "forward/f16/policy.h"
 
 namespace flashmhf {
-
 namespace {
+
+constexpr int f16_gate_columns = ForwardPolicy<128>::gate_chunk, fp8_gate_columns = ForwardFp8Policy<128>::gate_chunk;
 
 // Another one every time, never 0: a counter from a random start, scrambled (splitmix64 maps no two counts to one token).
 uint64_t launch_token() {
@@ -23,29 +26,77 @@ uint64_t launch_token() {
 }
 
 bool bulk_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % tma_alignment == 0; }
+bool is_fp8(const ForwardProblem &problem) { return problem.format == WeightFormat::e4m3; }
 
-// Few sub-networks: a tile holds all of them wherever it begins.
+// Whether TMA brings the gate: R is fp32 with heads side by side at strides that it takes, and a tile holds all sub-networks wherever it
+// begins, which is at a multiple of four columns.
 bool gate_in_tiles(const ForwardProblem &problem) {
-    return problem.shape.head_dim <= 128 && problem.shape.subnets <= 28 && gate_by_tma(problem);
-}
-
-}  // namespace
-
-bool gate_by_tma(const ForwardProblem &problem) {
     const Shape &s = problem.shape;
+    const int furthest = s.subnets % 4 == 0 ? 0 : s.subnets % 2 == 0 ? 2 : 3;
+    const bool fits = is_fp8(problem) ? s.subnets + furthest <= fp8_gate_columns : s.head_dim <= 128 && s.subnets <= f16_gate_columns - 4;
     auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
-    return problem.gate == Gate::r_float && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
+    return fits && problem.gate == Gate::r_float && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
            strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(problem.r.data);
 }
-
-bool of_one_head(const ForwardProblem &problem, const ForwardPlan &plan) {
-    const int64_t tiles = problem.shape.batch * plan.row_tiles;
-    return problem.shape.group == 1 || tiles % plan.consumers == 0;
+CUtensorMap gate_map(const ForwardProblem &problem) {
+    const Shape &s = problem.shape;
+    const int columns = is_fp8(problem) ? fp8_gate_columns : f16_gate_columns;
+    return tensor_map(
+        "r", problem.r.data, MapType::fp32,
+        {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
+        columns * 4 == 128 ? 128 : 0);
 }
 
-bool may_bundle(const ForwardProblem &problem) { return !gate_is_given(problem.gate); }
+// Bytes of W of a head that CTAs keep in shared memory; 0 where there is no room, a bulk copy cannot read it, or the row tiles of a CTA are
+// of several heads. In FP8 the gate must fit a tile, too.
+int router_bytes(const ForwardProblem &problem, const ForwardPlan &plan) {
+    const Shape &s = problem.shape;
+    const bool one_head = s.group == 1 || s.batch * plan.row_tiles % plan.consumers == 0;
+    if (!has_router(problem.gate) || !one_head || !bulk_aligned(problem.w)) return 0;
+    if (is_fp8(problem) && s.subnets > fp8_gate_columns) return 0;
+    const int64_t bytes = int64_t{s.head_dim} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
+    const int room = !is_fp8(problem) && plan.schedule.slices > 1 ? plan.spare_gate : plan.pieces;
+    return bytes * plan.bundle <= room ? static_cast<int>(bytes) : 0;
+}
 
-int fetch_bytes(const ForwardPlan &plan) { return plan.schedule.slices > 1 && plan.blocks == 1 ? 128 : 256; }
+// Tensor maps of Q and the output. A bundle's heads are the last axis: rows of a tile are tokens of its first head, then of the next.
+CUtensorMap row_map(const char *what, const ForwardProblem &problem, const ForwardPlan &plan, const TokenTensor &x) {
+    const Shape &s = problem.shape;
+    if (plan.bundle == 1) return token_map(what, problem.bf16, s, x);
+    return tensor_map(what, x.data, map_type(problem.bf16),
+                      {{s.head_dim, 1, panel_cols_of(s.head_dim)},
+                       {s.heads, x.head_stride, 1},
+                       {s.length, x.token_stride, tile_rows / plan.bundle},
+                       {plan.bundle, x.head_stride, plan.bundle}},
+                      swizzle_bytes_of(s.head_dim));
+}
+
+void map_weights(const ForwardProblem &problem, const ForwardPlan &plan, ForwardLaunch &launch) {
+    const Shape &s = problem.shape;
+    const int d_h = s.head_dim;
+    // What the L2 brings from memory at least when it misses the weights. With few tokens each CTA streams weights of its own, a panel of
+    // their rows at a time: 256 bytes would bring the next panel, or the next tiles of V in FP8, before they are wanted.
+    const int fetch = plan.schedule.slices > 1 && plan.blocks == 1 ? 128 : 256;
+    auto map = [&](const char *what, const void *x) {
+        if (!is_fp8(problem)) {
+            const int box_rows = plan.schedule.slices > 1 ? slice_box_rows : tile_inter / plan.row_ctas;
+            return weight_map(what, problem.bf16, s, x, box_rows, fetch);
+        }
+        const int panel = fp8_panel_bytes(d_h);
+        return tensor_map(
+            what, x, MapType::fp8,
+            {{d_h, 1, panel}, {s.subnet_dim, d_h, fp8_box_rows}, {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}}, panel,
+            fetch);
+    };
+    launch.k = map("k", problem.k);
+    launch.u = map("u", problem.u);
+    launch.v = !is_fp8(problem) ? map("v", problem.v)
+                                : tensor_map("v", problem.v, MapType::fp8,
+                                             {{s.subnet_dim, 1, tile_inter},
+                                              {d_h, s.subnet_dim, d_h / plan.row_ctas},
+                                              {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}},
+                                             tile_inter, fetch);
+}
 
 ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const Shape &s = problem.shape;
@@ -85,61 +136,50 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     return p;
 }
 
-CUtensorMap gate_map(const ForwardProblem &problem, int columns) {
-    const Shape &s = problem.shape;
-    return tensor_map(
-        "r", problem.r.data, MapType::fp32,
-        {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
-        columns * 4 == 128 ? 128 : 0);
+}  // namespace
+
+bool may_bundle(const ForwardProblem &problem) { return !is_fp8(problem) && !gate_is_given(problem.gate); }
+
+int64_t workspace_of(const ForwardProblem &problem, const ForwardPlan &plan) {
+    const bool rows = is_fp8(problem) && has_router(problem.gate) && router_bytes(problem, plan) == 0;
+    const int64_t ctas = int64_t{plan.schedule.clusters} * plan.schedule.lanes * plan.cluster_size;
+    return plan.workspace() + (rows ? ctas * plan.consumers * tile_rows * problem.shape.subnets : 0);
 }
 
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
     const Shape &s = problem.shape;
-    const int d_h = s.head_dim;
-    const int64_t row = int64_t{s.heads} * d_h;  // elements of a token
-    const TokenTensor out{problem.out, problem.dense.batch * row, problem.dense.token * row, d_h};
-    auto weights = [&](const char *what, const void *data) {
-        const int box_rows = plan.schedule.slices > 1 ? slice_box_rows : tile_inter / plan.row_ctas;
-        return weight_map(what, problem.bf16, s, data, box_rows, fetch_bytes(plan));
-    };
+    const int64_t row = int64_t{s.heads} * s.head_dim;  // elements of a token
     ForwardLaunch launch{};
+    launch.format = problem.format;
     launch.bf16 = problem.bf16;
     launch.plan = plan;
-    // A bundle's heads are the last axis: rows of a tile are tokens of its first head, then of the next.
-    auto rows = [&](const char *what, const TokenTensor &x) {
-        if (plan.bundle == 1) return token_map(what, problem.bf16, s, x);
-        return tensor_map(what, x.data, map_type(problem.bf16),
-                          {{d_h, 1, panel_cols_of(d_h)},
-                           {s.heads, x.head_stride, 1},
-                           {s.length, x.token_stride, tile_rows / plan.bundle},
-                           {plan.bundle, x.head_stride, plan.bundle}},
-                          swizzle_bytes_of(d_h));
-    };
-    launch.q = rows("q", problem.q);
-    launch.k = weights("k", problem.k);
-    launch.u = weights("u", problem.u);
-    launch.v = weights("v", problem.v);
-    launch.out = rows("the output", out);
+    launch.q = row_map("q", problem, plan, problem.q);
+    launch.out =
+        row_map("the output", problem, plan, TokenTensor{problem.out, problem.dense.batch * row, problem.dense.token * row, s.head_dim});
+    map_weights(problem, plan, launch);
 
-    ForwardParams &p = launch.params;
-    p = forward_params(problem, plan, workspace);
-    // W of a head, where there is room, a bulk copy can read it, and all rows of a CTA are of one head or bundle.
-    if (has_router(problem.gate) && of_one_head(problem, plan)) {
-        const int64_t bytes = int64_t{d_h} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
-        const int room = plan.schedule.slices > 1 ? plan.spare_gate : plan.pieces;
-        p.head_router_bytes = static_cast<int>(bytes);
-        if (bytes * plan.bundle <= room && bulk_aligned(p.gate_data)) p.router_bytes = p.head_router_bytes * plan.bundle;
-    }
-    const bool pieces = plan.flags || (p.router_bytes && plan.schedule.slices == 1);
-    launch.shared_memory = plan.shared_memory + (pieces ? plan.pieces : 0);
-
+    ForwardFp8Params &p = launch.params;
+    static_cast<ForwardParams &>(p) = forward_params(problem, plan, workspace);
+    p.head_router_bytes = router_bytes(problem, plan);
+    p.router_bytes = p.head_router_bytes * plan.bundle;
     p.gate_tiles = gate_in_tiles(problem);
-    if (p.gate_tiles) launch.r = gate_map(problem, 32);
+    if (p.gate_tiles) launch.r = gate_map(problem);
+    if (is_fp8(problem)) {
+        const int64_t plane = int64_t{s.weight_heads()} * s.subnets;
+        p.k_scales = problem.scales;
+        p.u_scales = p.k_scales + plane;
+        p.v_scales = p.u_scales + plane;
+        if (has_router(problem.gate) && p.router_bytes == 0) p.gate_rows = workspace + plan.workspace();
+    }
+    const bool w_in_pieces = p.router_bytes && (is_fp8(problem) || plan.schedule.slices == 1);
+    launch.shared_memory = plan.shared_memory + (plan.flags || w_in_pieces ? plan.pieces : 0);
     return launch;
 }
 
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream) {
-    return ForwardHeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_forward<d_h>(launch, stream); });
+    if (launch.format == WeightFormat::e4m3)
+        return ForwardFp8HeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_forward<WeightFormat::e4m3, d_h>(launch, stream); });
+    return ForwardHeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_forward<WeightFormat::same, d_h>(launch, stream); });
 }
 
 }  // namespace flashmhf

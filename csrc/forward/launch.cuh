@@ -3,6 +3,8 @@
 
 #include "common/launch_kernel.cuh"
 #include "forward/combine.cuh"
+#include "forward/e4m3/format.cuh"
+#include "forward/f16/format.cuh"
 #include "forward/kernel.cuh"
 #include "forward/launch.h"
 
@@ -18,32 +20,45 @@ template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan
 }
 
 // All kernels may be started before their predecessor has finished; they wait for that before they touch any data.
-template <int d_h, typename T, Division division> cudaError_t launch_instance(const ForwardLaunch &l, cudaStream_t stream) {
+template <typename Format, Division division> cudaError_t launch_instance(const ForwardLaunch &l, cudaStream_t stream) {
+    constexpr auto kernel = flashmhf_forward<Format, division>;
     const ForwardSchedule &s = l.plan.schedule;
-    if (cudaError_t error = allow_shared_memory(flashmhf_forward<d_h, T, division>, ForwardPolicy<d_h>::shared_memory)) return error;
-    if (cudaError_t error = allow_cluster(flashmhf_forward<d_h, T, division>, l.plan.cluster_size)) return error;
-    return launch_clusters(l.plan.cluster_size, true, flashmhf_forward<d_h, T, division>, dim3(s.clusters * l.plan.cluster_size, s.lanes),
-                           128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, l.params);
+    const typename Format::Params &params = l.params;
+    if (cudaError_t error = allow_shared_memory(kernel, Format::Policy::shared_memory)) return error;
+    if (cudaError_t error = allow_cluster(kernel, l.plan.cluster_size)) return error;
+    return launch_clusters(l.plan.cluster_size, true, kernel, dim3(s.clusters * l.plan.cluster_size, s.lanes), 128 * (l.plan.consumers + 1),
+                           l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, params);
 }
-template <int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
-    using P = ForwardPolicy<d_h>;
+// The instance for the way in which the plan divides items, or the one for all ways; then what adds parts.
+template <typename Format> cudaError_t launch_divided(const ForwardLaunch &l, cudaStream_t stream) {
     const Division division = l.plan.schedule.division();
-    if constexpr (P::may_add_parts)
-        if (division == Division::gathers) return launch_instance<d_h, T, Division::gathers>(l, stream);
-    if constexpr (P::may_slice)
-        if (division == Division::slices) return launch_instance<d_h, T, Division::slices>(l, stream);
-    if (cudaError_t error = launch_instance<d_h, T, Division::waves>(l, stream)) return error;
-    return combine_typed<d_h, T>(l.plan, l.params, stream);
+    if constexpr (Format::has_instance(Division::gathers))
+        if (division == Division::gathers) return launch_instance<Format, Division::gathers>(l, stream);
+    if constexpr (Format::has_instance(Division::slices))
+        if (division == Division::slices) return launch_instance<Format, Division::slices>(l, stream);
+    if (cudaError_t error = launch_instance<Format, Division::waves>(l, stream)) return error;
+    return combine_parts<Format::d_h>(l.bf16, l.plan, l.params, stream);
+}
+template <WeightFormat format, int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
+    if constexpr (format == WeightFormat::same) return launch_divided<F16<d_h, T>>(l, stream);
+    else if (divides_few_rows(l.plan)) return launch_divided<E4m3<d_h, T, true>>(l, stream);
+    else return launch_divided<E4m3<d_h, T, false>>(l, stream);
 }
 
 }  // namespace
 
-template <int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream) {
-    return launch.bf16 ? launch_typed<d_h, kittens::bf16>(launch, stream) : launch_typed<d_h, kittens::half>(launch, stream);
+template <WeightFormat format, int d_h> cudaError_t launch_forward(const ForwardLaunch &l, cudaStream_t stream) {
+    return l.bf16 ? launch_typed<format, d_h, kittens::bf16>(l, stream) : launch_typed<format, d_h, kittens::half>(l, stream);
 }
 
 template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream) {
     return bf16 ? combine_typed<d_h, kittens::bf16>(plan, params, stream) : combine_typed<d_h, kittens::half>(plan, params, stream);
 }
+
+// Defined in the instances of 16 bits.
+extern template cudaError_t combine_parts<64>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
+extern template cudaError_t combine_parts<96>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
+extern template cudaError_t combine_parts<128>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
+extern template cudaError_t combine_parts<256>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
 
 }  // namespace flashmhf

@@ -3,48 +3,97 @@
 #include "common/driver.h"
 #include "device.h"
 #include "forward/launch.h"
-#include "forward/policy.h"
 #include "operators.h"
 #include "tensors.h"
 
 namespace flashmhf {
 namespace {
 
-struct GateSource {
-    Gate kind = Gate::ones;
-    std::optional<Tensor> tensor;  // R or W
-    float eps = 0.f;
+void check_packed(const Tensor &x, const char *name, const Tensor &q) {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float8_e4m3fn, name, " must be float8_e4m3fn");
+    check_same_device(x, name, q);
+    STD_TORCH_CHECK(x.dim() == 4 && x.is_contiguous(), name, " must have four dimensions and be contiguous, is ", shape_of(x));
+    STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
+}
+
+// k8, u8: [H_kv, E, d_e, d_h]; v8: [H_kv, E, d_h, d_e]; scales: [3, H_kv, E].
+ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales) {
+    STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half, "q must be bfloat16 or float16");
+    STD_TORCH_CHECK(q.is_cuda(), "q must be on a CUDA device");
+    STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
+    check_packed(k8, "k8", q);
+    check_packed(u8, "u8", q);
+    check_packed(v8, "v8", q);
+    ProblemSizes sizes{
+        .tokens = 1, .heads = q.size(q.dim() - 2), .head_dim = q.size(q.dim() - 1), .subnets = k8.size(1), .subnet_dim = k8.size(2)};
+    for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
+    STD_TORCH_CHECK(sizes.heads >= 1 && k8.size(0) >= 1 && sizes.subnets >= 1, "H, H_kv and E must be at least 1");
+    STD_TORCH_CHECK(sizes.heads % k8.size(0) == 0 && k8.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k8 is ", shape_of(k8));
+    sizes.group = sizes.heads / k8.size(0);
+    for (int i = 0; i < 4; ++i) {
+        STD_TORCH_CHECK(u8.size(i) == k8.size(i), "u8 is ", shape_of(u8), " but k8 is ", shape_of(k8));
+        STD_TORCH_CHECK(v8.size(i) == k8.size(i < 2 ? i : 5 - i), "v8 must be [H_kv, E, d_h, d_e], is ", shape_of(v8), " but k8 is ",
+                        shape_of(k8));
+    }
+    check_sizes<ForwardFp8HeadDims>(sizes);
+    STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
+    check_same_device(scales, "scales", q);
+    STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == 3 && scales.size(1) == k8.size(0) && scales.size(2) == sizes.subnets &&
+                        scales.is_contiguous(),
+                    "scales must be [3, H_kv, E] = [3, ", k8.size(0), ", ", sizes.subnets, "] and contiguous, is ", shape_of(scales));
+    return sizes;
+}
+
+// What the formats' operators differ in.
+struct Operands {
+    WeightFormat format;
+    const Tensor &k, &u, &v;
+    const float *scales;      // of e4m3
+    std::optional<Tensor> r;  // or w, or neither
+    std::optional<Tensor> w;
+    double eps;
 };
 
-Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, GateSource gate, const ProblemSizes &sizes,
-           const char *range) {
+Gate gate_of(const Tensor &q, const Operands &in, const ProblemSizes &sizes) {
+    if (in.r) check_r(*in.r, q, sizes);
+    if (in.w) check_w(*in.w, q, sizes);
+    if (in.r) return in.r->scalar_type() == ScalarType::Float ? Gate::r_float : Gate::r_half;
+    if (in.w) return in.w->scalar_type() == ScalarType::Float ? Gate::w_float : Gate::w_half;
+    return Gate::ones;
+}
+
+Tensor run(const Tensor &q, const Operands &in, const ProblemSizes &sizes, const char *range) {
+    const Gate gate = gate_of(q, in, sizes);
     const DeviceScope scope(q.get_device_index(), range);
     Tensor out = new_dense(q, Sizes(q.sizes().data(), q.sizes().size()));
     if (sizes.tokens == 0) return out;
 
-    std::optional<Tensor> r = gate_is_given(gate.kind) ? gate.tensor : std::nullopt;
+    std::optional<Tensor> r = in.r;
     const TokenAxes axes = token_axes(q, r);
     check_readable(q, axes);
     const ForwardProblem problem{
+        .format = in.format,
         .bf16 = q.scalar_type() == ScalarType::BFloat16,
         .shape = shape_of_call(axes, sizes),
         .q = {q.data_ptr(), axes.q_batch, axes.q_token, q.stride(q.dim() - 2)},
-        .k = k.data_ptr(),
-        .u = u.data_ptr(),
-        .v = v.data_ptr(),
-        .gate = gate.kind,
+        .k = in.k.data_ptr(),
+        .u = in.u.data_ptr(),
+        .v = in.v.data_ptr(),
+        .scales = in.scales,
+        .gate = gate,
         .r = r ? TokenTensor{r->data_ptr(), axes.other_batch, axes.other_token, r->stride(r->dim() - 2)} : TokenTensor{},
-        .w = has_router(gate.kind) ? gate.tensor->data_ptr() : nullptr,
-        .eps = gate.eps,
+        .w = in.w ? in.w->data_ptr() : nullptr,
+        .eps = static_cast<float>(in.eps),
         .out = out.data_ptr(),
         .dense = {axes.dense_batch, axes.dense_token},
     };
 
     Device device;
     check_cuda(describe_device(&device));
-    const ForwardPlan plan = plan_forward(problem.shape, device, WeightFormat::same, may_bundle(problem));
+    const ForwardPlan plan = plan_forward(problem.shape, device, problem.format, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
-    if (plan.partials) workspace = new_dense(q, std::array{plan.workspace()}, aoti_torch_dtype_float32());
+    const int64_t floats = workspace_of(problem, plan);
+    if (floats) workspace = new_dense(q, std::array{floats}, aoti_torch_dtype_float32());
     const ForwardLaunch launch = prepare_forward(problem, plan, workspace ? static_cast<float *>(workspace->data_ptr()) : nullptr);
     check_cuda(launch_forward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
     return out;
@@ -54,20 +103,20 @@ Tensor run(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, G
 
 Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r, bool) {
     const ProblemSizes sizes = check_operands<ForwardHeadDims>(q, k, u, v);
-    GateSource gate;
-    if (r) {
-        check_r(*r, q, sizes);
-        gate.kind = r->scalar_type() == ScalarType::Float ? Gate::r_float : Gate::r_half;
-        gate.tensor = *r;
-    }
-    return run(q, k, u, v, gate, sizes, "flashmhf forward");
+    return run(q, {WeightFormat::same, k, u, v, nullptr, r, std::nullopt, 0.}, sizes, "flashmhf forward");
 }
 
 Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps, bool) {
     const ProblemSizes sizes = check_operands<ForwardHeadDims>(q, k, u, v);
-    check_w(w, q, sizes);
-    GateSource gate{w.scalar_type() == ScalarType::Float ? Gate::w_float : Gate::w_half, w, static_cast<float>(eps)};
-    return run(q, k, u, v, gate, sizes, "flashmhf gated_forward");
+    return run(q, {WeightFormat::same, k, u, v, nullptr, std::nullopt, w, eps}, sizes, "flashmhf gated_forward");
+}
+
+Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales,
+                   const std::optional<Tensor> &r, const std::optional<Tensor> &w, double eps) {
+    const ProblemSizes sizes = check_fp8_operands(q, k8, u8, v8, scales);
+    STD_TORCH_CHECK(!r || !w, "r and w exclude each other");
+    const Operands in{WeightFormat::e4m3, k8, u8, v8, static_cast<const float *>(scales.data_ptr()), r, w, eps};
+    return run(q, in, sizes, "flashmhf fp8_forward");
 }
 
 }  // namespace flashmhf

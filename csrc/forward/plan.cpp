@@ -9,8 +9,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "forward/policy.h"
-#include "forward_fp8/policy.h"
+#include "forward/e4m3/policy.h"
+#include "forward/f16/policy.h"
 
 namespace flashmhf {
 namespace {

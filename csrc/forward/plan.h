@@ -8,6 +8,7 @@
 #include "common/device.h"
 #include "common/problem.h"
 #include "forward/cost_model.h"
+#include "forward/problem.h"
 #include "forward/schedule.cuh"
 
 namespace flashmhf {
@@ -34,8 +35,6 @@ struct ForwardPlan {
     int spare_gate;  // bytes of the gate tiles that nobody uses when each cluster has one item: they cache W
 };
 
-// Which kernel: K, U and V in the type of Q, or in e4m3.
-enum class WeightFormat { same, e4m3 };
 constexpr ForwardCostModel forward_costs(WeightFormat format) {
     return format == WeightFormat::e4m3 ? forward_fp8_costs : ForwardCostModel{};
 }

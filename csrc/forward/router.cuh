@@ -5,7 +5,6 @@
 
 #include "common/ptx.cuh"
 #include "forward/params.h"
-#include "forward/shared_memory.cuh"
 
 namespace flashmhf {
 
@@ -20,7 +19,7 @@ struct FromShared {
 };
 
 // halved: Q comes at half its size, hence P too.
-template <int d_h, typename T, bool halved, typename Source, typename Tile = GateTile<d_h>> struct RouterRows {
+template <int d_h, typename T, bool halved, typename Source, typename Tile> struct RouterRows {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     static constexpr int chunk = Tile::chunk;
 

@@ -25,7 +25,7 @@ template <typename T> int run(const Arguments &options) {
     check(flashmhf::describe_device(&device));
     const flashmhf::ForwardPlan plan =
         flashmhf::plan_forward(s, device, flashmhf::WeightFormat::same, may_bundle(problem), costs_of(options, {}));
-    const Buffer<float> workspace(plan.workspace());
+    const Buffer<float> workspace(flashmhf::workspace_of(problem, plan));
     const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
     print_plan(plan);
     auto once = [&] { return flashmhf::launch_forward(s.head_dim, launch, nullptr); };

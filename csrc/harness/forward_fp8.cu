@@ -14,7 +14,6 @@
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include <cuda_fp8.h>
 
-#include "forward_fp8/launch.h"
 #include "harness/forward.cuh"
 
 namespace {
@@ -110,27 +109,27 @@ template <typename T> int run(const Arguments &options) {
     quantise<T><<<1024, 256>>>(u8, in.u, scales + in.subnets, s, false);
     quantise<T><<<1024, 256>>>(v8, in.v, scales + 2 * in.subnets, s, true);
 
-    flashmhf::ForwardFp8Problem problem{};
+    flashmhf::ForwardProblem problem{};
     in.describe(problem);
     problem.k = k8, problem.u = u8, problem.v = v8;
     problem.scales = scales;
+    problem.format = flashmhf::WeightFormat::e4m3;
     flashmhf::Device device;
     check(flashmhf::describe_device(&device));
     const flashmhf::ForwardPlan plan =
         flashmhf::plan_forward(s, device, flashmhf::WeightFormat::e4m3, false, costs_of(options, flashmhf::forward_fp8_costs));
-    const Buffer<float> workspace(flashmhf::workspace_forward_fp8(problem, plan));
-    const flashmhf::ForwardFp8Launch launch = flashmhf::prepare_forward_fp8(problem, plan, workspace);
+    const Buffer<float> workspace(flashmhf::workspace_of(problem, plan));
+    const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
     print_plan(plan);
-    auto once = [&] { return flashmhf::launch_forward_fp8(s.head_dim, launch, nullptr); };
+    auto once = [&] { return flashmhf::launch_forward(s.head_dim, launch, nullptr); };
     measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
     const Copies<__nv_fp8_storage_t> copies(options.number("chain"), {&k8, &u8, &v8});
-    std::vector<flashmhf::ForwardFp8Launch> launches;
+    std::vector<flashmhf::ForwardLaunch> launches;
     for (int64_t i = 0; i < copies.sets; ++i) {
         problem.k = copies(i, 0), problem.u = copies(i, 1), problem.v = copies(i, 2);
-        launches.push_back(flashmhf::prepare_forward_fp8(problem, plan, workspace));
+        launches.push_back(flashmhf::prepare_forward(problem, plan, workspace));
     }
-    measure_chain(copies.sets,
-                  [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward_fp8(s.head_dim, launches[i], stream); });
+    measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward(s.head_dim, launches[i], stream); });
     if (in.rows == 0) return 0;
     bool ok = repeats_bits(in.out, options.number("repeat"), once);
     if (!options.number("check")) return ok ? 0 : 1;

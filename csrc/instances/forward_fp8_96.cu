@@ -1,3 +1,3 @@
-#include "forward_fp8/launch.cuh"
+#include "forward/launch.cuh"
 
-template cudaError_t flashmhf::launch_forward_fp8<96>(const flashmhf::ForwardFp8Launch &, cudaStream_t);
+template cudaError_t flashmhf::launch_forward<flashmhf::WeightFormat::e4m3, 96>(const flashmhf::ForwardLaunch &, cudaStream_t);

@@ -79,8 +79,8 @@ def test_every_instance_is_there_and_named_after_the_package(built):
 
     assert all("flashmhf_" in name for name in built["kernels"])
     divided = tuple(d for d in HEAD_DIMS if d != 256)  # into parts that the clusters gather, and into slices
-    assert head_dims("16flashmhf_forward") == sorted(2 * HEAD_DIMS + 4 * divided)
-    assert head_dims("20flashmhf_forward_fp8") == sorted(4 * HEAD_DIMS)  # and of few rows
+    assert head_dims("16flashmhf_forwardINS_3F16") == sorted(2 * HEAD_DIMS + 4 * divided)
+    assert head_dims("16flashmhf_forwardINS_4E4m3") == sorted(4 * HEAD_DIMS)  # and of few rows
     for kernel in ("24flashmhf_forward_combine", "23flashmhf_backward_token", "25flashmhf_backward_collect"):
         assert head_dims(kernel) == sorted(2 * HEAD_DIMS)  # bf16 and fp16
 
@@ -88,8 +88,8 @@ def test_every_instance_is_there_and_named_after_the_package(built):
 def main_kernels() -> list[tuple[str, dict]]:
     """A pattern of the mangled name, for both element types, and the budget of each kernel whose warpgroups trade registers."""
     plan = pytest.importorskip("flashmhf._plan")
-    kernels = [(f"16flashmhf_forwardILi{p['head_dim']}E", p) for p in plan.forward_policies()]
-    kernels += [(rf"20flashmhf_forward_fp8ILi{p['head_dim']}E\w+Lb{p['few_rows']:d}E", p) for p in plan.forward_fp8_policies()]
+    kernels = [(f"16flashmhf_forwardINS_3F16ILi{p['head_dim']}E", p) for p in plan.forward_policies()]
+    kernels += [(rf"16flashmhf_forwardINS_4E4m3ILi{p['head_dim']}E\w+?Lb{p['few_rows']:d}E", p) for p in plan.forward_fp8_policies()]
     for p in plan.backward_policies():
         if p["outputs"] == "tokens":
             kernels.append((f"23flashmhf_backward_tokenILi{p['head_dim']}E", p))
@@ -101,7 +101,7 @@ def main_kernels() -> list[tuple[str, dict]]:
 def test_registers_at_launch_are_those_of_the_policy(built):
     for name, policy in main_kernels():
         found = [used["registers"] for kernel, used in built["kernels"].items() if re.search(name, kernel)]
-        divides = name.startswith("16flashmhf_forwardI") and policy["head_dim"] != 256
+        divides = "3F16" in name and policy["head_dim"] != 256
         assert found == [policy["launch_registers"]] * (6 if divides else 2), name
 
 

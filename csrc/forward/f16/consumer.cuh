@@ -1,16 +1,26 @@
-// The consumer warpgroups of the forward kernel: 64 token rows each, products and elementwise part of one tile after the other.
+// The consumer warpgroups of the forward kernel in 16 bits: 64 token rows each, products and elementwise part of one tile after the other.
 #pragma once
 
 #include <cstddef>
 
-#include "forward/add_parts.cuh"
 #include "forward/epilogue.cuh"
-#include "forward/gate.cuh"
+#include "forward/f16/add_parts.cuh"
+#include "forward/f16/gate.cuh"
+#include "forward/f16/producer.cuh"
+#include "forward/f16/swiglu_tile.cuh"
 #include "forward/item_stream.cuh"
-#include "forward/producer.cuh"
-#include "forward/swiglu_tile.cuh"
 
 namespace flashmhf {
+
+// Sums of a slice in fp32. A thread's piece is float4 j of its fragment.
+template <int d_h> struct FloatSliceSums {
+    static constexpr int columns = ForwardPolicy<d_h>::piece_columns;
+    static constexpr bool scaled = false;
+    using Piece = float4;
+    const OutputTile<d_h> &o;
+    __device__ __forceinline__ Piece piece(int j) const { return fragment_quad<d_h>(o, j); }
+    __device__ __forceinline__ static void add(float4 (&sum)[1], Piece x, float2) { flashmhf::add(sum[0], x); }
+};
 
 template <int d_h, typename T, Division division>
 struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
@@ -30,9 +40,9 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
     __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
     template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, halved> &gate, Query &&query) {
-        if (P::gate_early && p.router_bytes) kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
+        if (P::gate_early && p.router_bytes) kittens::wait(shared.w_full, q_phase ^ 1);
         gate.begin(this_item(), gate_buffer(), shared.router(p), query);
-        if (P::gate_early && p.router_bytes && lane == 0) kittens::arrive(shared.semaphores.w_empty);
+        if (P::gate_early && p.router_bytes && lane == 0) kittens::arrive(shared.w_empty);
     }
     // Once an item the warpgroups issue their products one after the other. Side by side they would reach their elementwise parts together
     // and leave the tensor cores idle. From there they run freely: an order in every tile passes each delay on to the others. Items no
@@ -59,7 +69,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                                 p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, wg);
             if (P::may_add_parts) {
                 __syncwarp();
-                if (lane == 0) kittens::arrive(shared.semaphores.part_stored[tile.part]);
+                if (lane == 0) kittens::arrive(shared.parts.stored[tile.part]);
             }
         }
     }
@@ -82,8 +92,8 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         release_q();
         while (true) {
             if (p.router_bytes) {
-                kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
-                if (lane == 0) kittens::arrive(shared.semaphores.w_empty);
+                kittens::wait(shared.w_full, q_phase ^ 1);
+                if (lane == 0) kittens::arrive(shared.w_empty);
             }
             for (int left = this_item().end - this_item().begin; left > 0; --left, ring.advance())
                 if (reader_of >= 0) {
@@ -96,7 +106,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             let_next_issue(this_item());
             const int part = last_item().part;
             release_q();
-            if (P::may_add_parts && part >= 0 && lane == 0) kittens::arrive(shared.semaphores.part_stored[part]);
+            if (P::may_add_parts && part >= 0 && lane == 0) kittens::arrive(shared.parts.stored[part]);
             if (!more) return;
         }
     }

@@ -2,9 +2,9 @@
 // or for two, loads the Q, the scales and the gate of an item, and stores the outputs.
 #pragma once
 
+#include "forward/e4m3/shared_memory.cuh"
+#include "forward/params.h"
 #include "forward/producer.cuh"
-#include "forward_fp8/params.h"
-#include "forward_fp8/shared_memory.cuh"
 
 namespace flashmhf {
 
@@ -75,16 +75,15 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
 }
 
 // For consumer warpgroups first .. last - 1, by one warp: loads Q, scales and gate of their items, stores their outputs.
-template <int d_h, typename T, bool few_rows>
-__device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const CUtensorMap *map_q,
-                                              const CUtensorMap *map_r, const CUtensorMap *map_out, const ForwardFp8Params &p, int first,
-                                              int last) {
-    using P = ForwardFp8Policy<d_h, few_rows>;
+template <typename Format, Division division>
+__device__ __forceinline__ void load_rows_fp8(typename Format::Shared &shared, const CUtensorMap *map_q, const CUtensorMap *map_r,
+                                              const CUtensorMap *map_out, const ForwardFp8Params &p, int first, int last) {
+    using P = typename Format::Policy;
+    constexpr int d_h = Format::d_h;
     const int lane = kittens::laneid();
-    const bool leader = lane == 0;
-    WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
-    const bool stages = p.router_bytes > 0 && leader && first == 0;
-    int count = 0;
+    RowLoader<Format, division> loader{shared, p, map_out, p.router_bytes > 0 && lane == 0 && first == 0};
+    const bool leader = loader.leader;
+    int &count = loader.count;
     auto each = [&](auto body) {  // for each of these warpgroups; one needs no loop
         if constexpr (P::consumers <= 3) {
             body(first);
@@ -92,25 +91,6 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
 #pragma unroll 1
             for (int warpgroup = first; warpgroup < last; ++warpgroup) body(warpgroup);
         }
-    };
-    // W of the head of the current item: one for all consumers.
-    auto load_router = [&]() {
-        auto &w_full = shared.semaphores.w_full;
-        kittens::tma::expect_bytes(w_full, p.router_bytes);
-        const void *w = router_of<d_h, T>(p, shared.items[count % 2][0].head);
-        kittens::tma::load_async(static_cast<void *>(shared.router), const_cast<void *>(w), p.router_bytes, w_full);
-    };
-    auto next_item = [&]() {
-        Work work;
-        if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
-        each([&](int warpgroup) {
-            const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
-            const int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? -1 : work.part;
-            const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
-            if (leader)
-                shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
-        });
-        return true;
     };
     auto first_scale = [&](const Item &item) { return item.head / p.bundles * p.subnets; };
     auto subnet_of_lane = [&](const Item &item) { return item.subnet - item.gate_column + lane; };
@@ -126,20 +106,11 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
         if (lane < P::gate_chunk && e >= 0 && e < p.subnets) prefetch_line(p.u_scales + (at + e)), prefetch_line(p.v_scales + (at + e));
         if (lane == P::gate_chunk) prefetch_line(p.k_scales + at);
     };
-    // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
-    auto take_over = [&](int warpgroup, int index) {
-        kittens::arrive_and_wait(q_read_barrier(warpgroup));
-        if (index < 0 || !leader) return;
-        const Item &done = shared.items[index % 2][warpgroup];
-        if (done.part >= 0) return;
-        store_output(shared.q[warpgroup], map_out, done);
-        kittens::tma::store_async_read_wait<0>();
-    };
-    bool more = next_item();
+    bool more = loader.next_item(each);
     __syncwarp();
     if (more) each([&](int warpgroup) { prefetch_scales(shared.items[0][warpgroup]); });
-    begin(p);
-    if (stages && more) load_router();
+    wait_for_cluster_and_predecessor(p);
+    if (loader.stages && more) loader.load_router();
     while (more) {
         __syncwarp();
         each([&](int warpgroup) {
@@ -156,14 +127,14 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
             __syncwarp();
             if (leader) kittens::arrive(full);
         });
-        if (stages && count > 0) {
-            wait_sleeping(shared.semaphores.w_empty, count - 1 & 1);
-            load_router();
+        if (loader.stages && count > 0) {
+            wait_sleeping(shared.w_empty, count - 1 & 1);
+            loader.load_router();
         }
         if (p.gate_tiles) {
             each([&](int warpgroup) {
                 const Item &item = shared.items[count % 2][warpgroup];
-                auto &r_full = shared.semaphores.r_full[warpgroup];
+                auto &r_full = shared.r_full[warpgroup];
                 if (count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
                 if (leader) {
                     kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
@@ -173,18 +144,14 @@ __device__ __forceinline__ void load_rows_fp8(ForwardFp8Shared<d_h, T, few_rows>
             });
         }
         ++count;
-        each([&](int warpgroup) { take_over(warpgroup, count - 2); });
-        more = next_item();
+        each([&](int warpgroup) { loader.take_over(warpgroup, count - 2); });
+        more = loader.next_item(each);
     }
-    each([&](int warpgroup) {
-        if (!leader) return;
-        shared.items[count % 2][warpgroup].begin = shared.items[count % 2][warpgroup].end = 0;
-        kittens::arrive(shared.semaphores.q_full[warpgroup], ForwardFp8Arrivals::q_full);
-    });
+    each([&](int warpgroup) { loader.end_items(warpgroup); });
     if (count > 0)
         each([&](int warpgroup) {
             if (p.gate_tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
-            take_over(warpgroup, count - 1);
+            loader.take_over(warpgroup, count - 1);
         });
     if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it
 }

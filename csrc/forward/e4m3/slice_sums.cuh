@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/fp8.cuh"
+#include "forward/e4m3/policy.h"
 #include "forward/epilogue.cuh"
-#include "forward_fp8/policy.h"
 
 namespace flashmhf {
 

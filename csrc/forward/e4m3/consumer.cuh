@@ -1,12 +1,12 @@
 // The consumer warpgroups of the FP8 forward kernel: 64 token rows each, products and elementwise part of one chunk after the other.
 #pragma once
 
+#include "forward/e4m3/few_rows_exchange.cuh"
+#include "forward/e4m3/gate.cuh"
+#include "forward/e4m3/producer.cuh"
+#include "forward/e4m3/swiglu_tile.cuh"
 #include "forward/epilogue.cuh"
 #include "forward/item_stream.cuh"
-#include "forward_fp8/few_rows_exchange.cuh"
-#include "forward_fp8/gate.cuh"
-#include "forward_fp8/producer.cuh"
-#include "forward_fp8/swiglu_tile.cuh"
 
 namespace flashmhf {
 
@@ -114,11 +114,11 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         if (!has_router(p.gate)) return;
         auto from = [&](int k, T2(&fragment)[4]) { query(k, fragment); };
         if (p.router_bytes) {
-            kittens::wait(shared.semaphores.w_full, q_phase ^ 1);
+            kittens::wait(shared.w_full, q_phase ^ 1);
             using Source = std::conditional_t<few_rows && (P::router_bytes > 0), WideFromShared, FewFromShared>;
-            RouterRows<d_h, T, false, Source, Fp8GateTile<d_h>>{p, shared.router, gate_tile(), 16 * warp}.normalise(this_item().subnet,
-                                                                                                                    from);
-            if (lane == 0) kittens::arrive(shared.semaphores.w_empty);
+            RouterRows<d_h, T, false, Source, Fp8GateTile<d_h>>{p, shared.router(p), gate_tile(), 16 * warp}.normalise(this_item().subnet,
+                                                                                                                       from);
+            if (lane == 0) kittens::arrive(shared.w_empty);
         } else {
             Fp8GateRows rows{gate_rows<d_h>(p, wg), gate_tile().scale, p.subnets};
             const void *w = router_of<d_h, T>(p, this_item().head);
@@ -221,7 +221,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             if (prepared) return;
             prepared = true;
             if constexpr (few_rows && P::exchange_ahead) exchange.prepare(item, wg);
-            if (p.gate_tiles) kittens::wait(shared.semaphores.r_full[wg], r_phase);
+            if (p.gate_tiles) kittens::wait(shared.r_full[wg], r_phase);
             gate.prepare(item, gate_tile(), item_scales, wg, scale);
         };
 

@@ -3,7 +3,7 @@
 // computed by the consumer warp for its own rows, without a barrier.
 #pragma once
 
-#include "forward/producer.cuh"
+#include "forward/f16/producer.cuh"
 #include "forward/router.cuh"
 
 namespace flashmhf {
@@ -48,7 +48,7 @@ template <int d_h, typename T, bool halved> struct GateRows {
     }
 
   private:
-    template <typename Source> __device__ __forceinline__ RouterRows<d_h, T, halved, Source> router(const void *w, Tile &tile) {
+    template <typename Source> __device__ __forceinline__ RouterRows<d_h, T, halved, Source, Tile> router(const void *w, Tile &tile) {
         return {p, w, tile, 16 * kittens::warpgroup::warpid()};
     }
     // The head of the warp's rows: of the bundle, of all.

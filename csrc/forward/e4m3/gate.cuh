@@ -6,9 +6,9 @@
 #include "common/fp8.cuh"
 #include "common/fragments.cuh"
 #include "common/real.cuh"
+#include "forward/e4m3/shared_memory.cuh"
+#include "forward/params.h"
 #include "forward/router.cuh"
-#include "forward_fp8/params.h"
-#include "forward_fp8/shared_memory.cuh"
 
 namespace flashmhf {
 

@@ -8,8 +8,8 @@
 
 namespace flashmhf {
 
-// A warpgroup for each row tile, and the producer's.
-constexpr int forward_fp8_threads(int consumers) { return 128 * (consumers + 1); }
+constexpr int fp8_box_rows = 32;  // of K or U that one copy brings
+constexpr int fp8_panel_bytes(int d_h) { return d_h % 128 == 0 ? 128 : d_h % 64 == 0 ? 64 : 32; }
 
 // few_rows: of an instance for CTAs that divide an item of one or two row tiles.
 template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
@@ -18,13 +18,13 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     // Three row tiles keep the tensor cores busy through the elementwise part of one of them, and four the special functions at d_h = 64;
     // at d_h = 256 the registers hold two.
     static constexpr int consumers = few_rows || d_h == 256 ? 2 : d_h == 64 ? 4 : 3;
-    static constexpr int threads = forward_fp8_threads(consumers);
+    static constexpr int threads = 128 * (consumers + 1);  // a warpgroup for each row tile, and the producer's
 
     // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of inter rows. With 32 a chunk's product takes 16 registers;
     // with 64 there are half as many waits for the tensor cores, which one warpgroup alone does not cover.
     static constexpr int chunk_inter = few_rows && (d_h == 96 || d_h == 128) ? tile_inter : 32, chunks = tile_inter / chunk_inter;
-    static constexpr int box_rows = 32;                                              // of K or U that one copy brings
-    static constexpr int ku_panel = d_h % 128 == 0 ? 128 : d_h % 64 == 0 ? 64 : 32;  // bytes of a row of a panel, swizzled as wide
+    static constexpr int box_rows = fp8_box_rows;
+    static constexpr int ku_panel = fp8_panel_bytes(d_h);  // bytes of a row of a panel, swizzled as wide
     static constexpr int ku_panels = d_h / ku_panel, ku_panel_bytes = 2 * chunk_inter * ku_panel;
     static constexpr int ku_chunk_bytes = ku_panels * ku_panel_bytes, ku_bytes = chunks * ku_chunk_bytes;
     static constexpr int v_panel = tile_inter;  // V is transposed: d_h rows of the tile's inter units

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/ptx.cuh"
-#include "forward/policy.h"
+#include "forward/f16/policy.h"
 
 namespace flashmhf {
 

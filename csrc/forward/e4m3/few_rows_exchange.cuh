@@ -3,8 +3,8 @@
 // sends its pieces at once. It adds the pieces of its CTA in a loop over the slices: unrolled, the loop takes a little longer.
 #pragma once
 
+#include "forward/e4m3/slice_sums.cuh"
 #include "forward/epilogue.cuh"
-#include "forward_fp8/slice_sums.cuh"
 
 namespace flashmhf {
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/epilogue.cuh"
+#include "forward/f16/shared_memory.cuh"
 
 namespace flashmhf {
 
@@ -28,11 +29,11 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         int signalled = 0;
         while (cursor.next(work, cluster, 0, 0) && work.item >= s.waves * s.clusters)
             if (work.end - work.begin < s.inter_tiles) {
-                wait_sleeping(sem.part_stored[work.part], 0);
+                wait_sleeping(shared.parts.stored[work.part], 0);
                 store_release(part_flag(p, cluster, work.part, rank()), p.token);
                 ++signalled;
             }
-        if (p.router_bytes) wait_sleeping(sem.w_empty, signalled & 1);  // the whole item's W has been read from where the pieces will be
+        if (p.router_bytes) wait_sleeping(shared.w_empty, signalled & 1);  // the whole item's W has been read from where the pieces will be
     }
     __syncwarp();
     const int index = s.ends_item(cluster);
@@ -54,8 +55,8 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
     int sender = 0;
     auto send = [&](int slot) {
         if (lane == sender) {
-            kittens::tma::expect_bytes(sem.piece_full[slot], P::piece_bytes);
-            kittens::tma::load_async(shared.pieces[slot], const_cast<float *>(src), P::piece_bytes, sem.piece_full[slot]);
+            kittens::tma::expect_bytes(shared.parts.piece_full[slot], P::piece_bytes);
+            kittens::tma::load_async(shared.pieces[slot], const_cast<float *>(src), P::piece_bytes, shared.parts.piece_full[slot]);
             src += P::piece_bytes / sizeof(float);
         }
         if (++sender == parts) sender = 0;
@@ -79,7 +80,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         float4 sums[4] = {};  // of threads lane, 32 + lane, ... of the warpgroup
         int left = parts;
         do {
-            wait_sleeping(sem.piece_full[ring.slot], ring.phase);
+            wait_sleeping(shared.parts.piece_full[ring.slot], ring.phase);
 #pragma unroll
             for (int k = 0; k < 4; ++k) add(sums[k], shared.pieces[ring.slot][32 * k + lane]);
             __syncwarp();
@@ -105,7 +106,6 @@ __device__ __forceinline__ uint64_t *gather_flag(const ForwardParams &p, int clu
 // CTA that other clusters add, then waits for those that this one adds.
 template <int d_h, typename T> __device__ __forceinline__ void signal_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
     const ForwardSchedule &s = p.schedule;
-    auto &sem = shared.semaphores;
     const int cluster = kittens::clusterIdx().x, block = kittens::clusterIdx().y, lane = kittens::laneid(),
               rank = p.row_ctas > 1 ? kittens::cluster_ctarank() : 0;
     if (lane == 0) {
@@ -113,7 +113,7 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
         Work work;
         while (cursor.next(work, cluster, block, 0))
             if (work.end < s.inter_tiles) {  // the item ends in another cluster
-                kittens::wait(sem.part_stored[work.part], 0);
+                kittens::wait(shared.parts.stored[work.part], 0);
                 store_release(gather_flag(p, cluster, block, work.part, rank), p.token);
             }
     }
@@ -131,7 +131,7 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
         *flag = 0;  // no other warp waits for it, and a graph launch has the same token again
     }
     __syncwarp();
-    if (lane == 0) kittens::arrive(sem.piece_full[0]);
+    if (lane == 0) kittens::arrive(shared.parts.piece_full[0]);
 }
 
 // By a consumer warpgroup: adds the parts of the other clusters, in their order, to the part of this cluster in o. Few instructions: they
@@ -139,7 +139,7 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
 template <int d_h, typename T> __device__ __forceinline__ void gather_parts(ForwardShared<d_h, T> &shared, OutputTile<d_h> &o, int wg) {
     constexpr int quads = d_h / 8;
     const int offset = wg * (tile_rows * d_h / 4) + kittens::warpgroup::laneid();
-    kittens::wait(shared.semaphores.piece_full[0], 0);
+    kittens::wait(shared.parts.piece_full[0], 0);
     const GatheredParts &parts = shared.gathered;
     float4 x[2][quads];  // two parts in flight, as many as registers hold
     auto load = [&](int i) {

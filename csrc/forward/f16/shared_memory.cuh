@@ -1,23 +1,12 @@
-// Shared memory of a CTA of the forward kernel.
+// Shared memory of a CTA of the forward kernel in 16 bits.
 #pragma once
 
 #include "forward/barriers.h"
-#include "forward/policy.h"
-#include "forward/schedule.cuh"
+#include "forward/f16/policy.h"
+#include "forward/items.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf {
-
-constexpr int whole_item = -1, gathered_item = -2;  // gathered: the last part of an item, to which the cluster adds the others
-
-// The work of a consumer warpgroup on the Q that arrives with this record.
-struct Item {
-    int begin, end;             // inter tiles; end = 0: the work is done
-    int part;                   // of a split item, as in Work; whole or gathered: the producer stores the output
-    int subnet;                 // of the first tile
-    int gate_column;            // column of the gate tile of the first sub-network
-    int head, sequence, token;  // of the warpgroup's first row
-};
 
 // The parts of other clusters that this one adds to its own, in the order of the clusters: those of the same rank and its first warpgroup.
 struct GatheredParts {
@@ -44,10 +33,8 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     using V = tile<tile_inter, d_h>;
     using Q = tile<tile_rows, d_h>;
 
-    struct Semaphores {
-        kittens::semaphore slot_full[P::slots], slot_empty[P::slots], q_full[P::consumers], slice_sums_full, part_stored[2],
-            piece_full[P::piece_slots];
-        kittens::semaphore w_full, w_empty;  // for the router
+    struct PartSemaphores {
+        kittens::semaphore stored[2], piece_full[P::piece_slots];
     };
 
     // Q in registers: a slot is [K;U] of one tile, then V of the tile before it. Otherwise: half of [K;U], or V.
@@ -55,13 +42,20 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     Q q[P::consumers];  // and the output on its way out
     GateTile<d_h> gate[P::gate_buffers][P::consumers];
     Item items[2][P::consumers];  // two: an item is finished after the next one's Q has been read
-    Semaphores semaphores;
+    ForwardSemaphores<P::slots, P::consumers> semaphores;
+    PartSemaphores parts;
+    kittens::semaphore w_full, w_empty;
     GatheredParts gathered;
     // Of parts that are being added, or W. The shared memory of a launch with neither ends here.
     alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
 
     // Sums of the slices of an item lie in the ring when the consumers have read the last tile.
     static_assert(!P::may_slice || (P::consumers * d_h / P::piece_columns + large_slices - 1) * tile_rows * 32 <= sizeof(ring));
+    __device__ __forceinline__ void init_semaphores(const ForwardParams &p) {
+        flashmhf::init_semaphores(*this, p);
+        for (auto &stored : parts.stored) kittens::init_semaphore(stored, ForwardArrivals::part_stored(p.consumers));
+        for (int i = 0; i < P::piece_slots; ++i) kittens::init_semaphore(parts.piece_full[i], ForwardArrivals::piece_full);
+    }
     // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the gate tiles that nobody uses then.
     __device__ void *router(const ForwardParams &p) {
         return p.schedule.slices > 1 ? static_cast<void *>(gate[0] + p.consumers) : static_cast<void *>(pieces);
