@@ -14,10 +14,18 @@ template <typename Format, Division division> struct RowLoader {
     Shared &shared;
     const Params &p;
     const CUtensorMap *const map_out;
-    const bool stages;  // this thread brings W
     const bool leader = kittens::laneid() == 0;
-    Cursor<division> cursor{p.schedule, static_cast<int>(kittens::clusterIdx().x)};
-    int count = 0;  // items so far
+    Cursor<division> cursor;
+    const bool stages;  // this thread brings W
+    int count = 0;      // items so far
+
+    // first: this warp has the first warpgroup.
+    __device__ __forceinline__ RowLoader(Shared &shared, const Params &p, const CUtensorMap *map_out, bool first)
+        : shared(shared),
+          p(p),
+          map_out(map_out),
+          cursor(p.schedule, kittens::clusterIdx().x),
+          stages(Format::stages_router && p.router_bytes > 0 && leader && first) {}
 
     // W of the head of the current item: one for all consumers.
     __device__ __forceinline__ void load_router() {

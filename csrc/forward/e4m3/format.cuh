@@ -18,6 +18,7 @@ template <int head_dim, typename Element, bool few_rows> struct E4m3 {
     template <Division> using Consumer = ForwardFp8Consumer<d_h, T, few_rows>;
     // One for all ways to divide items but that of few rows.
     static constexpr bool has_instance(Division division) { return division == Division::waves; }
+    static constexpr bool stages_router = Policy::router_bytes > 0;  // W may lie in shared memory
     static_assert(offsetof(Shared, w) + Policy::router_bytes <= Policy::shared_memory);
 
     template <Division> __device__ __forceinline__ static void prefetch(const WeightMaps &maps, const Params &p) {

@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_rows_fp8(typename Format::Shared &shared, c
     using P = typename Format::Policy;
     constexpr int d_h = Format::d_h;
     const int lane = kittens::laneid();
-    RowLoader<Format, division> loader{shared, p, map_out, p.router_bytes > 0 && lane == 0 && first == 0};
+    RowLoader<Format, division> loader(shared, p, map_out, first == 0);
     const bool leader = loader.leader;
     int &count = loader.count;
     auto each = [&](auto body) {  // for each of these warpgroups; one needs no loop

@@ -20,6 +20,7 @@ template <int head_dim, typename Element> struct F16 {
     static constexpr bool has_instance(Division division) {
         return division == Division::waves || (division == Division::slices ? Policy::may_slice : Policy::may_add_parts);
     }
+    static constexpr bool stages_router = Policy::gate_early;  // W may lie in shared memory
     static_assert(offsetof(Shared, pieces) + Policy::piece_slots * Policy::piece_bytes <= Policy::shared_memory);
 
     template <Division division> __device__ __forceinline__ static void prefetch(const WeightMaps &maps, const Params &p) {

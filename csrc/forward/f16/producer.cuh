@@ -170,7 +170,7 @@ __device__ __forceinline__ void load_rows_of_items(typename Format::Shared &shar
     using P = ForwardPolicy<d_h>;
     auto &full = shared.semaphores.q_full[warpgroup];
     constexpr int unhurried_tiles = 48 * 128 / d_h;  // 25 us: an item of so many tiles covers the slow load of the next item's gate
-    RowLoader<Format, division> loader{shared, p, map_out, P::gate_early && p.router_bytes > 0 && kittens::laneid() == 0 && warpgroup == 0};
+    RowLoader<Format, division> loader(shared, p, map_out, warpgroup == 0);
     const bool leader = loader.leader;
     int &count = loader.count, ahead = 0;
     auto each = [&](auto body) { body(warpgroup); };
