@@ -1,12 +1,13 @@
 // The consumer warpgroups of the FP8 forward kernel: 64 token rows each, products and elementwise part of one chunk after the other.
 #pragma once
 
-#include "forward/e4m3/few_rows_exchange.cuh"
 #include "forward/e4m3/gate.cuh"
 #include "forward/e4m3/producer.cuh"
+#include "forward/e4m3/slice_sums.cuh"
 #include "forward/e4m3/swiglu_tile.cuh"
 #include "forward/epilogue.cuh"
 #include "forward/item_stream.cuh"
+#include "forward/slice_exchange.cuh"
 
 namespace flashmhf {
 
@@ -30,6 +31,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using Products = uint32_t[d_h / 4];
+    using Exchange = SliceExchange<d_h, T, Fp8SliceSums<d_h>, Shared>;
     using Scores = Fp8Scores<P::chunk_inter>;
     using Activation = Fp8Activation<P::chunk_inter>;
 
@@ -160,7 +162,9 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         }
         release_q();
         if (P::consumers > 2 && p.schedule.slices > 1) {
-            exchange_slice_sums<d_h, T>(shared, p, item, wg, Fp8SliceSums<d_h>{sums, scale});
+            Exchange exchange{shared, p};
+            exchange.prepare(item, wg);
+            exchange.run({sums, scale});
         } else if (part >= 0 && stores) {
             sums.get(o, scale);
             store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, part, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0,
@@ -178,7 +182,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         int accumulate = 0;  // 0: the next product of A V overwrites the sums
         int before = -1;     // the slot that the last product of A V still reads
         bool prepared;
-        [[maybe_unused]] FewRowsExchange<d_h, T, Shared> exchange{shared, p};
+        [[maybe_unused]] Exchange exchange{shared, p};
 
         // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its
         // way behind it. A V of the chunk before, with A in `a_before`, has ended.

@@ -36,15 +36,15 @@ template <int d_h> struct Fp8Sums {
         }
     }
 };
-// What slices send each other (epilogue.cuh): 16 columns in fp16, of the thread's rows in turn, and the scales of these rows.
+// What slices send each other (forward/slice_exchange.cuh): 16 columns in fp16, of the thread's rows in turn, and the scales of these rows.
 template <int d_h> struct Fp8SliceSums {
     static constexpr int columns = ForwardFp8Policy<d_h>::piece_columns;
     static constexpr bool scaled = true;
-    using Piece = uint4;
     const Fp8Sums<d_h> &sums;
-    const float2 scale;
-    __device__ __forceinline__ Piece piece(int j) const { return {sums.x[4 * j], sums.x[4 * j + 1], sums.x[4 * j + 2], sums.x[4 * j + 3]}; }
-    __device__ __forceinline__ static void add(float4 (&sum)[2], Piece piece, float2 scale) {
+    const float2 factors;
+    __device__ __forceinline__ float2 scale() const { return factors; }
+    __device__ __forceinline__ uint4 piece(int j) const { return {sums.x[4 * j], sums.x[4 * j + 1], sums.x[4 * j + 2], sums.x[4 * j + 3]}; }
+    __device__ __forceinline__ static void add(float4 (&sum)[2], uint4 piece, float2 scale) {
         add(sum[0], fp8::unpack_half(piece.x), fp8::unpack_half(piece.y), scale);
         add(sum[1], fp8::unpack_half(piece.z), fp8::unpack_half(piece.w), scale);
     }

@@ -9,17 +9,22 @@
 #include "forward/f16/producer.cuh"
 #include "forward/f16/swiglu_tile.cuh"
 #include "forward/item_stream.cuh"
+#include "forward/slice_exchange.cuh"
 
 namespace flashmhf {
 
-// Sums of a slice in fp32. A thread's piece is float4 j of its fragment.
+// Sums of a slice in fp32 (forward/slice_exchange.cuh). A thread's piece is quad j of its fragment.
 template <int d_h> struct FloatSliceSums {
     static constexpr int columns = ForwardPolicy<d_h>::piece_columns;
     static constexpr bool scaled = false;
-    using Piece = float4;
     const OutputTile<d_h> &o;
-    __device__ __forceinline__ Piece piece(int j) const { return fragment_quad<d_h>(o, j); }
-    __device__ __forceinline__ static void add(float4 (&sum)[1], Piece x, float2) { flashmhf::add(sum[0], x); }
+    __device__ __forceinline__ uint4 piece(int j) const {
+        const float4 x = fragment_quad<d_h>(o, j);
+        return {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
+    }
+    __device__ __forceinline__ static void add(float4 (&sum)[1], uint4 x, float2) {
+        flashmhf::add(sum[0], {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)});
+    }
 };
 
 template <int d_h, typename T, Division division>
@@ -29,6 +34,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     using Stream = ItemStream<Shared, ForwardParams, P::slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
+    using Exchange = SliceExchange<d_h, T, FloatSliceSums<d_h>, Shared>;
 
     static constexpr bool gathers = division == Division::gathers, slices = division == Division::slices;
     // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
@@ -55,14 +61,14 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         if (wg + 1 < p.consumers && issues_in_order(item)) kittens::arrive(issue_order_barrier(wg + 1));
     }
     // Stores the sums of an item (output buffer, workspace, or the other slices' CTAs) and hands the buffer of Q to the producer.
-    __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o) {
+    __device__ __forceinline__ void finish(const Item &item, const OutputTile<d_h> &o, Exchange &exchange) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q.
         const Item tile = item;
         const bool stores = holds_token(p, tile.sequence, tile.token + p.token_of(fragment_row(warpgroup::laneid())));
         if (tile.part < 0) stage_output(shared.q[wg], o);
         release_q();
         if constexpr (slices) {
-            exchange_slice_sums<d_h, T>(shared, p, tile, wg, FloatSliceSums<d_h>{o});
+            exchange.run({o});
         } else if (tile.part >= 0) {
             if (stores)
                 store_part<d_h>(o, p, kittens::clusterIdx().x, kittens::clusterIdx().y, tile.part,
@@ -118,6 +124,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         ActivationTile<T> a;
         ScoreTile mn;
         OutputTile<d_h> o;
+        Exchange exchange{shared, p};
         auto query = [&](int k, T2(&fragment)[4]) {
 #pragma unroll
             for (int i = 0; i < d_h / 16; ++i)
@@ -185,10 +192,11 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             let_next_issue(this_item());
             if constexpr (slices)
                 if (p.late_successor && threadIdx.x == 0) kittens::pdl::arrive();
+            if constexpr (slices) exchange.prepare(last_item(), wg);
             warpgroup::mma_async_wait<1>();
             pin(o);
             if (gathers && last_item().part == gathered_item) break;  // the last one
-            finish(last_item(), o);
+            finish(last_item(), o, exchange);
             if (!more) break;
         }
         warpgroup::mma_async_wait<0>();
@@ -207,6 +215,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         ActivationTile<T> a;
         ScoreTile mn;
         OutputTile<d_h> o;
+        Exchange exchange{shared, p};
         using Half = kittens::st<T, tile_rows, d_h / 2, true, P::swizzle_bytes>;
         auto *q = reinterpret_cast<Half *>(&shared.q[wg]);
         auto query = [&](int k, T2(&fragment)[4]) {
@@ -270,7 +279,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             warpgroup::mma_async_wait<0>();
             pin(o);
             release_next();
-            finish(this_item(), o);
+            finish(this_item(), o, exchange);
         }
     }
 };
