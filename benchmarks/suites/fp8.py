@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import flashmhf
 from flashmhf import quantize, reference
-from flashmhf.quantize.linear import quantise_rows, scaled_product
 from flashmhf.testing import relative_l2
 
 from ..harness import timing
@@ -31,24 +30,37 @@ HEADS = {64: (32, 22, 192), 96: (21, 22, 256), 128: (16, 22, 384), 256: (8, 22, 
 OURS, KEPT, PLAIN, SWIGLU = "flashmhf", "flashmhf, 16-bit projections", "flashmhf in 16 bits", "swiglu"
 
 
-class ScaledLinear(quantize.Fp8Linear):
-    """The product of e4m3 rows for any number of tokens, in operations that a compiler fuses with what stands before them."""
+E4M3_MAX = 448.0
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> (e4m3 [..., K], scale [..., 1] float32): the largest value of a row becomes E4M3_MAX."""
+    scale = (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp_min(1e-12)
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+class ScaledLinear(nn.Module):
+    """x W^T with e4m3 rows of both, in operations that a compiler fuses with what stands before them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        weight8, scale = quantise_rows(weight.detach())
+        self.register_buffer("weight8", weight8)
+        self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = scaled_product(*quantise_rows(rows), self.weight8, self.scale, self.bias, x.dtype)
+        x8, scale = quantise_rows(x.reshape(-1, x.shape[-1]))
+        out = torch._scaled_mm(x8, self.weight8.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class Fp8SwiGLU(nn.Module):
     """SwiGLU with all weights in e4m3 and scales for rows: two products of ``torch._scaled_mm``, as gate and up projection are one."""
 
-    @torch.no_grad()
     def __init__(self, plain: flashmhf.SwiGLU) -> None:
         super().__init__()
-        both = nn.Linear(plain.d_model, 2 * plain.intermediate_dim, bias=False, device="meta")
-        both.weight = nn.Parameter(torch.cat([plain.gate_proj.weight, plain.up_proj.weight]))
-        self.into, self.down = ScaledLinear.from_linear(both), ScaledLinear.from_linear(plain.down_proj)
+        self.into = ScaledLinear(torch.cat([plain.gate_proj.weight, plain.up_proj.weight]))
+        self.down = ScaledLinear(plain.down_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""

@@ -10,10 +10,12 @@ import re
 import pytest
 import torch
 
+import flashmhf
 from benchmarks import run
 from benchmarks.harness import markdown
 from benchmarks.harness.measure import LIMITS, Cell, Context, Prepared
-from benchmarks.suites import inference, layer, operator, shapes, subjects, tables
+from benchmarks.suites import fp8, inference, layer, operator, shapes, subjects, tables
+from flashmhf.testing import relative_l2
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = shapes.SHAPES["tiny"]
@@ -295,6 +297,13 @@ def test_tables_ratios_and_conditions(record):
     assert "| 384 |" in text and "d_model 2048" in text and "1/6.0 of its memory" in text and "driver 580.1" in text
     few = record | {"rows": [row for row in record["rows"] if row["group"] == "latency" and row["subject"].startswith("swiglu")]}
     assert "Peak memory" in tables.report(few) and "Forward and backward" not in tables.headline(few)
+
+
+def test_the_fp8_baseline_is_swiglu():
+    network = flashmhf.SwiGLU(64, 128, dtype=torch.bfloat16)
+    x = torch.randn(20, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert relative_l2(fp8.Fp8SwiGLU(network)(x), network(x).double()) < 0.08
 
 
 # On a GPU
