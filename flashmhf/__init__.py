@@ -7,10 +7,10 @@ from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, 
 from .ops.gate import gate
 from .ops.mix import flash_mhf
 from .swap import replace_ffn
+from .version import __version__ as __version__
 
 flops.register()
 
-__version__ = "0.2.0"
 __all__ = [
     "DenseMoE",
     "FlashMHF",

@@ -1,4 +1,4 @@
-"""Lays the core of the package out as a kernel for Hugging Face's ``kernels``: all of flashmhf without models and integrations.
+"""Lays the core of the package out as a kernel for Hugging Face's ``kernels``: all of flashmhf without integrations.
 
 $ python tools/hub_kernel.py build/hub                                                # Triton and eager, for any GPU and the CPU
 $ python tools/hub_kernel.py build/hub --library libflashmhf_hopper.so --cuda 13.0    # and the Hopper library, for x86_64
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashmhf"
 NAME, VERSION, STABLE_ABI = "flashmhf", 0, "210"
-FOLDERS = ("backends", "ops", "nn", "quantize", "distributed")
+FOLDERS = ("backends", "ops", "nn", "quantize", "distributed", "models")  # the last for replace_ffn, which imports it where transformers is
 BUILD = f"""# The pure-Python build: Triton and eager. The variant with the CUDA library comes from tools/hub_kernel.py --library.
 [general]
 name = "{NAME}"
@@ -33,7 +33,7 @@ backends = ["cpu", "cuda"]
 
 
 def core() -> list[Path]:
-    """What a kernel consists of: the package's single modules and the folders that import torch alone."""
+    """What a kernel consists of: the package's single modules and these folders, whose imports are relative."""
     return sorted([*PACKAGE.glob("*.py"), *(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))])
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...checks import name_of
+from ...version import __version__
 from .. import driver
 from ..contract import LayerWeights
 from ..tokens import collapse
@@ -30,8 +31,6 @@ TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
 @functools.cache
 def library() -> str | None:
     """Loads the op library; None when usable, else the reason why not."""
-    from ... import __version__  # not above: the package imports this module
-
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
     if not LIBRARY.exists():
