@@ -20,10 +20,15 @@ def planner():
 
 
 def printed(arguments: list[str], capsys) -> dict[str, str]:
-    """The rows of the output, by name; "" is the title."""
+    """The rows of the output, by name; "" is the title, "compared" the ways to launch that the planner compared."""
     assert plan.main(arguments) == 0
-    title, *lines = capsys.readouterr().out.splitlines()
-    return {"": title} | {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in lines if not line.startswith("   ")}
+    text, _, compared = capsys.readouterr().out.partition("what the planner compares:\n")
+    title, *lines = text.splitlines()
+    return (
+        {"compared": compared}
+        | {"": title}
+        | {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in lines if not line.startswith("   ")}
+    )
 
 
 def test_a_long_forward(planner, capsys):
@@ -35,6 +40,7 @@ def test_a_long_forward(planner, capsys):
     assert rows["sums"] == "in the order of the clusters, by a second kernel"
     assert rows["workspace"] == f"{4 * p['workspace'] / 2**20:.1f} MiB" != "0.0 MiB"
     assert rows["bound"].startswith("tensor cores: ")
+    assert sum(line.startswith("* ") for line in rows["compared"].splitlines()) == 1
 
 
 def test_few_tokens(planner, capsys):
