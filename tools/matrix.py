@@ -27,10 +27,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness.markdown import with_block  # noqa: E402
+
 RECORD = ROOT / "benchmarks" / "results" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- compatibility: begin (tools/matrix.py) -->", "<!-- compatibility: end -->"
 # Oldest and newest of all three (Python 3.10 has no torch 2.15 and no transformers 5.21), and torch 2.14, which serving engines pin.
 SETS = ("2.10/5.17/3.10", "2.10/5.23/3.11", "2.13/5.23/3.12", "2.14/5.17/3.13", "2.15/5.23/3.14")
 IMPORT_TIMES = """
@@ -190,14 +193,7 @@ BLOCKS = {PAGE: table, README: sentence}
 
 def documents(rows: list[dict]) -> dict[Path, str]:
     """The texts of the pages with what the rows say between the markers."""
-    texts = {}
-    for path, block in BLOCKS.items():
-        before, begin, rest = path.read_text().partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise ValueError(f"{path.name} lacks the markers {BEGIN!r} and {END!r}")
-        texts[path] = f"{before}{BEGIN}\n\n{block(rows)}\n{END}{after}"
-    return texts
+    return {path: with_block(path.read_text(), "compatibility", block(rows), "tools/matrix.py") for path, block in BLOCKS.items()}
 
 
 def write(rows: list[dict]) -> None:

@@ -24,11 +24,8 @@ def printed(arguments: list[str], capsys) -> dict[str, str]:
     assert plan.main(arguments) == 0
     text, _, compared = capsys.readouterr().out.partition("what the planner compares:\n")
     title, *lines = text.splitlines()
-    return (
-        {"compared": compared}
-        | {"": title}
-        | {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in lines if not line.startswith("   ")}
-    )
+    rows = {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in lines if not line.startswith("   ")}
+    return {"": title, "compared": compared} | rows
 
 
 def test_a_long_forward(planner, capsys):
