@@ -8,9 +8,7 @@ subjects and begins with another one, so ratios hold while the clocks drift.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import pathlib
 import time
 from collections.abc import Callable, Mapping
 
@@ -146,28 +144,10 @@ def peak_memory(run: Pass, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def peak_resident(run: Pass) -> float:
-    """Bytes by which a second ``run`` raises the process's resident memory; nan where Linux's resettable high-water mark is missing."""
-
-    def status(field: str) -> int:
-        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-    run()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS:")
-    except (OSError, AttributeError):
-        return float("nan")
-    run()
-    return status("VmHWM:") - before
-
-
 def peak_tensor_bytes(run: Pass) -> int:
     """Bytes of CPU tensors that a second ``run`` holds at its peak, added up from the profiler's allocations and frees.
 
-    Exact, unlike :func:`peak_resident`, but the profiler starts slowly and prints to stderr.
+    Exact, but the profiler starts slowly and prints to stderr.
     """
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

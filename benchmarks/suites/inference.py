@@ -75,7 +75,10 @@ def served(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module
     }
 
 
-def serving_cell(tokens: int) -> Cell:
+SERVED = ("module", "compiled", "swiglu", "piece", "piece swiglu")
+
+
+def serving_cell(tokens: int, names: tuple[str, ...] = SERVED) -> Cell:
     def make(context: Context) -> tuple:
         return served(context.device, context.dtype), torch.randn(tokens, SIZES[0], device=context.device, dtype=context.dtype)
 
@@ -93,7 +96,6 @@ def serving_cell(tokens: int) -> Cell:
 
         return Prepared(timing.graphed(run) if x.is_cuda else run, SETS, row)
 
-    names = ("module", "compiled", "swiglu", "piece", "piece swiglu")
     faster_than = {"swiglu": ("swiglu", 1.0), "piece swiglu": ("piece swiglu", 1.0)}
     return Cell({"T": tokens}, {name: functools.partial(prepare, name) for name in names}, make, faster_than=faster_than)
 
@@ -225,6 +227,7 @@ class BitsCell:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", metavar="T")
     parser.add_argument("--head-dims", type=int, nargs="+", default=(64, 96, 128, 256), metavar="d_h", help="of the suite bits")
+    parser.add_argument("--subjects", nargs="+", choices=SERVED, default=SERVED, help="of the suite serving")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the suite bits: only these ways to compute")
 
 
@@ -232,7 +235,7 @@ def cells(options: argparse.Namespace, context: Context) -> list:
     if "bits" not in options.parts and context.device.type != "cuda":
         raise MissingError(f"the suite {options.suite} needs a CUDA GPU")
     found = {
-        "serving": lambda: [serving_cell(tokens) for tokens in options.tokens or SERVING_TOKENS],
+        "serving": lambda: [serving_cell(tokens, options.subjects) for tokens in options.tokens or SERVING_TOKENS],
         "host": lambda: [HostCell(tokens) for tokens in options.tokens or HOST_TOKENS],
         "bits": lambda: [
             BitsCell(f"d_h {d_h}", tokens, options.variants) for d_h in options.head_dims for tokens in options.tokens or BITS_TOKENS
