@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 
 import forward_plans
 import pytest
@@ -353,13 +350,8 @@ def test_budgets():
 
 def test_the_measured_constants_are_those_of_the_cost_models():
     """benchmarks/measure_cost_model.py prints each constant beside the one in the code: the names agree."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "measure_cost_model.py"
-    if not path.exists():
-        pytest.skip("the sources are not here")
-    spec = importlib.util.spec_from_file_location("measure_cost_model", path)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
+    from benchmarks import measure_cost_model as script
+
     assert {"combine", "behind_waves", "next_item", "stream_numerator"} <= set(script.in_code("forward"))
     assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(script.in_code("backward"))
     assert script.main(["no such folder"]) == 2
