@@ -1,18 +1,20 @@
 """Floating-point operations of the operators, for ``torch.utils.flop_counter.FlopCounterMode``, which counts none of what it does not know.
 
 A product of [m, k] and [k, n] is 2 m k n operations; elementwise work is not counted. What backward recomputes is, as PyTorch counts it
-for its own attention. :func:`register` makes the formulae known to a counter that is made afterwards.
+for its own attention. An operator that meets a counter makes its formula known to it.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
-from types import ModuleType
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from .imports import when_imported
+from . import torch_private
 
 Shape = Sequence[int]
 _COUNTER = "torch.utils.flop_counter"
@@ -103,22 +105,36 @@ def fp8_layer(
     return _layer(x, in_w, k8, w, out_w)
 
 
+_FORMULAE: dict[str, Callable[..., int]] = {
+    "forward": forward,
+    "gated_forward": gated_forward,
+    "backward": backward,
+    "gated_backward": gated_backward,
+    "backward_accumulate_": backward,
+    "fp8_forward": forward,
+    "fp8_gated_forward": gated_forward,
+    "fp8_linear": projection,
+    "layer": layer,
+    "fp8_layer": fp8_layer,
+}
+
+
+def _count(mode: Any, op: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Take a call that FlopCounterMode sees. A counter copies PyTorch's registry when it is made, so each gets the formulae by itself."""
+    registry, packet = mode.counter.flop_registry, op._overloadpacket
+    if packet not in registry:
+        register()
+        registry[packet] = sys.modules[_COUNTER].flop_registry[packet]
+    return mode.__torch_dispatch__(op, types, args, kwargs)
+
+
 def register() -> None:
-    """Registers the formulae with PyTorch, now or when something imports its counter: that import takes Triton's with it."""
-    when_imported(_COUNTER, _register_operators)
+    """Register the formulae with PyTorch, for tools that read its registry. Imports its counter, and Triton with it where installed."""
+    counter = importlib.import_module(_COUNTER)
+    for name, formula in _FORMULAE.items():
+        packet = getattr(torch.ops.flashmhf, name)
+        if packet not in counter.flop_registry:
+            counter.register_flop_formula(packet)(formula)
 
 
-def _register_operators(counter: ModuleType) -> None:
-    for name, formula in {
-        "forward": forward,
-        "gated_forward": gated_forward,
-        "backward": backward,
-        "gated_backward": gated_backward,
-        "backward_accumulate_": backward,
-        "fp8_forward": forward,
-        "fp8_gated_forward": gated_forward,
-        "fp8_linear": projection,
-        "layer": layer,
-        "fp8_layer": fp8_layer,
-    }.items():
-        counter.register_flop_formula(getattr(torch.ops.flashmhf, name))(formula)
+torch_private.DispatchRules.answer(_COUNTER, "_FlopCounterMode", lambda: _count)

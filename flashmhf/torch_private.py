@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library import simple_registry
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch.nn.modules import module
 from torch.utils._device import DeviceContext
 
@@ -79,3 +84,33 @@ def has_function_mode() -> bool:
 def has_global_hooks() -> bool:
     """Whether forward hooks are registered for all modules."""
     return bool(module._global_forward_pre_hooks or module._global_forward_hooks)
+
+
+class DispatchRules(GenericTorchDispatchRuleHolder):
+    """What PyTorch asks before an operator's call reaches a dispatch mode or a tensor subclass, with answers for classes not imported yet.
+
+    Nothing is called for ordinary tensors, and no import of the class's module is awaited: whoever has its mode or tensor has imported it.
+    """
+
+    _answers: dict[tuple[str, str], Callable[[], Callable[..., Any] | None]] = {}
+
+    @classmethod
+    def answer(cls, module: str, name: str, rule: Callable[[], Callable[..., Any] | None]) -> None:
+        """Call ``rule`` when a call meets the class ``name`` of ``module`` or a subclass of it.
+
+        ``rule`` returns a function that takes the call in place of the class's __torch_dispatch__, or None.
+        """
+        cls._answers[module, name] = rule
+
+    @classmethod
+    def install(cls, op: torch._ops.OpOverload) -> None:
+        """Let the operator ``op`` ask."""
+        qualname = op.__qualname__
+        simple_registry.singleton.find(qualname).torch_dispatch_rules = cls(qualname)
+
+    def find(self, torch_dispatch_class: type) -> Callable[..., Any] | None:
+        for (where, name), rule in self._answers.items():
+            met = getattr(sys.modules.get(where), name, None)
+            if met is not None and issubclass(torch_dispatch_class, met):
+                return rule() or super().find(torch_dispatch_class)
+        return super().find(torch_dispatch_class)

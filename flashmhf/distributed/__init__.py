@@ -1,17 +1,33 @@
 """Many GPUs: sharding rules of the operators for DTensor, and plans for PyTorch's tensor parallelism.
 
-The first use of a name of this module imports DTensor, which takes half a second, and registers the rules. A program that shards by
-hand, and uses none of them, writes ``import flashmhf.distributed.sharding``.
+``import flashmhf`` imports this module, and nothing of DTensor: the rules are registered when a DTensor first reaches an operator.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import torch_private
 
 if TYPE_CHECKING:
     from .parallel import HeadParallel, parallelize, plan, shard_placement
 
 __all__ = ["HeadParallel", "parallelize", "plan", "shard_placement"]
+
+
+@functools.cache
+def _register_rules() -> None:
+    try:
+        from . import sharding  # noqa: F401  (registers them)
+    except ImportError as error:  # private interfaces of DTensor have moved; all else works
+        warnings.warn(f"flashmhf has no sharding rules for DTensor of torch {torch.__version__}: {error}", stacklevel=2)
+
+
+torch_private.DispatchRules.answer("torch.distributed.tensor", "DTensor", _register_rules)
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ def define(schema: str, kernel: Callable, fake: Callable, autograd: Callable | N
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flashmhf::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.flashmhf, name)
+    torch_private.DispatchRules.install(op.default)
     LIBRARY.impl(name, autograd or _without_gradients(name, op), "Autograd")
     cast_arguments = tuple(argument.name if argument.name in casts else None for argument in op.default._schema.arguments)
     for device_type, key in torch_private.AUTOCAST_KEYS.items():
