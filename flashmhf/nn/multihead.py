@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.types import Device
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import checks, reference, torch_private
 from ..backends.contract import Projection
@@ -58,7 +57,8 @@ def is_ordinary(x: object) -> bool:
     """Return whether x is a tensor or parameter of PyTorch's own type, or one that stands for such a tensor while a graph is traced."""
     if type(x) in (Tensor, nn.Parameter):
         return True
-    return torch.compiler.is_compiling() and isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
+    # A DTensor and its kin can be flattened. is_traceable_wrapper_subclass() says so too, but not under Dynamo.
+    return torch.compiler.is_compiling() and isinstance(x, Tensor) and not hasattr(type(x), "__tensor_flatten__")
 
 
 def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
