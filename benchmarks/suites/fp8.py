@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from flashmhf.quantize.linear import quantise_rows, scaled_product
 from torch import Tensor, nn
 
 import flashmhf

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Projection(NamedTuple):
+class ProjectionWeights(NamedTuple):
     """A linear layer x W^T + b: W [N, K], b [N] or None, and the scale [N, 1] float32 of an e4m3 W's rows, None for a W in x's dtype."""
 
     w: Tensor
@@ -28,11 +28,11 @@ class LayerWeights(NamedTuple):
     router [H, d_h, E], or None for a network without gate; q_norm [H, d_h], or None.
     """
 
-    in_proj: Projection
+    in_proj: ProjectionWeights
     mix: tuple[Tensor, ...]
     router: Tensor | None
     eps: float
-    out_proj: Projection
+    out_proj: ProjectionWeights
     q_norm: Tensor | None = None
     q_norm_eps: float = 0.0
 

@@ -172,13 +172,13 @@ class FlashMHF(GroupedHeads):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_model] -> [..., d_model]."""
         check_input(x, self.d_model)
-        weights = self._plain_weights() if only_values_matter(x) else None
+        weights = self._plain_weights(x) if only_values_matter(x) else None
         if weights is None or (torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))):
             return self.join_heads(self._mix(self.split_heads(x)))
         return layer.run(x, weights, self.backend, self.activation)
 
-    def _plain_weights(self) -> LayerWeights | None:
-        """Return the weights if the module is what its class says: no part of it is hooked, replaced, patched or computed; else None."""
+    def _plain_weights(self, x: Tensor) -> LayerWeights | None:
+        """Return the weights if the module is what its class says, no part of it hooked, replaced, patched or computed, and fits x."""
         modules, parameters = self._modules, self._parameters  # not their attributes, each of which takes the host a microsecond
         in_proj, out_proj, q_norm = plain_linear(modules.get("in_proj")), plain_linear(modules.get("out_proj")), modules.get("q_norm")
         if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)) or not _keeps_parts(self):
@@ -188,6 +188,8 @@ class FlashMHF(GroupedHeads):
         router, k, u, v = parameters.get("router"), parameters.get("k"), parameters.get("u"), parameters.get("v")
         if not (is_ordinary(k) and is_ordinary(u) and is_ordinary(v) and is_ordinary(router)):
             return None
+        if x.dtype != in_proj.w.dtype or x.device != in_proj.w.device:
+            return None  # split_heads refuses x by the module's names
         if k.dim() != 4:
             k, u, v = self._weights()
         norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import checks, reference, torch_private
-from ..backends.contract import Projection
+from ..backends.contract import ProjectionWeights
 from .arguments import activation as checked_activation
 from .arguments import divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
@@ -71,13 +71,13 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     return is_ordinary(module._parameters.get("weight"))  # what a parametrisation, pruning or spectral_norm computes is no parameter
 
 
-def plain_linear(module: nn.Module | None) -> Projection | None:
+def plain_linear(module: nn.Module | None) -> ProjectionWeights | None:
     """Return the weights of ``module`` if it is a linear layer as :func:`is_plain` has it, else None."""
     if not is_plain(module, nn.Linear):
         return None
     parameters = module._parameters
     bias = parameters.get("bias", module)  # absent: computed, as the weight may be
-    return Projection(parameters["weight"], bias) if bias is None or is_ordinary(bias) else None
+    return ProjectionWeights(parameters["weight"], bias) if bias is None or is_ordinary(bias) else None
 
 
 class HeadRMSNorm(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .. import backends, checks, reference
-from ..backends.contract import Fp8Backend, LayerWeights, Projection
+from ..backends.contract import Fp8Backend, LayerWeights, ProjectionWeights
 from . import fp8, mix
 from .library import LIBRARY, define
 
@@ -51,7 +51,7 @@ def _check(x: Tensor, weights: LayerWeights) -> None:
     checks.head_norm(q_norm, x, inner // head_dim, head_dim)
 
 
-def _project(x: Tensor, projection: Projection, backend: str, out: Tensor | None = None) -> Tensor:
+def _project(x: Tensor, projection: ProjectionWeights, backend: str, out: Tensor | None = None) -> Tensor:
     """x W^T + b, written into ``out`` [T, N] if there is one."""
     w, bias, scale = projection
     if scale is not None:
@@ -148,13 +148,13 @@ def _define(name: str, operands: str, last: str, weights_of: Callable[..., Layer
 
 
 def _weights(in_w, in_bias, k, u, v, w, eps, out_w, out_bias, q_norm=None, q_norm_eps=0.0) -> LayerWeights:
-    return LayerWeights(Projection(in_w, in_bias), (k, u, v), w, eps, Projection(out_w, out_bias), q_norm, q_norm_eps)
+    return LayerWeights(ProjectionWeights(in_w, in_bias), (k, u, v), w, eps, ProjectionWeights(out_w, out_bias), q_norm, q_norm_eps)
 
 
 def _fp8_weights(
     in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, q_norm=None, q_norm_eps=0.0
 ) -> LayerWeights:
-    ends = Projection(in_w, in_bias, in_scale), Projection(out_w, out_bias, out_scale)
+    ends = ProjectionWeights(in_w, in_bias, in_scale), ProjectionWeights(out_w, out_bias, out_scale)
     return LayerWeights(ends[0], (k8, u8, v8, scales), w, eps, ends[1], q_norm, q_norm_eps)
 
 
@@ -226,7 +226,7 @@ def layer(
     Returns [..., d_model] in x's dtype. Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf`, and
     NotImplementedError where a gradient is needed.
     """
-    weights = LayerWeights(Projection(*in_proj), (k, u, v), w, eps, Projection(*out_proj), q_norm, q_norm_eps)
+    weights = LayerWeights(ProjectionWeights(*in_proj), (k, u, v), w, eps, ProjectionWeights(*out_proj), q_norm, q_norm_eps)
     given = {"x": x, "in_w": in_proj[0], "k": k, "u": u, "v": v, "out_w": out_proj[0]}
     optional = {"w": w, "in_bias": in_proj[1], "out_bias": out_proj[1], "q_norm": q_norm}
     checks.strided(**given, **{name: value for name, value in optional.items() if value is not None})

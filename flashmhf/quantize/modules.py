@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..backends.contract import LayerWeights, Projection
+from ..backends.contract import LayerWeights, ProjectionWeights
 from ..backends.fp8_linear import quantise_rows
 from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
@@ -89,11 +89,11 @@ class Fp8Linear(_Quantised):
         return f"in_features={self.weight8.shape[1]}, out_features={self.weight8.shape[0]}, bias={self.bias is not None}"
 
 
-def _projection(module: nn.Module | None) -> Projection | None:
+def _projection(module: nn.Module | None) -> ProjectionWeights | None:
     """Return the weights of ``module`` if it is a plain linear projection; None if it is missing, replaced, patched or has hooks."""
     if type(module) is Fp8Linear:
         plain = "forward" not in module.__dict__ and not module._forward_pre_hooks and not module._forward_hooks
-        return Projection(module.weight8, module.bias, module.scale) if plain else None
+        return ProjectionWeights(module.weight8, module.bias, module.scale) if plain else None
     return plain_linear(module)
 
 

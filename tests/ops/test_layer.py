@@ -229,7 +229,7 @@ def test_wrong_width_and_dtype():
     with torch.no_grad():
         with pytest.raises(ValueError, match=r"x has shape \[20, 48\]"):
             make()(torch.randn(TOKENS, 48, dtype=torch.float64))
-        with pytest.raises(TypeError, match=r"in_w has dtype float64; supported: float32 \(x's dtype\)"):
+        with pytest.raises(TypeError, match="x has dtype float32; supported: float64, the module's dtype"):
             make()(torch.randn(3, D_MODEL))
 
 

@@ -9,8 +9,6 @@ from .. import fp8_linear as definition
 from .. import hopper
 from ..contract import LayerWeights
 
-PROJECT_MULTIPLE = 64  # of the sizes of a weight of the projection kernel
-
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
     """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
