@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable
 
 import torch
-from flashmhf.quantize.linear import quantise_rows, scaled_product
 from torch import Tensor, nn
 
 import flashmhf
 from flashmhf import quantize, reference
+from flashmhf.backends.fp8_linear import quantise_rows, scaled_product
 from flashmhf.testing import relative_l2
 
 from ..harness import timing

@@ -114,9 +114,9 @@ template <typename HeadDims> bool reads(const Frame &f, int64_t weight_heads, in
            (!f.norm.weight || (QNormHeadDims::contains(f.head_dim()) && reads_either(f.x, *f.norm.weight, {f.heads(), f.head_dim()})));
 }
 
-// The most tokens that stay in 16 bits before a W of so many rows in e4m3, as flashmhf/quantize/linear.py has it. No kernel multiplies
+// The most tokens that stay in 16 bits before a W in e4m3, as FEW_TOKENS of flashmhf/backends/fp8_linear.py has it. No kernel multiplies
 // them.
-constexpr int64_t few_tokens(int64_t features) { return features <= 2112 ? 512 : 128; }
+constexpr int64_t few_tokens = 512;
 // Whether the projection kernel takes so many tokens, and is the faster one.
 bool takes_few(int64_t tokens, const Projection &p, const Device &device) {
     const int64_t features = p.w.size(0);
@@ -126,7 +126,7 @@ bool takes_few(int64_t tokens, const Projection &p, const Device &device) {
 bool takes_many(const Tensor &x, const Projection &p) {
     constexpr int multiple = 16;
     if (!p.scale) return true;
-    if (x.size(0) <= few_tokens(p.w.size(0)) || !readable_rows(x)) return false;
+    if (x.size(0) <= few_tokens || !readable_rows(x)) return false;
     return x.scalar_type() == ScalarType::BFloat16 && !p.bias && p.w.size(0) % multiple == 0 && p.w.size(1) % multiple == 0;
 }
 

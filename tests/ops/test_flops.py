@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmhf
 from flashmhf import flops, reference
-from flashmhf.backends import hopper
 from flashmhf.testing import problem
 
 ops = torch.ops.flashmhf
@@ -108,12 +107,3 @@ def test_networks_in_fp8_count_what_the_module_counts(projections, monkeypatch):
 
 def test_projection():
     assert flops.projection((5, 128), (64, 128), None, True) == 2 * 5 * 128 * 64
-
-
-@pytest.mark.gpu
-def test_the_projection_kernel_is_counted():
-    reason = flashmhf.info().reasons["hopper"]
-    if reason:
-        pytest.skip(f"hopper is not usable here: {reason}")
-    x, w = torch.randn(5, 128, device="cuda").bfloat16(), torch.randn(64, 128, device="cuda").bfloat16()
-    assert count(lambda: hopper.project(x, w)) == 2 * 5 * 128 * 64

@@ -37,7 +37,7 @@ def linear(x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Te
     """Many tokens by quantised rows and ``torch._scaled_mm``; few tokens, and sizes that it does not take, by the definition."""
     features, inner = weight8.shape
     multiple = definition.SCALED_MM_MULTIPLE
-    if len(x) <= definition.few_tokens(features) or features % multiple or inner % multiple:
+    if len(x) <= definition.FEW_TOKENS or features % multiple or inner % multiple:
         return definition.linear(x, weight8, scale, bias)
     if weight8.data_ptr() % hopper.TMA_ALIGNMENT:
         raise ValueError(f"weight8 has storage offset {weight8.storage_offset()}; the hopper back end supports multiples of 16 bytes")
