@@ -50,8 +50,9 @@ class _Quantised(Contiguous):
 class Fp8Linear(_Quantised):
     """x W^T + b with W in e4m3 and a scale for each row of W.
 
-    x of at most 512 rows stays in its dtype; more rows are quantised, each with its scale, as they come. Their product is ``torch._scaled_mm`` where the device has e4m3 products (capability 8.9 and later) and the sizes are multiples
-    of 16, which rounds to bf16; elsewhere the same values are multiplied in float32. A row of x that is not finite gives a row that is not.
+    x of at most 512 rows stays in its dtype; more rows are quantised, each with its scale, as they come. Their product is
+    ``torch._scaled_mm`` where the device has e4m3 products (capability 8.9 and later) and the sizes are multiples of 16, which rounds to
+    bf16; elsewhere the same values are multiplied in float32. A row of x that is not finite gives a row that is not.
 
     A call raises TypeError where x is of no floating dtype, ValueError where its last dimension is not K, NotImplementedError where an
     input requires a gradient and gradients are enabled.

@@ -287,3 +287,42 @@ def test_peak_memory_beyond_the_input(backend, monkeypatch):
         module(x)
     buffers = (torch.cuda.max_memory_allocated() - before) / (tokens * d_model * 2)
     assert buffers <= (1.5 if backend != "eager" else 4), f"{buffers:.2f} buffers"
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_autocast_of_the_operator(fp8):
+    """As the parts under autocast: projections and networks in its dtype, the gate and q_norm in float32; the compiler knows the dtype."""
+    module = (make_fp8 if fp8 else partial(make, torch.float32))(bias=True, q_norm=True)
+    x = tokens_of(module, 5)
+
+    def call(x: Tensor) -> Tensor:
+        weights = module._plain_weights() if fp8 else module._plain_weights(x)
+        return layer.call(x, weights)
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out, expected = call(x), by_parts(module, x)
+        assert out.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        compiled = torch.compile(lambda x: call(x) * 2, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), 2 * out)
+
+
+def test_a_function_mode_sees_the_parts_of_a_compiled_module():
+    torch._dynamo.reset()
+    module = make(torch.float32)
+    x = tokens_of(module, 5)
+    compiled = torch.compile(module, backend="aot_eager")
+    with torch.no_grad(), Doubling():
+        torch.testing.assert_close(compiled(x), by_parts(module, x))
+
+
+OPERATORS = ("forward", "gated_forward", "backward", "gated_backward", "backward_accumulate_", "layer")
+OPERATORS += ("fp8_forward", "fp8_gated_forward", "fp8_linear", "fp8_layer")
+
+
+@pytest.mark.parametrize("key", ["CPU", "CUDA", "MPS", "XPU", "HPU", "PrivateUse1"])
+def test_every_operator_is_for_every_device(key):
+    for name in OPERATORS:
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"flashmhf::{name}", key)
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"flashmhf::{name}", f"Autograd{key}")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flashmhf::{name}", f"Autocast{key}")
