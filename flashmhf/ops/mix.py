@@ -34,6 +34,8 @@ _SCHEMAS = {
 
 
 def _back_end(q: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
+    if backend == REFERENCE:
+        return backends.reference  # without the cache of select, which Dynamo would trace
     return backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], activation)
 
 
