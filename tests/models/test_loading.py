@@ -17,7 +17,7 @@ import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
 from flashmhf.models import conversion, load, load_replaced  # noqa: E402
 from flashmhf.models.presets import preset  # noqa: E402
-from flashmhf_recipes import evaluation, tokenizer  # noqa: E402
+from flashmhf_recipes import pretrained, tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(2, 11)[None]
@@ -61,7 +61,7 @@ def saved(tmp_path_factory):
 
 DOORS = {  # the ways to a model with all of its weights
     "load": load,
-    "the commands": lambda directory: evaluation.load(str(directory), device="cpu")[0],
+    "the commands": lambda directory: pretrained.load(str(directory), device="cpu")[0],
 }
 
 
@@ -157,3 +157,27 @@ def test_a_changed_model_draws_all_of_its_networks():
             part.__dict__.pop("_is_hf_initialized", None)
             for parameter in part.parameters():
                 parameter.__dict__.pop("_is_hf_initialized", None)
+
+
+def test_a_directory_without_a_tokenizer(saved, tmp_path):
+    """It has a model; the commands, which need words, refuse it."""
+    directory = shutil.copytree(saved[0] / "own", tmp_path / "own")
+    for path in directory.glob("token*"):
+        path.unlink()
+    load(directory)
+    with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
+        DOORS["the commands"](directory)
+
+
+def test_a_directory_of_an_older_version(saved, tmp_path):
+    """The module beside the configuration names classes where they lay then: the installed package's are taken."""
+    directory = shutil.copytree(saved[0] / "own", tmp_path / "own")
+    (directory / "modeling_flashmhf.py").write_text("from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM\n")
+    with torch.no_grad():
+        assert torch.equal(load(directory)(IDS).logits, saved[1]["own"])
+    (directory / "modeling_flashmhf.py").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    del config["auto_map"]  # 0.1 wrote neither
+    (directory / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        assert torch.equal(load(directory)(IDS).logits, saved[1]["own"])

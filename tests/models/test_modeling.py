@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import flashmhf
 from flashmhf.models import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM, load_replaced
 from flashmhf.models.presets import MIB, PRESETS, preset
-from flashmhf_recipes import evaluation, tokenizer
+from flashmhf_recipes import pretrained, tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,7 +151,7 @@ def test_non_persistent_buffers_keep_float32(ffn, tmp_path):
         "bfloat16": tiny(ffn).bfloat16(),
         "from_config": AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16),
         "from_pretrained": AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
-        "evaluation.load": evaluation_model(tmp_path),
+        "pretrained.load": evaluation_model(tmp_path),
         "inner model": tiny(ffn).model.to(torch.bfloat16),
     }
     for how, other in converted.items():
@@ -166,7 +166,7 @@ def test_non_persistent_buffers_keep_float32(ffn, tmp_path):
 def evaluation_model(directory) -> torch.nn.Module:
     """As ``eval`` and ``generate`` load it on a GPU."""
     tokenizer.train(["text"], 300).save_pretrained(directory)
-    return evaluation.load(str(directory), device="cpu", dtype="bfloat16")[0]
+    return pretrained.load(str(directory), device="cpu", dtype="bfloat16")[0]
 
 
 def test_balanced_initialisation_knows_the_depth():

@@ -25,7 +25,7 @@ from flashmhf.models import FlashMHFForCausalLM, FlashMHFFp8Config, load_replace
 from flashmhf.models.presets import preset
 from flashmhf.models.quantization import FlashMHFFp8Quantizer
 from flashmhf.testing import relative_l2
-from flashmhf_recipes import cli, evaluation, tokenizer
+from flashmhf_recipes import cli, pretrained, tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(9)[None]
@@ -232,7 +232,7 @@ def quantised(model, tmp_path_factory):
 
 
 def test_quantize_command(model, quantised):
-    loaded, words = evaluation.load(str(quantised), device="cpu", dtype="bfloat16")
+    loaded, words = pretrained.load(str(quantised), device="cpu", dtype="bfloat16")
     expected = FlashMHFForCausalLM.from_pretrained(model)
     quantize.quantize_(expected)  # packed from float32
     expected.to(torch.bfloat16)
