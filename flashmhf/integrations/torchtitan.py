@@ -74,12 +74,12 @@ class TitanFlashMHF(FlashMHF, Module):
         self.config = config
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Raises ValueError where the tensor-parallel degree does not divide H; torchtitan would fail in the forward pass."""
+        """Shard the network. Raises ValueError if the tensor-parallel degree does not divide H; torchtitan would fail in forward."""
         check_heads("feed_forward", self, parallel_dims.tp)
         super().parallelize(parallel_dims)
 
     def _init_self_parameters(self) -> None:
-        """After the children's own: the projections take part in the balanced initialisation."""
+        """Draw the weights after the children have drawn theirs: the projections take part in the balanced initialisation."""
         self.reset_parameters(self.config.init, num_layers=self.config.num_layers)
 
 

@@ -1,6 +1,6 @@
 """Configuration of a Llama with one of the paper's feed-forward networks.
 
-The annotations are no strings here: @strict checks the type of a field only where it is a type.
+This module does not postpone annotations: @strict checks a field's type only if its annotation is a type, not a string.
 """
 
 from pathlib import Path
@@ -60,7 +60,7 @@ class FlashMHFConfig(LlamaConfig):
         mlp_bias: biases of the projections ("dense_moe" has none).
 
     Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of another type, sizes that do
-    not divide and settings that the chosen network does not have. Its message names the setting.
+    not divide, and settings that the chosen network lacks. Its message names the setting.
     """
 
     model_type = "flashmhf"
@@ -99,7 +99,7 @@ class FlashMHFConfig(LlamaConfig):
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory, **kwargs):
-        """transformers' own, with ``auto_map`` and the module that it names beside config.json."""
+        """Write config.json as transformers does, with an ``auto_map`` and, beside it, the module that this names."""
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{_AUTO_MODULE}.py").write_text(_AUTO_SOURCE)
@@ -108,10 +108,10 @@ class FlashMHFConfig(LlamaConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Nothing: a registered class makes transformers copy this package's sources into every saved model, where they cannot run."""
+        """Do nothing. For a registered class transformers copies this package's sources into every saved model, where they cannot run."""
 
     def validate_architecture(self):
-        """Called by transformers after construction."""
+        """Check the settings together; transformers calls this after construction."""
         super().validate_architecture()
         if self.head_dim is not None and self.head_dim % 2:  # transformers itself says so only in later versions than 5.17
             raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
@@ -152,7 +152,7 @@ class FlashMHFConfig(LlamaConfig):
 
     @property
     def official_init(self) -> OfficialInit:
-        """The gains of ffn_init="official". Raises ValueError for an unknown name in ``ffn_official_init``."""
+        """Return the gains of ffn_init="official". Raises ValueError for an unknown name in ``ffn_official_init``."""
         gains = self.ffn_official_init or {}
         unknown = sorted(gains.keys() - OfficialInit.__dataclass_fields__.keys())
         if unknown:
@@ -161,5 +161,5 @@ class FlashMHFConfig(LlamaConfig):
 
     @property
     def ffn_subnet_dim(self) -> int | None:
-        """d_e; None where there are no sub-networks."""
+        """Return d_e, or None if the network has no sub-networks."""
         return None if self.ffn_num_subnets is None else self.intermediate_size // self.ffn_num_subnets

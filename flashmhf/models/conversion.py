@@ -74,9 +74,11 @@ _HANDLED = {
 
 
 def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
-    """The official config.json's content, of "mhffnmoe", "mhffn" or a baseline's "llama" -> our configuration.
+    """Return our configuration for the content of an official config.json: model_type "mhffnmoe", "mhffn", or a baseline's "llama".
 
-    Scalings have no setting here: :func:`state_from_official` takes them into the weights, and the gains of the initialisation carry them.
+    Scalings have no setting here: :func:`state_from_official` multiplies the weights by them, and the gains of the initialisation carry
+    them.
+
     Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type, TypeError and
     ValueError for numbers of heads, and what :class:`FlashMHFConfig` raises.
     """
@@ -122,9 +124,9 @@ def _official_init(official: Mapping[str, object], settings: Mapping[str, object
 
 
 def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
-    """Our configuration -> the official config.json's content, without scalings: the weights have them.
+    """Return the content of the official config.json for our configuration. It has no scalings: the weights carry them.
 
-    NotImplementedError for other feed-forward networks than flashmhf and mh_ffn, and for a larger ``ffn_router_eps`` than the official
+    Raises NotImplementedError for other feed-forward networks than flashmhf and mh_ffn, and for an ``ffn_router_eps`` above the official
     constant, with which the official code would compute another function.
     """
     model_type = {"flashmhf": "mhffnmoe", "mh_ffn": "mhffn"}.get(config.ffn_type)
@@ -184,9 +186,9 @@ def _check_sizes(prefix: str, official: Mapping[str, Tensor], config: FlashMHFCo
 
 
 def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Tensor]:
-    """Official state dict of the whole model -> ours, for the configuration that :func:`config_from_official` gave.
+    """Return our state dict for the official one of a whole model, given the configuration of :func:`config_from_official`.
 
-    scales: of ``flashmhf.convert.official_scales(official)``; K, U and V take them in.
+    ``scales`` is ``flashmhf.convert.official_scales(official)``; K, U and V are multiplied by them.
     """
     outside, inside = _split_layers(state)
     embedding = outside.get("model.embed_tokens.weight")
@@ -212,7 +214,7 @@ def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig, sca
 
 
 def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> dict[str, Tensor]:
-    """Our state dict of the whole model -> the official one, complete for a strict load there."""
+    """Return the official state dict for ours of a whole model, complete for a strict load there."""
     outside, inside = _split_layers(state)
     for prefix, ours in inside.items():
         official = convert.to_official(ours)
@@ -225,7 +227,7 @@ def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> di
 
 
 def _read_state(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint directory: safetensors or PyTorch files, one or several."""
+    """Read the tensors of a checkpoint directory, from one or several safetensors or PyTorch files."""
     for pattern, load in (("*.safetensors", load_file), ("pytorch_model*.bin", lambda path: torch.load(path, "cpu", weights_only=True))):
         files = sorted(directory.glob(pattern))
         if files:
@@ -236,12 +238,15 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
 def load_official(
     directory: str | Path, dtype: torch.dtype | None = None, model_class: type[FlashMHFPreTrainedModel] = FlashMHFForCausalLM
 ) -> FlashMHFPreTrainedModel:
-    """An official checkpoint directory (config.json and weights) as our model, in its stored dtype unless ``dtype`` is given.
+    """Load an official checkpoint directory (config.json and weights) as our model, in eval mode on the CPU.
 
-    model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering for the official
-    models with those heads.
+    Args:
+        directory: holds config.json and the weights.
+        dtype: of the model; None for the stored one.
+        model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering for the official
+            models with those heads.
 
-    Raises FileNotFoundError, ValueError for missing and for unknown weights, and what :func:`config_from_official` and
+    Raises FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what :func:`config_from_official` and
     :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)
@@ -267,7 +272,7 @@ def load_official(
 
 
 def save_official(model: FlashMHFPreTrainedModel, directory: str | Path) -> None:
-    """Writes config.json and model.safetensors as the official code reads them, of a language model or a model with another head."""
+    """Write config.json and model.safetensors as the official code reads them, for a language model or a model with another head."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     official = config_to_official(model.config)

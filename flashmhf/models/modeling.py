@@ -27,7 +27,7 @@ from .configuration import FlashMHFConfig
 
 
 def feed_forward(config: FlashMHFConfig) -> Network:
-    """The feed-forward network that ``config`` names, [..., hidden_size] -> [..., hidden_size]."""
+    """Return the feed-forward network that ``config`` names, [..., hidden_size] -> [..., hidden_size]."""
     d_model, width, heads = config.hidden_size, config.intermediate_size, config.ffn_num_heads
     operator = {
         "num_kv_heads": config.ffn_num_kv_heads,
@@ -109,7 +109,7 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Nothing, as in :meth:`FlashMHFConfig.register_for_auto_class`."""
+        """Do nothing, as :meth:`FlashMHFConfig.register_for_auto_class`."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -137,7 +137,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
 
 class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
-    """Next-token prediction: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels the mean loss in nats a token, too."""
+    """Predicts the next token: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in nats per token."""
 
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)

@@ -26,7 +26,7 @@ VOCABULARY = 50_432
 
 @dataclass(frozen=True)
 class Scale:
-    """What the models of one scale share."""
+    """Settings that the models of one scale share."""
 
     d_model: int
     attention_heads: int
@@ -61,7 +61,7 @@ class Preset:
     printed_parameters: float | None = field(default=None, compare=False)
 
     def config(self, **overrides) -> FlashMHFConfig:
-        """The model's configuration; ``overrides`` are FlashMHFConfig arguments."""
+        """Return the model's configuration; ``overrides`` are FlashMHFConfig arguments."""
         settings = dict(
             ffn_type=self.ffn,
             vocab_size=self.scale.vocabulary,
@@ -126,7 +126,7 @@ class OfficialPreset(Preset):
     official: dict = field(default_factory=dict, compare=False)
 
     def config(self, **overrides) -> FlashMHFConfig:
-        """What ``conversion.config_from_official`` makes of the official file; ``overrides`` are FlashMHFConfig arguments."""
+        """Return the configuration of the official file, converted; ``overrides`` are FlashMHFConfig arguments."""
         from .conversion import config_from_official  # not above: it imports the models
 
         return FlashMHFConfig(**{**config_from_official(self.official).to_dict(), **overrides})

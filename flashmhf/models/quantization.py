@@ -36,7 +36,7 @@ class FlashMHFFp8Config(QuantizationConfigMixin):
         layout: version of the packed weights; only this version's loads.
         quant_method: "flashmhf_fp8", as config.json has it.
 
-    Raises ValueError for another layout and another method, TypeError for ``projections`` that is no bool.
+    Raises ValueError for another layout and another method, TypeError if ``projections`` is not a bool.
     """
 
     def __init__(self, projections: bool = True, layout: int = LAYOUT, quant_method: str = METHOD) -> None:
@@ -81,7 +81,7 @@ class FlashMHFFp8Quantizer(HfQuantizer):
 
 
 def quantise(model: PreTrainedModel, *, projections: bool = True) -> None:
-    """:func:`flashmhf.quantize.quantize_`, unless the model has these very networks in FP8 already.
+    """Quantise a model's FlashMHF networks in place, unless it has these very networks in FP8 already.
 
     Raises ValueError for a model without FlashMHF and for one that is quantised otherwise.
     """
@@ -96,7 +96,7 @@ def quantise(model: PreTrainedModel, *, projections: bool = True) -> None:
 
 
 def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
-    """Raises ValueError where safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout.
+    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout.
 
     transformers itself draws a missing tensor at random, with a warning.
     """

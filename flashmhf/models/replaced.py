@@ -72,7 +72,7 @@ def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | No
         kwargs: of ``from_pretrained`` (dtype, device_map, …).
 
     Returns what ``from_pretrained`` does: a model of transformers' class in eval mode. Raises ValueError for a model without replaced
-    networks and for recorded names that it has not, NotImplementedError for a class that is not transformers' own.
+    networks and for recorded names that it lacks, NotImplementedError for a class that is not transformers' own.
     """
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(directory)
     if not has_replaced(config):

@@ -18,7 +18,7 @@ _Q_NORM = {".q_norm": BY_OUTPUT}
 
 
 def network_plan(q_norm: bool, skip_linear: bool) -> dict[str, str]:
-    """The entries of ``base_model_tp_plan`` for FlashMHF and MHFFN as ``layers.*.mlp``."""
+    """Return the entries of ``base_model_tp_plan`` for FlashMHF and MHFFN as ``layers.*.mlp``."""
     modules = {"": HEADS} | ({} if skip_linear else _PROJECTIONS) | (_Q_NORM if q_norm else {})
     return {f"layers.*.mlp{name}": style for name, style in modules.items()}
 
