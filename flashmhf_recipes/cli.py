@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     setting = study.default_setting(_device(args.device))
     name = Path(args.text).name if args.text else "Python's standard library"
     results = report.Results(study.headline(setting), setting, recipe=tiny_lm.recipe(setting.device, args.steps), text=name)
-    print(f"{results.headline}\n{study.shows(setting.device)}\n", flush=True)
+    start = time.perf_counter()
+    print(f"{study.shows(setting.device)}\n", flush=True)
     results.accuracies = _run_check(setting.device)
     results.measurements = _run_compare(setting)
     results.not_trained = tiny_lm.why_not()
@@ -142,8 +144,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
             )
     drawn = report.picture(results, picture)
     print(report.table(results))
-    if drawn:
-        print(f"\npicture: {picture.resolve()}")
+    print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.perf_counter() - start:.0f} s")
     return _verdict(results.accuracies)
 
 

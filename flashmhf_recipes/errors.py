@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 
 class OptionError(ValueError):
     """An option, or several together, that a run cannot have."""
-
-    def __init__(self, message: str, **values: object):
-        for name, value in values.items():
-            message = message.replace(f"{{{name}}}", str(value)).replace(f"{{{name}!r}}", repr(value))
-        super().__init__(re.sub(r"\{([a-z_]+)\}", r"\1", message))
 
 
 class DataError(ValueError):

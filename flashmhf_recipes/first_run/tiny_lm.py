@@ -113,7 +113,8 @@ def train(text: bytes, recipe: Recipe, device: torch.device, on_step: Callable[[
     found, tokens = {}, None
     with tempfile.TemporaryDirectory() as scratch:
         file, bytewise = Path(scratch) / "text.txt", Path(scratch) / "bytewise"
-        file.write_text(text.decode(errors="replace").replace("\0", ""))
+        wanted = int(recipe.steps * recipe.batch * recipe.context / (1 - HELD_OUT)) + recipe.context
+        file.write_text(text[:wanted].decode(errors="replace"))
         tokenizer.train([], tokenizer.SMALLEST).save_pretrained(bytewise)  # no merges: a token a byte
         for name in FFN_TYPES:
             options = training.Options(

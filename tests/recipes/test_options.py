@@ -8,8 +8,6 @@ import importlib.util
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import environment
 from transformers import TrainingArguments
 
 from flashmhf.models.presets import preset
@@ -166,14 +163,3 @@ def test_the_micro_batch_follows_the_processes(batch, bound, processes, expected
 def test_a_batch_that_the_processes_do_not_divide():
     with pytest.raises(ValueError, match="batch is 64; it must be a multiple of the 3 processes"):
         resolved(batch=64).micro_batch_for(3)
-
-
-@pytest.mark.slow
-def test_an_indivisible_batch_under_torchrun(tmp_path):
-    """One line, status 2 and no run.json, so that the corrected command may use the directory."""
-    (tmp_path / "text.txt").write_text("some text\n" * 2000)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "flashmhf_recipes", "train"]
-    settings = ["--output", tmp_path / "run", "--preset", "tiny", "--data", tmp_path / "text.txt", "--device", "cpu", "--batch", "3"]
-    done = subprocess.run([str(part) for part in [*launcher, *settings]], env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode and "flashmhf: error: batch is 3; it must be a multiple of the 2 processes" in done.stderr
-    assert "exitcode  : 2" in done.stderr and not os.path.exists(tmp_path / "run")

@@ -234,7 +234,6 @@ sys.exit(cli.main(sys.argv[4:]))
     ("where", "number", "times", "status", "message"),
     [
         ("step", "SIGTERM", 1, 143, "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
-        ("step", "SIGINT", 1, 130, "stopped by SIGINT after step 3, which is saved; continue with: flashmhf train --resume --output"),
         ("step", "SIGTERM", 2, 143, "a second signal ends at once"),
         ("tokenising", "SIGTERM", 1, 143, "stopped by SIGTERM before the first step; continue with: flashmhf train --resume --output"),
     ],
@@ -256,8 +255,13 @@ def test_runs_killed_at_random_times():
     assert done.stdout.count("1 runs ended as the uninterrupted one") == 3
 
 
-@pytest.mark.parametrize("mark", ["sizes", "empty"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [
+        *((name, "sizes") for name in ("model.safetensors", "optimizer.pt", "rng_state.pth")),
+        *((name, "empty") for name in ("model.safetensors", "scheduler.pt", "trainer_state.json")),
+    ],
+)
 def test_a_damaged_checkpoint_is_set_aside(name, mark, run, expected, caplog):
     path = run / "checkpoint-20" / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -269,7 +273,7 @@ def test_a_damaged_checkpoint_is_set_aside(name, mark, run, expected, caplog):
     assert (run / "damaged-checkpoint-20" / name).exists()
 
 
-@pytest.mark.parametrize("content", ["x", "[]", "{}"])
+@pytest.mark.parametrize("content", ["x", "[]"])
 def test_a_damaged_mark_is_damage(content, run, expected, caplog):
     (run / "checkpoint-20" / "complete").write_text(content)
     training.resume(run, bar=False)
@@ -322,12 +326,11 @@ def test_options_that_cannot_be_read(content, tmp_path):
         training.resume(tmp_path, bar=False)
 
 
-@pytest.mark.parametrize("step", [7, 15])  # before and after the first checkpoint
-def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(step, text, tmp_path):
+def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, tmp_path):
     """run.json of 0.1.0 knows no param_groups; its model was "normal", and its optimizer had transformers' two groups."""
     earlier = dict(param_groups=False, model={"ffn_init": "normal"})
     uninterrupted = training.start(options(tmp_path / "expected", text, **earlier), bar=False).output
-    stopped = interrupted(options(tmp_path / "run", text, **earlier), step)
+    stopped = interrupted(options(tmp_path / "run", text, **earlier), 7)  # before the first checkpoint: the model is made anew
     stored = json.loads((stopped / "run.json").read_text())
     del stored["param_groups"]
     stored["model"] = {}
