@@ -163,7 +163,7 @@ def test_generation(trained):
 
 def test_generation_of_what_no_model_takes(trained, monkeypatch):
     model, tokenizer = trained
-    with pytest.raises(ValueError, match="the prompt is not UTF-8"):
+    with pytest.raises(ValueError, match="prompt is not Unicode"):
         generation.generate(model, tokenizer, "\udcff")
     monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), math.nan))
     for temperature in (0.0, 1.0):
