@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
 @pytest.fixture(scope="module")
 def no_pictures():
-    """loss.png takes a quarter of such a short run; test_lm_training.py looks at it."""
+    """loss.png takes a quarter of such a short run; test_training.py looks at it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callbacks, "draw_losses", lambda *_: None)
         yield
@@ -204,55 +204,59 @@ torch.set_num_threads(1)
 from transformers import Trainer
 from flashmhf_recipes import cli, data
 
-where, number, times = sys.argv[1], getattr(signal, sys.argv[2]), int(sys.argv[3])
-
-def send(step):
-    for _ in range(times):
-        os.kill(os.getpid(), number)
-
 training_step, encode = Trainer.training_step, data.encode
 
-def signalled_step(self, *args, **kwargs):
-    if self.state.global_step == 2:
-        send(2)
-    return training_step(self, *args, **kwargs)
+def send(times):
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGTERM)
 
-def signalled_encode(*args):
-    send(0)
-    return encode(*args)
+def train(where, times, output):
+    def signalled_step(self, *args, **kwargs):
+        if (where, self.state.global_step) == ("step", 2):
+            send(times)
+        return training_step(self, *args, **kwargs)
 
-if where == "step":
-    Trainer.training_step = signalled_step
-else:
-    data.encode = signalled_encode
-sys.exit(cli.main(sys.argv[4:]))
+    def signalled_encode(*args):
+        if where == "tokenising":
+            send(times)
+        return encode(*args)
+
+    Trainer.training_step, data.encode = signalled_step, signalled_encode
+    os.dup2(os.open(output + ".err", os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return cli.main(["train", "--output", output, *sys.argv[2:]])
+
+for where, times in (("step", 1), ("step", 2), ("tokenising", 1)):
+    process = os.fork()  # the libraries are imported once
+    if not process:
+        os._exit(train(where, times, f"{sys.argv[1]}/{where}-{times}"))
+    print(where, times, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "number", "times", "status", "message"),
-    [
-        ("step", "SIGTERM", 1, 143, "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
-        ("step", "SIGTERM", 2, 143, "a second signal ends at once"),
-        ("tokenising", "SIGTERM", 1, 143, "stopped by SIGTERM before the first step; continue with: flashmhf train --resume --output"),
-    ],
-)
-def test_the_command_stops_on_signals(where, number, times, status, message, text, tmp_path):
+def test_the_command_stops_on_signals(text, tmp_path):
     settings = ["--preset", "tiny", "--vocab-size", 300, "--length", 32, "--steps", 5, "--device", "cpu", "--data", text]
-    command = [sys.executable, "-c", SIGNALLED, where, number, times, "train", "--output", tmp_path / "run", *settings]
-    done = subprocess.run([str(part) for part in command], env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == status and message in done.stderr and "Traceback" not in done.stderr
-    assert (tmp_path / "run" / "checkpoint-3" / "complete").exists() == (where == "step" and times == 1)
+    command = [sys.executable, "-c", SIGNALLED, *map(str, (tmp_path, *settings))]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
+    assert done.stdout.splitlines() == ["step 1 143", "step 2 143", "tokenising 1 143"], done.stderr
+    for name, message in (
+        ("step-1", "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
+        ("step-2", "a second signal ends at once"),
+        ("tokenising-1", "stopped by SIGTERM before the first step; continue with: flashmhf train --resume --output"),
+    ):
+        error = (tmp_path / f"{name}.err").read_text()
+        assert message in error and "Traceback" not in error
+        assert (tmp_path / name / "checkpoint-3" / "complete").exists() == (name == "step-1")
 
 
 @pytest.mark.slow
 def test_runs_killed_at_random_times():
     """Fewer repetitions of what kill_runs.py does by default."""
-    command = [sys.executable, str(ROOT / "tests" / "recipes" / "kill_runs.py"), "--repeats", "1"]
+    command = [sys.executable, str(ROOT / "tests" / "recipes" / "kill_runs.py"), "--repeats", "1", "--signals", "KILL", "TERM"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("1 runs ended as the uninterrupted one") == 3
+    assert done.stdout.count("1 runs ended as the uninterrupted one") == 2
 
 
 @pytest.mark.parametrize(
