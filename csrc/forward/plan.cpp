@@ -171,7 +171,7 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
 }
 
 // Threshold: CTAs of fewer row tiles than others are taken where they save a twentieth, in the time of a tile of three row tiles. Parts
-// without whole waves count twice there, and the memory not at all: so the measured choices come out (README.md).
+// without whole waves count twice there, and the memory not at all: so the measured choices come out (docs/experiments.md).
 double compared_time(const Candidate &c) {
     const bool waves = c.schedule.slices == 1 && c.schedule.waves > 0;
     return c.products * forward_fp8_row_tiles(c.consumers) + c.exchange + (waves ? 1 : 2) * c.adding;
