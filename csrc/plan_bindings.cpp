@@ -13,11 +13,10 @@ namespace py = pybind11;
 
 namespace {
 
-template <int d_h> py::dict policy() {
-    using P = flashmhf::ForwardPolicy<d_h>;
+// What both formats' policies have.
+template <typename P> py::dict policy(int head_dim) {
     py::dict d;
-    d["head_dim"] = d_h;
-    d["q_in_registers"] = P::q_in_registers;
+    d["head_dim"] = head_dim;
     d["consumers"] = P::consumers;
     d["launch_registers"] = P::launch_registers;
     d["slots"] = P::slots;
@@ -27,25 +26,24 @@ template <int d_h> py::dict policy() {
     d["consumer_registers"] = P::consumer_registers;
     d["producer_registers"] = P::producer_registers;
     d["gate_chunk"] = P::gate_chunk;
-    d["may_add_parts"] = P::may_add_parts;
     return d;
 }
-
-template <int d_h, bool few_rows> py::dict fp8_policy() {
-    using P = flashmhf::ForwardFp8Policy<d_h, few_rows>;
-    py::dict d;
-    d["head_dim"] = d_h;
-    d["few_rows"] = few_rows;
-    d["consumers"] = P::consumers;
-    d["launch_registers"] = P::launch_registers;
-    d["slots"] = P::slots;
-    d["slot_bytes"] = P::slot_bytes;
-    d["shared_memory"] = P::shared_memory;
-    d["tile_registers"] = P::tile_registers;
-    d["consumer_registers"] = P::consumer_registers;
-    d["producer_registers"] = P::producer_registers;
-    d["gate_chunk"] = P::gate_chunk;
-    return d;
+py::list forward_policies() {
+    py::list all;
+    flashmhf::ForwardHeadDims::each([&]<int d_h>() { all.append(policy<flashmhf::ForwardPolicy<d_h>>(d_h)); });
+    return all;
+}
+py::list forward_fp8_policies() {
+    py::list all;
+    auto add = [&]<bool few_rows>() {
+        flashmhf::ForwardFp8HeadDims::each([&]<int d_h>() {
+            py::dict d = policy<flashmhf::ForwardFp8Policy<d_h, few_rows>>(d_h);
+            d["few_rows"] = few_rows;
+            all.append(d);
+        });
+    };
+    add.operator()<false>(), add.operator()<true>();
+    return all;
 }
 
 using Clusters = std::array<int, flashmhf::max_slices>;
@@ -244,13 +242,7 @@ PYBIND11_MODULE(_plan, m) {
     m.def("plan_forward_fp8", &plan_forward_fp8, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
           py::arg("subnets"), py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1,
           "plan_forward for the forward in FP8.");
-    m.def(
-        "forward_fp8_policies",
-        [] {
-            return py::make_tuple(fp8_policy<64, false>(), fp8_policy<96, false>(), fp8_policy<128, false>(), fp8_policy<256, false>(),
-                                  fp8_policy<64, true>(), fp8_policy<96, true>(), fp8_policy<128, true>(), fp8_policy<256, true>());
-        },
-        "Shared memory and registers of the FP8 forward kernel for each head dimension.");
+    m.def("forward_fp8_policies", &forward_fp8_policies, "Shared memory and registers of the FP8 forward kernel for each head dimension.");
     m.def(
         "plan_project",
         [](int64_t tokens, int64_t features, const Clusters &clusters) {
@@ -271,7 +263,5 @@ PYBIND11_MODULE(_plan, m) {
           "What the forward's planner counts with: the time of an inter tile of a CTA (in FP8, of so many row tiles) in microseconds; in "
           "such tiles, adding parts in a\n"
           "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");
-    m.def(
-        "forward_policies", [] { return py::make_tuple(policy<64>(), policy<96>(), policy<128>(), policy<256>()); },
-        "Shared memory and registers of the forward kernel for each head dimension.");
+    m.def("forward_policies", &forward_policies, "Shared memory and registers of the forward kernel for each head dimension.");
 }

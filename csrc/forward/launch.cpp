@@ -13,8 +13,8 @@ namespace {
 
 constexpr int f16_gate_columns = ForwardPolicy<128>::gate_chunk, fp8_gate_columns = ForwardFp8Policy<128>::gate_chunk;
 
-// Another one every time, never 0: a counter from a random start, scrambled (splitmix64 maps no two counts to one token).
-uint64_t launch_token() {
+// Another one every time, never 0: a counter from a random start, scrambled (splitmix64 maps no two counts to one number).
+uint64_t launch_nonce() {
     static std::atomic<uint64_t> count{std::random_device{}() * 0x100000000ull + std::random_device{}()};
     for (;;) {
         uint64_t z = count.fetch_add(0x9E3779B97F4A7C15ull);
@@ -132,7 +132,7 @@ ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &p
     p.eps = problem.eps;
     p.partials = workspace;
     p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
-    if (plan.flags) p.token = launch_token();
+    if (plan.flags) p.nonce = launch_nonce();
     return p;
 }
 

@@ -190,12 +190,12 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
                          int adds) {
             fp8::pin(next);
             warpgroup::mma_fence();
-            issue_scores(next, next_slot, next_index);
-            swiglu(a, now, half_scale);
+            issue_scores(next, next_slot, next_index);  // [M|N](c+1) = Q [K;U](c+1)^T
+            swiglu(a, now, half_scale);                 // A(c) = silu(M(c)) N(c), while it runs
             fp8::pin(a);
             warpgroup::mma_fence();
-            issue_products(o, a, slot, index, adds);
-            warpgroup::mma_async_wait<1>();
+            issue_products(o, a, slot, index, adds);  // O += A(c) V(c)
+            warpgroup::mma_async_wait<1>();           // for [M|N](c+1); O may still run
             fp8::pin(next), fp8::pin(a_before);
         };
         auto release_before = [&](int slot) {

@@ -7,7 +7,7 @@
 
 namespace flashmhf {
 
-// Holds the launch's token when the CTA of this rank has stored its rows of a part.
+// Holds the launch's nonce when the CTA of this rank has stored its rows of a part.
 __device__ __forceinline__ uint64_t *part_flag(const ForwardParams &p, int cluster, int part, int rank) {
     return p.flags + (cluster * 2 + part) * p.row_ctas + rank;
 }
@@ -30,7 +30,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         while (cursor.next(work, cluster, 0, 0) && work.item >= s.waves * s.clusters)
             if (work.end - work.begin < s.inter_tiles) {
                 wait_sleeping(shared.parts.stored[work.part], 0);
-                store_release(part_flag(p, cluster, work.part, rank()), p.token);
+                store_release(part_flag(p, cluster, work.part, rank()), p.nonce);
                 ++signalled;
             }
         if (p.router_bytes) wait_sleeping(shared.w_empty, signalled & 1);  // the whole item's W has been read from where the pieces will be
@@ -46,8 +46,8 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
     if (lane < parts) {
         const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
         uint64_t *flag = part_flag(p, first + lane, part, rank());
-        while (load_acquire(flag) != p.token) __nanosleep(256);
-        *flag = 0;  // no other warp waits for it, and a graph launch has the same token again
+        while (load_acquire(flag) != p.nonce) __nanosleep(256);
+        *flag = 0;  // no other warp waits for it, and a graph launch has the same nonce again
         tma::fence_global();
         src = p.partials + part_offset<d_h>(p, first + lane, 0, part, rank(), 0);
     }
@@ -114,7 +114,7 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
         while (cursor.next(work, cluster, block, 0))
             if (work.end < s.inter_tiles) {  // the item ends in another cluster
                 kittens::wait(shared.parts.stored[work.part], 0);
-                store_release(gather_flag(p, cluster, block, work.part, rank), p.token);
+                store_release(gather_flag(p, cluster, block, work.part, rank), p.nonce);
             }
     }
     __syncwarp();
@@ -127,8 +127,8 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
             reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first + lane, block, part, rank, 0));
         shared.gathered.count = others;
         uint64_t *flag = gather_flag(p, first + lane, block, part, rank);
-        while (load_acquire(flag) != p.token) __nanosleep(32);
-        *flag = 0;  // no other warp waits for it, and a graph launch has the same token again
+        while (load_acquire(flag) != p.nonce) __nanosleep(32);
+        *flag = 0;  // no other warp waits for it, and a graph launch has the same nonce again
     }
     __syncwarp();
     if (lane == 0) kittens::arrive(shared.parts.piece_full[0]);

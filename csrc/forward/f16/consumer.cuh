@@ -165,10 +165,12 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             ring.advance();
             gate.replenish(this_item(), gate_buffer(), query);
             wait_slot();
-            for (int left = this_item().end - this_item().begin - 1; left > 0; --left) {
+            for (int left = this_item().end - this_item().begin - 1; left > 0; --left) {  // here: A(i), and in the slot [K;U](i+1) and V(i)
                 pin(a), pin(o);
+                // Issue [M|N](i+1) = Q [K;U](i+1)^T, and behind it O += A(i) V(i)
                 warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
                 accumulate(o, a, shared.v(ring.slot));
+                // Wait for [M|N](i+1) alone; A(i+1) = r silu(M) N in place while O += A(i) V(i) runs
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
                 swiglu<halved>(mn, gate.r);
@@ -177,12 +179,14 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                 const int slot = ring.slot;
                 ring.advance();
                 wait_slot();
+                // Wait for O; then nothing reads A(i) or the slot: hand it back and round A(i+1)
                 warpgroup::mma_async_wait<0>();
                 pin(mn), pin(o), pin(a);
                 release(slot);
                 pack<T>(a, mn);
                 gate.replenish(this_item(), gate_buffer(), query);
             }
+            // The next item's Q, then the last product of this item and the first of the next
             const bool more = next_item().end > 0;
             if (more) load_q();
             wait_to_issue(this_item());
