@@ -7,6 +7,8 @@ accesses (rule 2 of csrc/README.md). HAND_OVERS names the places of this kind; a
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -41,7 +43,9 @@ ACCESS = re.compile(r"(?:Read|Write) access at .*? in (\S+):(\d+)")
 
 
 def function_at(source: list[str], line: int) -> str:
-    """Name of the device function that holds the line `line`, counted from 1."""
+    """Name of the device function that holds the line `line`, counted from 1. Raises ValueError where there is none."""
+    if line > len(source):
+        raise ValueError(f"no line {line}")
     for start in range(line - 1, -1, -1):
         if "__device__" in source[start] or "__global__" in source[start]:
             head = " ".join(source[start : start + 4])
@@ -50,15 +54,26 @@ def function_at(source: list[str], line: int) -> str:
     raise ValueError(f"no device function around line {line}")
 
 
+def functions_at(path: str, line: int) -> set[str]:
+    """The device functions at this line of the source files of that name: a report has no folders."""
+    files = [file for folder in ("csrc", "thunderkittens/include") for file in (ROOT / folder).rglob(Path(path).name)]
+    assert files, f"no source file {path}"
+    found = set()
+    for file in files:
+        with contextlib.suppress(ValueError):  # too short, or no function before the line
+            found.add(function_at(file.read_text().splitlines(), line))
+    assert found, f"no device function around line {line} of {path}"
+    return found
+
+
 def reported_pairs(report: str) -> list[frozenset[str]]:
-    """The functions of both accesses of every race in racecheck's report, whose files lie below csrc/ and thunderkittens/."""
-    files = {path.name: path for folder in ("csrc", "thunderkittens/include") for path in (ROOT / folder).rglob("*.cuh")}
+    """The functions of both accesses of every race in racecheck's report: a known hand-over where the names allow one."""
     pairs = []
     for race in report.split("Race reported between ")[1:]:
         accesses = ACCESS.findall(race)[:2]
         assert len(accesses) == 2, f"a report of another form:\n{race[:600]}"
-        sources = [(files[Path(name).name].read_text().splitlines(), int(line)) for name, line in accesses]
-        pairs.append(frozenset(function_at(*source) for source in sources))
+        possible = [frozenset(pair) for pair in itertools.product(*(functions_at(name, int(line)) for name, line in accesses))]
+        pairs.append(next((pair for pair in possible if pair in HAND_OVERS), possible[0]))
     return pairs
 
 
