@@ -28,7 +28,6 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
     m.def("fp8_forward(Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor? r, Tensor? w, float eps) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias) -> Tensor");
-    m.def("_project_behind_forward(Tensor x, Tensor w, Tensor? bias) -> Tensor");
     m.def("quantise_rows(Tensor x) -> (Tensor, Tensor)");
     m.def(
         "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v, Tensor w, float eps,"
@@ -59,7 +58,6 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("gated_forward", TORCH_BOX(&flashmhf::gated_forward));
     m.impl("fp8_forward", TORCH_BOX(&flashmhf::fp8_forward));
     m.impl("project", TORCH_BOX(&flashmhf::project));
-    m.impl("_project_behind_forward", TORCH_BOX(&flashmhf::project_behind_forward));
     m.impl("quantise_rows", TORCH_BOX(&flashmhf::quantise_rows));
     m.impl("layer", TORCH_BOX(&flashmhf::layer));
     m.impl("fp8_layer", TORCH_BOX(&flashmhf::fp8_layer));

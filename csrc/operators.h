@@ -23,7 +23,7 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
 // x W^T + bias of few tokens: x [T, K], w [N, K], bias [N] or nothing; [T, N].
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias);
 // The same, queued right behind an operator of the forward: w and bias are then read before that one has ended, which is a race behind any
-// other kernel (csrc/project/README.md). No public operator.
+// other kernel (csrc/project/README.md). For the layer alone: no operator of its own.
 Tensor project_behind_forward(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias);
 // x [T, K], K a multiple of 8 -> e4m3 [T, K] and float32 scales [T, 1], a row's largest value being 448.
 std::tuple<Tensor, Tensor> quantise_rows(const Tensor &x);
