@@ -21,24 +21,8 @@ template <typename T> int run(const Arguments &options) {
     flashmhf::ForwardProblem problem{};
     in.describe(problem);
     problem.k = in.k, problem.u = in.u, problem.v = in.v;
-    flashmhf::Device device;
-    check(flashmhf::describe_device(&device));
-    const flashmhf::ForwardPlan plan =
-        flashmhf::plan_forward(s, device, flashmhf::WeightFormat::same, may_bundle(problem), costs_of(options, {}));
-    const Buffer<float> workspace(flashmhf::workspace_of(problem, plan));
-    const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
-    print_plan(plan);
-    auto once = [&] { return flashmhf::launch_forward(s.head_dim, launch, nullptr); };
-    measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
-    const Copies<T> copies(options.number("chain"), {&in.k, &in.u, &in.v});
-    std::vector<flashmhf::ForwardLaunch> launches;
-    for (int64_t i = 0; i < copies.sets; ++i) {
-        problem.k = copies(i, 0), problem.u = copies(i, 1), problem.v = copies(i, 2);
-        launches.push_back(flashmhf::prepare_forward(problem, plan, workspace));
-    }
-    measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward(s.head_dim, launches[i], stream); });
+    const bool ok = measure_forward(options, in, problem, {&in.k, &in.u, &in.v});
     if (in.rows == 0) return 0;
-    const bool ok = repeats_bits(in.out, options.number("repeat"), once);
     if (!options.number("check")) return ok ? 0 : 1;
 
     const auto [sampled, stride] = sample(in.rows, 4096, s.heads);

@@ -110,6 +110,31 @@ inline void print_plan(const flashmhf::ForwardPlan &plan) {
                         : "nobody");
 }
 
+// Plans and times the problem, alone and in a chain of launches that take copies of its weights in turn. Whether `repeat` further launches
+// gave equal bits. The output is that of the problem's own weights.
+template <typename T, typename W>
+bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, flashmhf::ForwardProblem problem,
+                     std::initializer_list<const Buffer<W> *> weights) {
+    const flashmhf::Shape &s = in.s;
+    flashmhf::Device device;
+    check(flashmhf::describe_device(&device));
+    const flashmhf::ForwardPlan plan =
+        flashmhf::plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, flashmhf::forward_costs(problem.format)));
+    const Buffer<float> workspace(flashmhf::workspace_of(problem, plan));
+    const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
+    print_plan(plan);
+    auto once = [&] { return flashmhf::launch_forward(s.head_dim, launch, nullptr); };
+    measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
+    const Copies<W> copies(options.number("chain"), weights);
+    std::vector<flashmhf::ForwardLaunch> launches;
+    for (int64_t i = 0; i < copies.sets; ++i) {
+        problem.k = copies(i, 0), problem.u = copies(i, 1), problem.v = copies(i, 2);
+        launches.push_back(flashmhf::prepare_forward(problem, plan, workspace));
+    }
+    measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward(s.head_dim, launches[i], stream); });
+    return in.rows == 0 || repeats_bits(in.out, options.number("repeat"), once);
+}
+
 // out of row blockIdx.x * stride of [T * H] in fp64.
 template <typename T>
 __global__ void reference(double *out, const T *q, const T *k, const T *u, const T *v, const double *gate, flashmhf::Shape s,

@@ -114,24 +114,8 @@ template <typename T> int run(const Arguments &options) {
     problem.k = k8, problem.u = u8, problem.v = v8;
     problem.scales = scales;
     problem.format = flashmhf::WeightFormat::e4m3;
-    flashmhf::Device device;
-    check(flashmhf::describe_device(&device));
-    const flashmhf::ForwardPlan plan =
-        flashmhf::plan_forward(s, device, flashmhf::WeightFormat::e4m3, false, costs_of(options, flashmhf::forward_fp8_costs));
-    const Buffer<float> workspace(flashmhf::workspace_of(problem, plan));
-    const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
-    print_plan(plan);
-    auto once = [&] { return flashmhf::launch_forward(s.head_dim, launch, nullptr); };
-    measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
-    const Copies<__nv_fp8_storage_t> copies(options.number("chain"), {&k8, &u8, &v8});
-    std::vector<flashmhf::ForwardLaunch> launches;
-    for (int64_t i = 0; i < copies.sets; ++i) {
-        problem.k = copies(i, 0), problem.u = copies(i, 1), problem.v = copies(i, 2);
-        launches.push_back(flashmhf::prepare_forward(problem, plan, workspace));
-    }
-    measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward(s.head_dim, launches[i], stream); });
+    bool ok = measure_forward(options, in, problem, {&k8, &u8, &v8});
     if (in.rows == 0) return 0;
-    bool ok = repeats_bits(in.out, options.number("repeat"), once);
     if (!options.number("check")) return ok ? 0 : 1;
 
     const auto [sampled, stride] = sample(in.rows, 2048, s.heads);

@@ -28,7 +28,6 @@ template <int d_h> struct ForwardPolicy {
     static constexpr bool may_slice = q_in_registers;  // CTAs of a cluster may divide an item's inter range; at d_h = 256 that spills
     static constexpr int ku_bytes = 2 * tile_inter * d_h * element_bytes, v_bytes = tile_inter * d_h * element_bytes;
     static constexpr int slot_bytes = q_in_registers ? ku_bytes + v_bytes : v_bytes;
-    static constexpr int slots = d_h == 64 ? 6 : d_h == 96 ? 4 : d_h == 128 ? 3 : 5;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
 
     // The gate of a chunk of sub-networks, and its scale, for the rows of a warpgroup. One buffer for the current item, one for the
@@ -45,8 +44,10 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int piece_columns = 8;  // of a row tile's sums; slices send theirs in such pieces, too
     static constexpr int piece_bytes = tile_rows * piece_columns * 4, piece_slots = may_add_parts ? 6 : 0;
 
-    static constexpr int shared_memory =
-        slots * slot_bytes + consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
+    // As many slots as the rest leaves room for.
+    static constexpr int beside_ring = consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
+    static constexpr int slots = (shared_memory_limit - beside_ring) / slot_bytes;
+    static constexpr int shared_memory = slots * slot_bytes + beside_ring;
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.

@@ -1,4 +1,4 @@
-"""FP8 forward by the kernels of ``csrc/forward_fp8``, projections and the whole layer by those of ``csrc/project`` and ``csrc/layer``."""
+"""FP8 forward by the kernels of ``csrc/forward``, projections and the whole layer by those of ``csrc/project`` and ``csrc/layer``."""
 
 from __future__ import annotations
 
