@@ -28,8 +28,10 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_f
     for (int left = last - first; left > 0; left -= at_once) {
         float4 x[at_once];
 #pragma unroll
-        for (int i = 0; i < at_once; ++i)
-            if (data += cluster_quads; i < left) x[i] = __ldcg(data);
+        for (int i = 0; i < at_once; ++i) {
+            data += cluster_quads;
+            if (i < left) x[i] = __ldcg(data);
+        }
 #pragma unroll
         for (int i = 0; i < at_once; ++i)
             if (i < left) add(sum, x[i]);
