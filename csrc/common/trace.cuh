@@ -20,13 +20,19 @@ enum class Stamp : int {
     w_products_done,
     dq_predecessor_added,
     dq_added,
+    project_entry,
+    project_predecessor_done,
+    project_tile_full,
+    project_sums_sent,
+    project_sums_full,
 };
 constexpr const char *stamp_names[] = {
-    "inter_entry", "s_products_issued", "s_products_done", "s_handed_over",        "s_dq_issued",
-    "s_dq_staged", "w_operands_full",   "w_products_done", "dq_predecessor_added", "dq_added",
+    "inter_entry",   "s_products_issued",        "s_products_done",   "s_handed_over",        "s_dq_issued",
+    "s_dq_staged",   "w_operands_full",          "w_products_done",   "dq_predecessor_added", "dq_added",
+    "project_entry", "project_predecessor_done", "project_tile_full", "project_sums_sent",    "project_sums_full",
 };
 constexpr int stamp_count = sizeof(stamp_names) / sizeof(*stamp_names);
-static_assert(static_cast<int>(Stamp::dq_added) + 1 == stamp_count);
+static_assert(static_cast<int>(Stamp::project_sums_full) + 1 == stamp_count);
 
 #ifdef FLASHMHF_TRACE
 // What is kept of a launch: its first CTAs, and a warp's first rounds of a loop.

@@ -12,6 +12,7 @@
 #include "common/ptx.cuh"
 #include "common/ring.h"
 #include "common/tma.cuh"
+#include "common/trace.cuh"
 #include "project/params.h"
 #include "project/policy.h"
 
@@ -84,7 +85,9 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
         return;
     }
 
+    stamp(Stamp::project_entry);
     kittens::pdl::wait();
+    stamp(Stamp::project_predecessor_done);
     const int wg = warp / 4;
     kittens::rt_fl<16, max_tokens> sum;
     sum = 0.f;
@@ -92,6 +95,7 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     int before = 0;
     for (int i = 0; i < steps; ++i, ring.advance()) {
         kittens::wait(shared.full[ring.slot], ring.phase);
+        stamp(Stamp::project_tile_full, i);
         pin(sum);
         warpgroup::mma_ABt(sum, shared.w[ring.slot][wg], shared.x[ring.slot]);
         warpgroup::mma_async_wait<1>();  // .sync.aligned: the whole warp has done with the slot before when one lane hands it back
@@ -124,7 +128,9 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
             const uint16_t bits = load_2_bytes(static_cast<const T *>(p.bias) + column + 8 * i);
             bias[i] = kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bits));
         }
+    stamp(Stamp::project_sums_sent);
     kittens::wait(shared.parts_full, 0);
+    stamp(Stamp::project_sums_full);
     const int last_token = min(first_token + p.block_tokens, p.tokens);
     for (int j = warp % warps; first_token + 8 * j < last_token; j += warps) {
         float4 s = {bias[0], bias[0], bias[1], bias[1]};
