@@ -16,7 +16,7 @@ WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Whether ``module`` is SiLU(x gate) * (x up) down, made of three linear layers and nothing else that holds parameters."""
+    """Return whether ``module`` is SiLU(x gate) * (x up) down, made of three linear layers and nothing else that holds parameters."""
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
     linear = all(type(child) in (nn.Linear, Projection) for child in children.values())
     return linear and set(children) == set(_PROJECTIONS) and uses_silu(module)
@@ -25,9 +25,9 @@ def is_swiglu(module: nn.Module) -> bool:
 def equal_parameter_sizes(
     d_model: int, parameters: int, num_heads: int, num_kv_heads: int | None = None, skip_linear: bool = False
 ) -> tuple[int, int]:
-    """(E, d_e) of the FlashMHF whose count comes closest: E near d_ff / (8/3 d_h), d_e a multiple of 16.
+    """Return (E, d_e) of the FlashMHF whose count comes closest: E near d_ff / (8/3 d_h), d_e a multiple of 16.
 
-    Raises ValueError when W_in and W_out alone take more than ``parameters``.
+    Raises ValueError if W_in and W_out alone take more than ``parameters``.
     """
     remaining = parameters - (0 if skip_linear else 2 * d_model**2)
     kv_model = d_model * (num_kv_heads or num_heads) // num_heads  # of a row of K, all heads together
@@ -53,7 +53,7 @@ def replace_ffn(
     Args:
         model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj, up_proj,
             down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left alone.
-        num_heads: H; None for heads of 128 (the paper's choice), of 64 or fewer where d_model is no multiple of 128.
+        num_heads: H; None for heads of 128 (the paper's choice), of 64 or fewer if d_model is not a multiple of 128.
         num_subnets, subnet_dim: E and d_e; None for equal parameters, up to the granularity of d_e. Both or neither.
         kwargs: of :class:`flashmhf.FlashMHF`.
 

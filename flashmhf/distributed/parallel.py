@@ -20,7 +20,7 @@ HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_p
 
 
 def placement_of(name: str) -> Placement:
-    """Where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism.
+    """Return where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism.
 
     in_proj column-parallel, out_proj row-parallel, all else by heads; out_proj.bias is replicated.
     """
@@ -37,7 +37,7 @@ def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
 
 
 class HeadParallel(ParallelStyle):
-    """The style of :class:`flashmhf.FlashMHF` and :class:`flashmhf.MHFFN` for ``parallelize_module``: H / size heads a rank.
+    """The style of :class:`flashmhf.FlashMHF` and :class:`flashmhf.MHFFN` for ``parallelize_module``: H / size heads per rank.
 
     Every rank computes its heads of every token. The sum over the heads in out_proj is the one reduction of forward; the gradient
     of the input is the one of backward.
@@ -47,7 +47,7 @@ class HeadParallel(ParallelStyle):
             for sequence parallelism, where an all-gather and a reduce-scatter stand for the all-reduce.
         use_local_output: return a tensor, not a DTensor.
 
-    Raises TypeError for another module and ValueError where the mesh's size does not divide H.
+    Raises TypeError for another module and ValueError if the mesh's size does not divide H.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def _wrap_forward(module: nn.Module, mesh: DeviceMesh, inputs: Placement, output
 
 
 def _reduce_in_place(out: DTensor, mesh: DeviceMesh) -> DTensor:
-    """The sum over the ranks of a result that nothing else holds. DTensor's own all-reduce copies its operand first."""
+    """Sum a result that nothing else holds over the ranks. DTensor's own all-reduce would copy it first."""
     local = out.to_local().contiguous()
     dist.all_reduce(local, group=mesh.get_group())
     return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=out.shape, stride=out.stride())
@@ -134,11 +134,11 @@ def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, Pa
 
 
 def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """A style for every module of ``model`` that holds parameters, for ``parallelize_module``.
+    """Return a style for every module of ``model`` that holds parameters, for ``parallelize_module``.
 
     Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
     sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
-    device. Raises ValueError where ``size`` does not divide the heads or a SwiGLU's width, and for a model without any such network.
+    device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width, and for a model without any such network.
     """
     size = positive("size", size)
     if not any(isinstance(child, (FlashMHF, MHFFN, SwiGLU)) for child in model.modules()):
@@ -173,7 +173,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None = None, use_local_output: bool = True) -> nn.Module:
-    """Shards ``module`` in place over the ranks of ``mesh``, one dimension of a device mesh, and returns it.
+    """Shard ``module`` in place over the ranks of ``mesh``, one dimension of a device mesh, and return it.
 
     Args:
         module: a FlashMHF or an MHFFN, or a model that has some (see :func:`plan`). Parameters become DTensors; their values are
@@ -208,7 +208,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
-    """``shard_placement_fn`` of ``fully_shard`` over ``size`` ranks: the first dimension that ``size`` divides.
+    """Return a ``shard_placement_fn`` for ``fully_shard`` over ``size`` ranks: the first dimension that ``size`` divides.
 
     FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times the memory and
     the traffic. Dimensions that tensor parallelism shards already are taken with their local size.

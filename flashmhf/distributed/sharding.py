@@ -42,7 +42,7 @@ _OPERATORS = ("forward", "gated_forward", "backward", "gated_backward")
 
 
 def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Refuses unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views that are not contiguous.
+    """Refuse unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views that are not contiguous.
 
     NotImplementedError is the one type that DTensor's dispatcher passes on as it is.
     """
@@ -58,7 +58,7 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
 
 
 def _named_operands(schema: OpSchema) -> dict[str, OpStrategy]:
-    """The tensor operands by the names that the operator's schema gives them, in order."""
+    """Return the tensor operands by the names that the operator's schema gives them, in order."""
     names = [argument.name for argument in schema.op._schema.arguments]
     return {name: operand for name, operand in zip(names, schema.args_schema, strict=False) if isinstance(operand, OpStrategy)}
 
@@ -82,7 +82,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 def _divides(spec: DTensorSpec, heads: int) -> bool:
-    """Whether the ranks that shard k's first dimension divide its ``heads``: a rank then has whole groups of heads."""
+    """Return whether the ranks that shard k's first dimension divide its ``heads``: a rank then has whole groups of heads."""
     ranks = math.prod(size for size, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard(0))
     return heads % ranks == 0
 
@@ -90,7 +90,7 @@ def _divides(spec: DTensorSpec, heads: int) -> bool:
 def _placements(
     schema: OpSchema, operands: dict[str, OpStrategy], tokens: Placement, weights: Placement, weight_grads: Placement
 ) -> list[Placement]:
-    """Placements of the results, then of the operands, on one mesh dimension."""
+    """Return the placements of the results, then of the operands, on one mesh dimension."""
     inputs = [weights if name in _WEIGHTS else tokens for name in operands]
     if "grad_out" not in operands:
         return [tokens, *inputs]
@@ -105,7 +105,7 @@ def _placements(
 
 
 def _backward_accumulate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    """backward_accumulate_ on local shards. The accumulators stay where they are and decide how each mesh dimension is used.
+    """Run backward_accumulate_ on local shards. The accumulators stay where they are and decide how each mesh dimension is used.
 
     DTensor takes an operator whose name ends in "_" for one that returns its first argument, so no strategy can describe this one.
     """
@@ -141,7 +141,7 @@ def _backward_accumulate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
 
 
 def _way_of_accumulator(accumulator: Placement, q: Placement, token_ndim: int) -> tuple[Placement, Placement]:
-    """Placements of the tokens' and of the weights' operands on the mesh dimension where the accumulators have ``accumulator``."""
+    """Return the placements of the tokens' and the weights' operands on the mesh dimension where the accumulators have ``accumulator``."""
     if accumulator.is_shard(0):
         return Shard(token_ndim - 2), Shard(0)
     if accumulator.is_partial():
@@ -158,7 +158,7 @@ def _way_of_accumulator(accumulator: Placement, q: Placement, token_ndim: int) -
 
 
 def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """What DTensor's dispatcher does, with two corrections before the decision.
+    """Do what DTensor's dispatcher does, with two corrections before the decision.
 
     ``needs`` is a tuple in its key: torch before 2.13 cannot hash a list there. The operands' dtypes are those of their shards: FSDP2's
     mixed precision hands out 16-bit shards of weights whose specification says float32, which the operators refuse beside a 16-bit q.

@@ -14,7 +14,7 @@ from .. import backends, checks
 
 
 def positive(name: str, size: object) -> int:
-    """``size`` as an int of at least 1. TypeError for what is no integer (NumPy's are integers, a bool is not), ValueError below 1."""
+    """Return `size` as an int. Raises TypeError if it is not an integer (a bool is not one), ValueError if it is below 1."""
     try:
         if type(size).__name__ in ("bool", "bool_"):  # NumPy's too, which some of its versions take for an index
             raise TypeError
@@ -27,7 +27,7 @@ def positive(name: str, size: object) -> int:
 
 
 def divisor(name: str, size: object, of: str, total: int) -> int:
-    """``size`` as an int of at least 1 that divides ``total``; ``total`` where it is None."""
+    """Return `size` as an int, or `total` if it is None. Raises as :func:`positive` does, and ValueError if it does not divide `total`."""
     value = total if size is None else positive(name, size)
     if total % value:
         raise ValueError(f"{name} is {value}; it must divide {of} = {total}")
@@ -35,12 +35,13 @@ def divisor(name: str, size: object, of: str, total: int) -> int:
 
 
 def activation(value: object) -> str:
+    """Return the name of an activation. Raises TypeError if it is not a str, ValueError if it is unknown."""
     checks.activation(value)
     return value
 
 
 def epsilon(name: str, value: object) -> float:
-    """``value`` as a finite float of at least 0; TypeError for what is no real number, ValueError otherwise."""
+    """Return `value` as a float. Raises TypeError if it is not a real number, ValueError if it is negative or not finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     checks.epsilon(name, value)
@@ -48,12 +49,14 @@ def epsilon(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
+    """Return `value`. Raises TypeError if it is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return value
 
 
 def check_dtype(dtype: object) -> None:
+    """Raise TypeError if ``dtype`` is neither None nor one that weights can have."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, got {type(dtype).__name__}")
     if dtype is not None and dtype not in checks.FLOAT_DTYPES:
@@ -61,7 +64,7 @@ def check_dtype(dtype: object) -> None:
 
 
 def backend_and_deterministic(backend: object, deterministic: object, *, more: tuple[str, ...] = ()) -> tuple[str, bool | None]:
-    """Both settings of an operator, checked; ``more`` are names that a module takes beside those of the operator."""
+    """Return both settings of an operator, checked. ``more``: back ends that a module has beside those of the operator."""
     backends.check_name(backend, names=(*backends.NAMES, *more))
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")

@@ -20,7 +20,7 @@ from .network import Network
 class MHFFN(GroupedHeads):
     """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
 
-    backend="naive" materialises the H intermediates of [T, intermediate_dim], as the paper's comparison does; "reference" is the same.
+    backend="naive" materialises the H intermediates [T, intermediate_dim], as the paper's comparison does; "reference" does the same.
     num_kv_heads, q_norm, q_norm_eps, skip_linear, activation: as in :class:`flashmhf.FlashMHF`.
     State: in_proj.weight, k, u, v [num_kv_heads, intermediate_dim, d_h], out_proj.weight; q_norm.weight [H, d_h] when on.
     Raises TypeError and ValueError as :class:`flashmhf.FlashMHF` does.
@@ -73,8 +73,8 @@ class SwiGLU(Network):
     """W_down(SiLU(W_gate x) * W_up x): the baseline of the paper.
 
     State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
-    Raises TypeError for sizes that are no integers and a bias that is no bool, ValueError for sizes below 1. A call raises ValueError
-    where the last dimension of x is not d_model.
+    Raises TypeError for arguments of other types, ValueError for sizes below 1. A call raises ValueError if the last dimension of x is
+    not d_model, or if x is on another device, TypeError if x has another dtype than the module.
     """
 
     d_model: int
@@ -102,8 +102,8 @@ class ParametricKV(MultiHead):
     """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4, "PKV").
 
     State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight. Initialised by "normal": "balanced" values are too large to learn
-    (flashmhf.nn.init). Raises TypeError for sizes that are no integers and a bias that is no bool, ValueError for sizes below 1 and a
-    d_model that H does not divide. A call raises ValueError where the last dimension of x is not d_model.
+    (flashmhf.nn.init). Raises TypeError for arguments of other types, ValueError for sizes below 1 and if H does not divide d_model. A
+    call raises what a call of :class:`flashmhf.SwiGLU` raises.
     """
 
     scheme = Scheme("normal")
@@ -140,7 +140,7 @@ class DenseMoE(Network):
     All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
     State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim], router [d_model, E].
     Raises TypeError for arguments of other types, ValueError for sizes below 1 and a router_eps that is negative or not finite. A call
-    raises ValueError where the last dimension of x is not d_model.
+    raises what a call of :class:`flashmhf.SwiGLU` raises.
     """
 
     d_model: int

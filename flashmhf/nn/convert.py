@@ -35,7 +35,7 @@ PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official config
 
 
 def official_settings(config: Mapping[str, object]) -> dict[str, object]:
-    """The network's settings in an official configuration, without their prefix. ValueError for another model type."""
+    """Return the network's settings in an official configuration, without their prefix. Raises ValueError for another model type."""
     model_type = config.get("model_type", "mhffnmoe")
     if model_type not in PREFIXES:
         raise ValueError(f"model_type is {model_type!r}; expected {', '.join(map(repr, PREFIXES))}")
@@ -44,7 +44,7 @@ def official_settings(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def official_activation(config: Mapping[str, object]) -> str:
-    """Our name of an official configuration's ``hidden_act``. NotImplementedError for a function that no back end has."""
+    """Return our name of an official configuration's ``hidden_act``. Raises NotImplementedError for a function that no back end has."""
     name = config.get("hidden_act", "silu")
     if name in SILU:
         return "silu"
@@ -54,7 +54,7 @@ def official_activation(config: Mapping[str, object]) -> str:
 
 
 def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
-    """(scale of Q K^T and Q U^T, scale of the sum over the sub-networks) of an official configuration.
+    """Return an official configuration's scales: of Q K^T and Q U^T, and of the sum over the sub-networks.
 
     apply_dot_scaling: sqrt(H), or H with apply_dot_scaling_theory, which does nothing alone; apply_final_scaling: sqrt(3/8).
     """

@@ -17,15 +17,15 @@ from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_ordinary, is_p
 
 
 def default_subnet_dim(head_dim: int) -> int:
-    """d_e = 8/3 d_h rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256.
+    """Return d_e = 8/3 d_h, rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256.
 
-    Raises TypeError for a head_dim that is no integer, ValueError for one below 1.
+    Raises TypeError if head_dim is not an integer, ValueError if it is below 1.
     """
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
 def uses_silu(feed_forward: nn.Module) -> bool:
-    """Whether a gated network of another library, with its activation in ``act_fn``, is a SwiGLU."""
+    """Return whether a gated network of another library, whose activation is its ``act_fn``, is a SwiGLU."""
     activation = getattr(feed_forward, "act_fn", None)
     return (
         activation is None
@@ -50,7 +50,7 @@ class FlashMHF(GroupedHeads):
 
     Args:
         d_model, num_heads: d_model = H d_h; H must divide it.
-        num_subnets: E parallel SwiGLU sub-networks a head.
+        num_subnets: E, the number of parallel SwiGLU sub-networks per head.
         subnet_dim: d_e, their width; None for 8/3 d_h rounded up to a multiple of 64.
         router_eps: the eps of the gate's normalisation.
         num_kv_heads: heads of K, U and V, a divisor of H; None for H. Head h takes head h // (H / num_kv_heads) of them; each head has
@@ -65,7 +65,7 @@ class FlashMHF(GroupedHeads):
 
     Raises TypeError for arguments of other types, ValueError for sizes below 1, a d_model that H does not divide, an H that num_kv_heads
     does not divide, an eps that is negative or not finite, an unknown activation or backend, and a bias with skip_linear. A call raises
-    ValueError where the last dimension of x is not d_model.
+    ValueError if the last dimension of x is not d_model or x is on another device, TypeError if x has another dtype than the module.
     """
 
     num_subnets: int
@@ -107,7 +107,7 @@ class FlashMHF(GroupedHeads):
     @classmethod
     @torch.no_grad()
     def from_swiglu(cls, swiglu: nn.Module, num_subnets: int = 1, **kwargs: Any) -> FlashMHF:
-        """One head that computes the same function as ``swiglu`` (gate_proj, up_proj, down_proj linear layers), to rounding.
+        """Return a network of one head that computes what ``swiglu`` (gate_proj, up_proj, down_proj linear layers) does, to rounding.
 
         W_in = W_out = identity; K and U are the gate's and the up projection's weights, V the down projection's transposed. W_router =
         0 makes every gate value sigma / (E sigma + eps) = 1/E, exactly 1 for E = 1 since eps vanishes beside sigma = 1/2 in float32;
@@ -115,7 +115,7 @@ class FlashMHF(GroupedHeads):
 
         Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
         dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
-        Raises TypeError where one of the three is no plain linear layer (an adapter is none), ValueError for another activation, biases in
+        Raises TypeError if one of the three is not a plain linear layer (an adapter is not), ValueError for another activation, biases in
         gate_proj or up_proj, a width that num_subnets does not divide, and q_norm=True, which has no exact start either.
         """
         if kwargs.get("q_norm"):

@@ -1,4 +1,4 @@
-"""What the multi-head modules share: checked sizes, W_in, heads and W_out."""
+"""The base classes of the multi-head networks: checked sizes, W_in, heads and W_out."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class HeadRMSNorm(nn.Module):
 
 
 class MultiHead(Network):
-    """W_in, heads, W_out: what FlashMHF, MHFFN and ParametricKV share. ``k`` and its siblings are the subclass's.
+    """The base of FlashMHF, MHFFN and ParametricKV: W_in, heads, W_out. ``k`` and its siblings belong to the subclass.
 
     skip_linear: no W_in and W_out; the heads are slices of x and of the result.
     """
@@ -145,7 +145,7 @@ class MultiHead(Network):
 
 
 class GroupedHeads(MultiHead):
-    """What FlashMHF and MHFFN share: q_norm, heads that share K, U and V, the activation."""
+    """The base of FlashMHF and MHFFN: q_norm, heads that share K, U and V, the activation."""
 
     num_kv_heads: int
     activation: str

@@ -1,4 +1,4 @@
-"""What every network of this package shares: drawing its weights, and weights that stay contiguous."""
+"""The base classes of the networks: they draw their own weights, and their weights stay contiguous."""
 
 from __future__ import annotations
 
