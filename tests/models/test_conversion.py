@@ -407,3 +407,16 @@ def test_an_fp8_model_is_no_official_checkpoint(tmp_path):
     quantize.quantize_(model)
     with pytest.raises(ValueError, match="unknown names in the state dict: .*'k8'"):
         conversion.save_official(model, tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"intermediate_size": 192}, {"ffn_num_subnets": 2}, {"ffn_num_heads": 2}, {"ffn_num_kv_heads": 2}])
+def test_a_state_dict_of_another_configuration_is_refused_both_ways(change):
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    sizes |= dict(ffn_num_heads=4, ffn_num_subnets=3, ffn_q_norm=True)
+    config, other = FlashMHFConfig(**sizes), FlashMHFConfig(**(sizes | change))
+    state = FlashMHFForCausalLM(config).state_dict()
+    official = conversion.state_to_official(state, config)
+    with pytest.raises(ValueError, match="shape"):
+        conversion.state_to_official(state, other)
+    with pytest.raises(ValueError, match="shape"):
+        conversion.state_from_official(official, other)
