@@ -51,7 +51,7 @@ def tokens(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(directory / "tokenizer.json"))
     texts = [text for _, text in corpus.read_files([directory / "pile.jsonl"])]
-    parts = {"val-prose": texts[:2], "val-code": texts[2:3], "train-00": texts[3:100], "train-01": texts[100:]}
+    parts = {"val-prose": [texts[0][:400]], "val-code": [texts[1][:700]], "train-00": texts[3:100], "train-01": texts[100:]}
     corpus.tokenise(parts, directory / "tokenizer.json", directory / "bins", 1)
     return directory / "bins"
 
@@ -246,6 +246,7 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
     run = compare.Run(name="a", ffn="flashmhf", heads=4, subnets=2, width=148, optimizer=optimizer, **SMALL | {"steps": 12})
     monkeypatch.setattr(compare, "CHECKED", 5)
     monkeypatch.setattr(compare, "EVALUATED", 3 * 4 * 16)
+    monkeypatch.setattr(compare, "SAMPLE", 4)
     monkeypatch.setattr(compare, "SAVED", 0)
     state = tmp_path / "a.state"
     whole = train(run, tokens, state)
