@@ -271,10 +271,10 @@ def _version(package: Path, source: str) -> str:
 
 
 def _licences(package: Path, source: str) -> list[str]:
-    """The names after ``License:`` in debian/copyright, METADATA, PKG-INFO or package.json; where there are none, what common-licenses the
-    text refers to."""
-    ends = {"debian": ("/copyright",), "npm": ("package/package.json",), "pypi": (".dist-info/METADATA",)}
-    ends = ends.get(source, ("/PKG-INFO", "/COPYING", "/LICENSE.txt"))
+    """Return the licences that debian/copyright, METADATA, PKG-INFO or package.json names; where there are none, the common-licenses that
+    the text refers to."""
+    by_source = {"debian": ("/copyright",), "npm": ("/package.json",), "pypi": (".dist-info/METADATA",)}
+    ends = by_source.get(source, ("/PKG-INFO", "/COPYING", "/LICENSE.txt"))
     if source == "pypi":
         with zipfile.ZipFile(package) as archive:
             texts = [archive.read(name) for name in archive.namelist() if name.endswith(ends)]
@@ -282,11 +282,13 @@ def _licences(package: Path, source: str) -> list[str]:
         unpack = ["dpkg", "--fsys-tarfile", str(package)]
         raw = io.BytesIO(subprocess.run(unpack, capture_output=True, check=True).stdout) if source == "debian" else package.open("rb")
         with raw, tarfile.open(fileobj=raw) as archive:
-            texts = [archive.extractfile(member).read() for member in archive if member.isreg() and member.name.endswith(ends)]
+            found = [member for member in archive if member.isreg() and member.name.endswith(ends)]
+            texts = [archive.extractfile(member).read() for member in sorted(found, key=lambda member: member.name.count("/"))]
     text = "\n".join(raw.decode("utf-8", "replace") for raw in texts)
     if source == "npm":
         return [str(json.loads(texts[0]).get("license", "see package.json"))]
-    named = {name.strip() for name in re.findall(r"(?mi)^License(?:-Expression)?: *([\w][^\n]*)", text) if len(name) <= 40}
+    lines = re.findall(r"(?mi)^License(?:-Expression)?: *([\w][^\n:]{,99})$", text)
+    named = {line.strip() for line in lines}
     named = named or set(re.findall(r"(?m)^Classifier: License :: OSI Approved :: ([^\n]+)", text))
     return sorted(named or set(re.findall(r"common-licenses/([\w.+-]+\w)", text)) or {"see the package's licence files"})
 
