@@ -287,7 +287,7 @@ def _licences(package: Path, source: str) -> list[str]:
     text = "\n".join(raw.decode("utf-8", "replace") for raw in texts)
     if source == "npm":
         return [str(json.loads(texts[0]).get("license", "see package.json"))]
-    lines = re.findall(r"(?mi)^License(?:-Expression)?: *([\w][^\n:]{,99})$", text)
+    lines = re.findall(r"(?mi)^License(?:-Expression)?: *([\w][^\n:]{,49})$", text)
     named = {line.strip() for line in lines}
     named = named or set(re.findall(r"(?m)^Classifier: License :: OSI Approved :: ([^\n]+)", text))
     return sorted(named or set(re.findall(r"common-licenses/([\w.+-]+\w)", text)) or {"see the package's licence files"})
