@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import flashmhf
 from flashmhf import quantize, reference
-from flashmhf.backends.fp8_linear import quantise_rows
 from flashmhf.testing import relative_l2
 
 from ..harness import timing
