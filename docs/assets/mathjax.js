@@ -1,0 +1,2 @@
+window.MathJax = { tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]] }, options: { ignoreHtmlClass: ".*", processHtmlClass: "arithmatex" } };
+document$.subscribe(() => { MathJax.typesetPromise?.(); });
