@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "```python" in page.read_text())
 
 pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="the sources are not here")
 
@@ -30,7 +30,7 @@ def python_blocks(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("page", [DOCS / "index.md", *TUTORIALS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     if page.stem in ("swap", "train", "convert"):
         pytest.importorskip("transformers")

@@ -1,2 +1,0 @@
-window.MathJax = { tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]] }, options: { ignoreHtmlClass: ".*", processHtmlClass: "arithmatex" } };
-document$.subscribe(() => { MathJax.typesetPromise?.(); });
