@@ -128,7 +128,7 @@ def test_samples_follow_the_probabilities(device, decoded):
     with torch.no_grad():
         top = (model(ids[:1]).logits[0, -1].float() / 2).topk(3)
     shares = torch.stack([(first[:, 9] == token).float().mean() for token in top.indices])
-    assert shares.sum() == 1
+    assert abs(shares.sum() - 1) < 1e-5
     assert (shares - top.values.softmax(0)).abs().max() < 0.12
     assert len(first[:, 10:].unique()) > 3 and decoded == [300, 300]
 
