@@ -8,6 +8,8 @@ from pathlib import Path
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from .suites.tables import stack_ms
+
 ROOT = Path(__file__).resolve().parents[1]
 OURS, OTHERS = "#3949ab", "#9e9e9e"
 NAMES = {
@@ -19,9 +21,9 @@ NAMES = {
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "flashmhf", "font.family": "sans-serif", "font.size": 9}
 
 
-def module_record(device: str) -> dict:
-    """Return the record of whole modules on ``device`` ("h100" or "h200")."""
-    return json.loads((ROOT / "benchmarks" / "results" / device / "results.json").read_text())
+def layer_record(device: str) -> dict:
+    """Return the record of whole layers on ``device`` ("h100" or "h200")."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"layer_{device}.json").read_text())
 
 
 def cell(record: dict, group: str, length: int | None = None) -> dict[str, dict]:
@@ -47,7 +49,7 @@ def overview(record: dict, length: int = 4032) -> Figure:
     forward, training = cell(record, "latency", length), cell(record, "training", length)
     figure = Figure(figsize=(10.5, 2.9), layout="constrained")
     axes = figure.subplots(1, 3)
-    bars(axes[0], {name: row["stack_ms"] for name, row in forward.items()}, f"Inference, {8 * length:,} tokens", "ms, all layers")
+    bars(axes[0], {name: stack_ms(row) for name, row in forward.items()}, f"Inference, {8 * length:,} tokens", "ms, all layers")
     inference = {name: row["memory_mib"]["beyond"] for name, row in forward.items() if name != "official"}
     bars(axes[1], inference, "Activation memory, inference", "MiB per layer")
     trained = {name: training[name]["memory_mib"]["beyond"] for name in ("flashmhf_hopper", "swiglu_compiled", "swiglu")}
@@ -65,7 +67,7 @@ def speedup(record: dict) -> Figure:
             rows = [row for row in record["rows"] if (row["group"], row["shape"], row["status"]) == (group, "paper", "ok")]
             by_tokens: dict[int, dict[str, float]] = {}
             for row in rows:
-                by_tokens.setdefault(row["tokens"], {})[row["subject"]] = row["stack_ms"]
+                by_tokens.setdefault(row["tokens"], {})[row["subject"]] = stack_ms(row)
             points |= {t: ms[other] / ms["flashmhf_hopper"] for t, ms in by_tokens.items() if {other, "flashmhf_hopper"} <= ms.keys()}
         tokens = sorted(points)
         axes.plot(tokens, [points[t] for t in tokens], style, marker="o", markersize=3, color=OURS, label=f"against {NAMES[other]}")
@@ -88,8 +90,8 @@ def save(figure: Figure, path: Path) -> None:
 def main() -> int:
     import matplotlib
 
-    device = "h100" if (ROOT / "benchmarks" / "results" / "h100" / "results.json").exists() else "h200"
-    record = module_record(device)
+    device = "h100" if (ROOT / "benchmarks" / "results" / "layer_h100.json").exists() else "h200"
+    record = layer_record(device)
     with matplotlib.rc_context(STYLE):
         save(overview(record), ROOT / "docs" / "assets" / "overview.svg")
         save(speedup(record), ROOT / "docs" / "assets" / "speedup.svg")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..harness.markdown import conditions, table
-from .shapes import BATCH, PAPER_MB, PAPER_MS, SHAPES
+from ..harness.markdown import table
+from .shapes import BATCH, PAPER_MS, SHAPES
 from .subjects import SUBJECTS
 
 
@@ -59,32 +59,29 @@ def latency_table(record: dict) -> str:
         ours, eager, compiled, naive = (
             rows.value("stack_ms", "latency", subject, length) for subject in (rows.ours, "swiglu", "swiglu_compiled", "mhffn_naive")
         )
-        paper = [_cell(PAPER_MS[name].get(length)) for name in ("FlashMHF", "SwiGLU", "MH-FFN")]
-        values = [str(length), _cell(ours), paper[0], _cell(eager), paper[1], _cell(compiled), _cell(naive), paper[2]]
-        values += [_cell(ratio(eager, ours)), _cell(_paper_ratio(length)), _cell(ratio(compiled, ours)), _cell(ratio(naive, ours), 1)]
-        lines.append(values)
-    header = ["L", "FlashMHF", "paper", "SwiGLU", "paper", "compiled", "MH-FFN", "paper"]
-    return table([*header, "SwiGLU ÷ ours", "paper", "compiled ÷ ours", "MH-FFN ÷ ours"], lines)
+        times = [_cell(value) for value in (ours, compiled, eager, naive)]
+        ratios = [_cell(ratio(other, ours)) for other in (compiled, eager, naive)]
+        lines.append([str(length), *times, *ratios, _cell(_paper_ratio(length))])
+    header = ["L", "FlashMHF", "SwiGLU, compiled", "SwiGLU, eager", "MH-FFN, naive"]
+    return table([*header, "compiled ÷ FlashMHF", "eager ÷ FlashMHF", "naive ÷ FlashMHF", "eager ÷ FlashMHF in the paper"], lines)
 
 
 def memory_table(record: dict) -> str:
-    """Peak memory of one layer's forward in MiB: total (weights and input included) beside the paper's MB, and beyond them."""
+    """Peak memory of one layer's forward in MiB, beyond weights and input."""
     rows, lines = Rows(record), []
     for length in rows.sizes("latency"):
-        values, subjects = [str(length)], ((rows.ours, "FlashMHF"), ("swiglu", "SwiGLU"), ("mhffn_naive", "MH-FFN"))
-        for subject, name in subjects:
-            values += [_cell(rows.value("total", "latency", subject, length), 0), _cell(PAPER_MB[name].get(length), 0)]
-        beyond = [rows.value("beyond", "latency", subject, length) for subject, _ in subjects[:2]]
-        lines.append([*values, *(_cell(value, 0) for value in beyond), _cell(ratio(beyond[1], beyond[0]))])
-    header = ["L", "FlashMHF", "paper", "SwiGLU", "paper", "MH-FFN", "paper"]
-    return table([*header, "FlashMHF beyond", "SwiGLU beyond", "SwiGLU ÷ ours"], lines)
+        ours, *others = (rows.value("beyond", "latency", name, length) for name in (rows.ours, "swiglu_compiled", "swiglu", "mhffn_naive"))
+        ratios = [_cell(ratio(other, ours), 1) for other in others[:2]]
+        lines.append([str(length), *(_cell(value, 0) for value in (ours, *others)), *ratios])
+    header = ["L", "FlashMHF", "SwiGLU, compiled", "SwiGLU, eager", "MH-FFN, naive", "compiled ÷ FlashMHF", "eager ÷ FlashMHF"]
+    return table(header, lines)
 
 
 def training_table(record: dict, group: str = "training") -> str:
     """Forward and backward: stack in ms and one layer's peak memory beyond weights and input, against FlashMHF."""
     rows, lines = Rows(record), []
     for row in rows.all:
-        if row["group"] != group or row["direction"] != "training":
+        if row["group"] != group or row["direction"] != "training" or row["status"] == "missing":
             continue
         key = {"shape": row["shape"], "direction": "training"}
         ours, memory = (rows.value(what, group, rows.ours, row["length"], **key) for what in ("stack_ms", "beyond"))
@@ -114,12 +111,12 @@ def decode_table(record: dict) -> str:
 
 
 def everyone_table(record: dict) -> str:
-    """Every forward row of the lengths at which every subject is measured, the missing ones with their reason."""
+    """Every forward row of the lengths at which every subject is measured; subjects that are not installed are left out."""
     rows = Rows(record)
     lengths = sorted({row["length"] for row in rows.all if row["group"] == "latency" and row["subject"] == "dense_moe"})
     lines = []
     for row in rows.all:
-        if row["group"] != "latency" or row["length"] not in lengths:
+        if row["group"] != "latency" or row["length"] not in lengths or row["status"] == "missing":
             continue
         if row["status"] != "ok":
             lines.append([str(row["length"]), SUBJECTS[row["subject"]].title, "–", "–", "–", f"{row['status']}: {row['reason']}"])
@@ -194,43 +191,50 @@ def report(record: dict) -> str:
     """All tables of the record, as Markdown."""
     model = SHAPES["paper"]
     groups = {row["group"] for row in record["rows"]}
+    stacks = f"{model.layers} FlashMHF layers against {model.swiglu_layers} of SwiGLU"
     parts = []
     if "latency" in groups:
-        stacks = f"{model.layers} FlashMHF layers against {model.swiglu_layers} of SwiGLU"
-        parts += [f"Forward, batch {BATCH}, ms: {stacks}", latency_table(record), "Peak memory of one layer, MiB", memory_table(record)]
-        parts += ["All subjects, forward", everyone_table(record)]
-    for group in ("training", "models"):
+        parts += [f"## Forward\n\nMilliseconds for {stacks}, batch {BATCH}, sequence length L.", latency_table(record)]
+        parts += ["### Memory\n\nOne layer's peak beyond weights and input, MiB.", memory_table(record)]
+        parts += ["### Every implementation", everyone_table(record)]
+    for group, title in (("training", "Training"), ("models", "Training of the paper's models")):
         if group in groups:
-            parts += [f"Forward and backward ({group})", training_table(record, group)]
+            parts += [f"## {title}\n\nForward and backward, {stacks}; memory of one layer.", training_table(record, group)]
     if "models" in groups:
-        parts += ["The paper's models, forward", models_table(record)]
+        parts += ["## The paper's models, forward", models_table(record)]
     if "decode" in groups:
-        parts += ["Decode, CUDA graph", decode_table(record)]
-    return "\n\n".join([*parts, "Summary", summary_table(record)])
+        parts += [f"## Decode\n\nMicroseconds per layer from CUDA graphs for T tokens; ratios of {stacks}.", decode_table(record)]
+    return "\n\n".join(parts)
 
 
 def headline(record: dict) -> str:
-    """README's table: the paper's in short, what it compares, the training ratios, and the conditions."""
-    rows, lines = Rows(record), []
+    """README's table: time and memory against compiled and eager SwiGLU, with a caption that says what is compared."""
+    rows, lines, model = Rows(record), [], SHAPES["paper"]
+    subjects = (rows.ours, "swiglu_compiled", "swiglu")
     for length in rows.sizes("latency"):
-        ours, eager, compiled = (rows.value("stack_ms", "latency", s, length) for s in (rows.ours, "swiglu", "swiglu_compiled"))
-        memory = [rows.value("beyond", "latency", s, length) for s in (rows.ours, "swiglu")]
-        speed = [_cell(ours), _cell(eager), _cell(compiled), _cell(ratio(eager, ours)), _cell(_paper_ratio(length))]
-        lines.append([str(length), *speed, *(_cell(value, 0) for value in memory), _cell(ratio(memory[1], memory[0]), 1)])
-    header = ["L", "FlashMHF ms", "SwiGLU ms", "compiled ms", "SwiGLU ÷ FlashMHF", "in the paper (H100)"]
-    header += ["FlashMHF MiB", "SwiGLU MiB", "memory ratio"]
-    model = SHAPES["paper"]
-    backend = SUBJECTS[rows.ours].title if rows.ours else "FlashMHF"
+        ours, *others = (rows.value("stack_ms", "latency", name, length) for name in subjects)
+        beyond, *memory = (rows.value("beyond", "latency", name, length) for name in subjects)
+        speed = [_cell(ours), *map(_cell, others), *(_cell(ratio(other, ours)) for other in others)]
+        lines.append([f"{BATCH * length:,}", *speed, _cell(beyond, 0), *(_cell(ratio(other, beyond), 1) for other in memory)])
+    header = ["tokens", "flashmhf, ms", "SwiGLU compiled, ms", "SwiGLU eager, ms", "faster than compiled", "than eager"]
+    header += ["flashmhf, MiB", "less than compiled", "than eager"]
+    sizes = f"d_model {model.d_model:,}, {model.heads} heads, {model.subnets} sub-networks of {model.subnet_dim}"
     note = (
-        f"{backend}, bf16, batch {BATCH}: {model.layers} layers of FlashMHF (d_model {model.d_model}, H = {model.heads}, "
-        f"E = {model.subnets}, d_e = {model.subnet_dim}, projections and gate included) against {model.swiglu_layers} layers of SwiGLU "
-        f"({model.swiglu_dim} wide), forward; peak memory of one layer beyond weights and input."
+        f"*Inference on one {_gpu(record)}, bf16, equal parameters: {model.layers} FlashMHF layers ({sizes}) against "
+        f"{model.swiglu_layers} SwiGLU layers ({model.swiglu_dim:,} wide). MiB: one layer's peak beyond weights and input.*"
     )
-    ratios = summary(record)
-    time = ratios["FlashMHF ÷ SwiGLU, forward and backward"]
-    if time is not None:
-        checkpointed = ratios["FlashMHF ÷ checkpointed SwiGLU, forward and backward"]
-        memory = ratios["SwiGLU ÷ FlashMHF, training memory beyond weights and input"]
-        note += f" Forward and backward at L = {rows.sizes('training')[0]} take {_cell(time)} times as long as SwiGLU"
-        note += f" ({_cell(checkpointed)} times as long as checkpointed SwiGLU) and 1/{_cell(memory, 1)} of its memory."
-    return "\n\n".join([table(header, lines), f"{note} {conditions(record)}."])
+    trained = {name: rows.value("stack_ms", "training", name) for name in (*subjects, "swiglu_checkpointed")}
+    if None not in trained.values():
+        compiled, eager, checkpointed = (_cell(ratio(trained[rows.ours], trained[name])) for name in (*subjects[1:], "swiglu_checkpointed"))
+        ours, *others = (rows.value("beyond", "training", name) for name in subjects)
+        less = [_cell(ratio(other, ours), 1) for other in others]
+        tokens = f"{BATCH * rows.sizes('training')[0]:,} tokens"
+        note += (
+            f"\n\nTraining, forward and backward of {tokens}: {compiled} times the time of compiled SwiGLU, {eager} of eager and "
+            f"{checkpointed} of checkpointed SwiGLU, with {less[0]} (compiled) and {less[1]} (eager) times less activation memory."
+        )
+    return f"{table(header, lines)}\n\n{note}"
+
+
+def _gpu(record: dict) -> str:
+    return record["environment"]["device"].removeprefix("NVIDIA ").split()[0]
