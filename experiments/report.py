@@ -84,12 +84,6 @@ def noise(found: Iterable[Row]) -> float | None:
     return math.sqrt(sum(statistics.variance(values) * (len(values) - 1) for values in repeated) / freedom) if freedom else None
 
 
-def best_reference(found: Iterable[Row], size: str) -> Row | None:
-    """SwiGLU's row to compare with: of those with the most seeds, the lowest."""
-    candidates = [row for row in found if row.configuration["ffn"] == "swiglu" and row.configuration["size"] == size]
-    return min(candidates, key=lambda row: (-len(row.losses), row.mean), default=None)
-
-
 def table(found: list[Row], reference: str | None) -> str:
     lines = [
         "| run | size | parameters | learning rate | seeds | validation loss | 95 % | difference | 95 % |",
@@ -97,7 +91,7 @@ def table(found: list[Row], reference: str | None) -> str:
     ]
     for row in found:
         size = row.configuration["size"]
-        base = next((each for each in found if each.name == reference), None) if reference else best_reference(found, size)
+        base = next((each for each in found if each.name == reference), None) if reference else best(found, "swiglu", size)
         difference, half = against(row, base if base is not None and base.configuration["size"] == size else None)
         cells = [
             row.name,
@@ -121,24 +115,41 @@ def _half(value: float | None) -> str:
     return "" if value is None else f"± {value:.4f}"
 
 
-def plot(found: list[Row], path: Path) -> None:
-    """Validation losses with their intervals, and the training losses over the tokens."""
-    from matplotlib import pyplot
+def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
+    """Return the row of a network and size to compare with: of those with the most seeds, the one with the lowest mean loss."""
+    candidates = [row for row in found if row.configuration["ffn"] == ffn and row.configuration["size"] == size]
+    return min(candidates, key=lambda row: (-len(row.losses), row.mean), default=None)
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 1.5 + 0.28 * max(12, len(found))))
-    for index, row in enumerate(found):
-        half = interval(row.losses.values())
-        left.errorbar(row.mean, -index, xerr=half, fmt="o", capsize=3)
-        left.plot(list(row.losses.values()), [-index] * len(row.losses), "k.", markersize=3)
-        first = row.records[0]
-        per_loss = first["every"] * row.configuration["batch"] * row.configuration["context"] / 1e6
-        right.plot([per_loss * count for count in range(1, len(first["losses"]) + 1)], first["losses"], linewidth=0.8)
-    left.set_yticks([-index for index in range(len(found))], [f"{row.name} ({row.configuration['size']})" for row in found], fontsize=7)
-    left.set_xlabel("validation loss (nats a token), 95 % of the mean; dots are runs")
-    right.set(xlabel="tokens (millions)", ylabel="training loss of the first seed", ylim=(left.get_xlim()[0] - 0.3, left.get_xlim()[1] + 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+
+def pairs(found: list[Row]) -> list[tuple[str, Row, Row]]:
+    """Return (size, FlashMHF's best row, SwiGLU's best row) for each size that has both with a common seed."""
+    chosen = ((size, best(found, "flashmhf", size), best(found, "swiglu", size)) for size in size_order(found))
+    return [(size, ours, theirs) for size, ours, theirs in chosen if ours and theirs and set(ours.losses) & set(theirs.losses)]
+
+
+def per_parameter(row: Row) -> float:
+    """Return the tokens of a run per parameter beside the embedding."""
+    return Run(**row.configuration, name="").tokens / row.non_embedding
+
+
+def plot(found: list[Row], path: Path) -> None:
+    """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter: a point per size, a line where runs were evaluated on the way."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0, color="#9e9e9e", linewidth=1)
+    for size, ours, theirs in pairs(found):
+        differences = [ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))]
+        point = axes.errorbar(per_parameter(ours), statistics.mean(differences), yerr=interval(differences), fmt="o", capsize=3, label=size)
+        ways = [{each["tokens"]: each["all"] for each in row.records[0].get("evaluations", ())} for row in (ours, theirs)]
+        common = sorted(ways[0].keys() & ways[1].keys())
+        if common:
+            axes.plot([t / ours.non_embedding for t in common], [ways[0][t] - ways[1][t] for t in common], color=point[0].get_color())
+    axes.set(xscale="log", xlabel="training tokens per parameter", ylabel="FlashMHF − SwiGLU, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
 
 
 def network(row: Row) -> str:
@@ -149,54 +160,9 @@ def network(row: Row) -> str:
     return " ".join([NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])])
 
 
-def recipe(row: Row) -> str:
-    """Every setting by which rows of one size and network differ."""
-    settings = row.configuration
-    parts = [settings["init"], f"wd {settings['weight_decay']:g}"]
-    parts += [f"{role} rate x{rate:g}" for role, rate in sorted(settings["rates"].items())]
-    parts += [f"{role} wd {decay:g}" for role, decay in sorted(settings["decays"].items())]
-    parts += [settings["backend"]] if settings["backend"] != "auto" else []
-    parts += [f"warm-up {settings['warmup']}"] if settings["warmup"] != 90 else []
-    parts += ["q_norm"] if settings["q_norm"] else []
-    parts += ["orthogonal projections"] if settings["projections"] == "orthogonal" else []
-    parts += [settings["optimizer"]] if settings["optimizer"] != "adamw" else []
-    parts += [f"router std {settings['router_std']:g}"] if settings["router_std"] is not None else []
-    parts += [f"V x{settings['value_scale']:g}"] if settings["value_scale"] != 1 else []
-    return ", ".join(parts)
-
-
 def size_order(found: Iterable[Row]) -> list[str]:
     sizes = {row.configuration["size"]: row.non_embedding for row in found}
     return sorted(sizes, key=sizes.__getitem__)
-
-
-def runs_block(found: list[Row]) -> str:
-    """A table a size: every configuration's place."""
-    text = []
-    for size in size_order(found):
-        these = [row for row in found if row.configuration["size"] == size]
-        base = best_reference(found, size)
-        text += [f"**{size}**", ""]
-        text += [
-            "| place | network | settings | learning rate | seeds | validation loss | 95 % | to SwiGLU | 95 % |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for place, row in enumerate(sorted(these, key=lambda row: row.mean), 1):
-            difference, half = against(row, base)
-            cells = [
-                str(place),
-                network(row),
-                recipe(row),
-                f"{row.configuration['learning_rate']:g}",
-                ", ".join(map(str, sorted(row.losses))),
-                f"{row.mean:.4f}",
-                _half(interval(row.losses.values())),
-                difference,
-                half,
-            ]
-            text.append("| " + " | ".join(cells) + " |")
-        text.append("")
-    return "\n".join(text).rstrip()
 
 
 def against(row: Row, base: Row | None) -> tuple[str, str]:
@@ -206,54 +172,31 @@ def against(row: Row, base: Row | None) -> tuple[str, str]:
     return (f"{statistics.mean(differences):+.4f}" if differences else "", _half(interval(differences)))
 
 
-def bars_block(found: list[Row]) -> str:
-    """The best rows of each size with the most seeds, the defaults against the official settings, and the noise."""
-    lines = []
-    for size in size_order(found):
-        base = best_reference(found, size)
-        flash = [row for row in found if row.configuration["ffn"] == "flashmhf" and row.configuration["size"] == size]
-        if base is None or not flash:
-            continue
-        best = min(flash, key=lambda row: (-len(row.losses), row.mean))
-        lines.append(
-            f"- {size}: {network(best)} ({recipe(best)}) {best.mean:.4f}, {network(base)} ({recipe(base)}) {base.mean:.4f}: "
-            f"{_difference(best, base)}. Each is the lowest of the rows with the most seeds."
-        )
-    for row in found:
-        settings = row.configuration
-        if settings["ffn"] == "swiglu" or settings["init"] != "official":
-            continue
-        same = {**settings, "init": "balanced", "rates": {"projection": 0.3}}
-        default = next((each for each in found if each.configuration == same), None)
-        if default is not None:
-            lines.append(
-                f"- {settings['size']}, {network(row)}: default settings minus official ones in the same run: {_difference(default, row)}."
-            )
-    for row in found:
-        repeated = next(
-            (
-                each
-                for each in found
-                if row.configuration["backend"] == "triton" and each.configuration == {**row.configuration, "backend": "auto"}
-            ),
-            None,
-        )
-        if repeated is not None:
-            lines.append(f"- {network(row)} with the Triton back end minus the same run with hopper: {_difference(row, repeated)}.")
-    between = noise(found)
-    if between is not None:
-        lines.append(f"- Standard deviation between seeds: {between:.4f} nats, pooled over the rows with several seeds.")
-    lines.append(f"- {sum(len(row.losses) for row in found)} runs, {len(found)} configurations.")
+def sizes_block(found: list[Row]) -> str:
+    """A line per size: both networks' best rows, and what lies between them."""
+    lines = ["| parameters, tokens | tokens per parameter | FlashMHF | SwiGLU | difference, nats | seeds |", "|---|---|---|---|---|---|"]
+    for size, ours, theirs in pairs(found):
+        difference, half = against(ours, theirs)
+        losses = [f"{row.mean:.3f} ({network(row).partition(' ')[2]}; rate {row.configuration['learning_rate']:g})" for row in (ours, theirs)]
+        seeds = len(set(ours.losses) & set(theirs.losses))
+        lines.append(f"| {size} | {per_parameter(ours):.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |")
     return "\n".join(lines)
 
 
-def _difference(row: Row, base: Row) -> str:
-    difference, half = against(row, base)
-    seeds = len(set(row.losses) & set(base.losses))
-    return f"{difference or 'no common seed'} nats{' ' + half if half else ''} ({seeds} common seed{'s' * (seeds != 1)})"
+def long_block(found: list[Row]) -> str:
+    """A line per network of the runs that were evaluated on the way: loss, speed and memory of training."""
+    rows = sorted((row for row in found if "evaluations" in row.records[0]), key=lambda row: row.mean)
+    lines = ["| network | learning rate | seeds | loss | code | prose | tokens/s | memory, GiB |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        first = row.records[0]
+        cells = [network(row), f"{row.configuration['learning_rate']:g}", str(len(row.losses)), f"{row.mean:.3f}"]
+        cells += [f"{first['validation'][kind]:.3f}" for kind in ("code", "prose")]
+        cells += [f"{first['tokens_per_second']:,}", f"{first['peak_memory'] / 2**30:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-BLOCKS = {"bars": bars_block, "runs": runs_block}
+BLOCKS = {"sizes": sizes_block, "long": long_block}
 
 
 def documented(text: str, found: list[Row]) -> str:
