@@ -177,7 +177,9 @@ def sizes_block(found: list[Row]) -> str:
     lines = ["| parameters, tokens | tokens per parameter | FlashMHF | SwiGLU | difference, nats | seeds |", "|---|---|---|---|---|---|"]
     for size, ours, theirs in pairs(found):
         difference, half = against(ours, theirs)
-        losses = [f"{row.mean:.3f} ({network(row).partition(' ')[2]}; rate {row.configuration['learning_rate']:g})" for row in (ours, theirs)]
+        losses = [
+            f"{row.mean:.3f} ({network(row).partition(' ')[2]}; rate {row.configuration['learning_rate']:g})" for row in (ours, theirs)
+        ]
         seeds = len(set(ours.losses) & set(theirs.losses))
         lines.append(f"| {size} | {per_parameter(ours):.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |")
     return "\n".join(lines)
