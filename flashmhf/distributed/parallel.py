@@ -43,8 +43,9 @@ class HeadParallel(ParallelStyle):
     of the input is the one of backward.
 
     Args:
-        input_layouts, output_layouts: placements of the module's input and output: Replicate(), or Shard(dim) of a leading dimension
-            for sequence parallelism, where an all-gather and a reduce-scatter stand for the all-reduce.
+        input_layouts: the placement of the module's input: Replicate(), or Shard(dim) of a leading dimension for sequence parallelism,
+            where an all-gather and a reduce-scatter stand for the all-reduce.
+        output_layouts: the placement of its output, alike.
         use_local_output: return a tensor, not a DTensor.
 
     Raises TypeError for another module and ValueError if the mesh's size does not divide H.

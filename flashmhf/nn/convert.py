@@ -142,7 +142,8 @@ def from_official(
 
     Args:
         state: official names and tensors.
-        num_heads, num_subnets: H and E.
+        num_heads: H.
+        num_subnets: E; None for a module without sub-networks.
         num_kv_heads: heads of K, U and V; None for H.
         skip_linear: the module has no W_in and W_out.
         scales: the result of :func:`official_scales`, which K, U and V take in.

@@ -49,17 +49,20 @@ class FlashMHF(GroupedHeads):
     """Flash multi-head feed-forward network (paper, section 3.2): concat_H(sum_e R_e SwiGLU_e(Q)) W_out, Q = split_H(X W_in).
 
     Args:
-        d_model, num_heads: d_model = H d_h; H must divide it.
+        d_model: the width of the model, d_model = H d_h.
+        num_heads: H, a divisor of d_model.
         num_subnets: E, the number of parallel SwiGLU sub-networks per head.
         subnet_dim: d_e, their width; None for 8/3 d_h rounded up to a multiple of 64.
         router_eps: the eps of the gate's normalisation.
         num_kv_heads: heads of K, U and V, a divisor of H; None for H. Head h takes head h // (H / num_kv_heads) of them; each head has
             its own router.
-        q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none).
+        q_norm: per-head RMS normalisation of Q (official setting; the paper's text has none).
+        q_norm_eps: the eps of that normalisation.
         skip_linear: no W_in and W_out.
         activation: "silu", "gelu", "relu" or "relu2", as in :func:`flashmhf.flash_mhf`.
         bias: biases in in_proj and out_proj.
-        backend, deterministic: as in :func:`flashmhf.flash_mhf`.
+        backend: as in :func:`flashmhf.flash_mhf`.
+        deterministic: as in :func:`flashmhf.flash_mhf`.
 
     State: in_proj.weight, k, u, v [num_kv_heads, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
 

@@ -104,9 +104,11 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: groups with the key "muon".
-        lr, weight_decay: for both rules; weight decay is decoupled.
+        lr: the learning rate of both rules.
+        weight_decay: of both rules, decoupled.
         momentum: for Muon.
-        betas, eps: for AdamW.
+        betas: for AdamW.
+        eps: for AdamW.
         fused: whether AdamW's fused kernel runs; None: if all parameters of a group are on a GPU.
 
     Raises ValueError for a group without "muon" and for a vector in a Muon group, TypeError for a Muon group with integers or complex

@@ -48,7 +48,8 @@ def param_groups(
 
     Args:
         model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
-        lr, weight_decay: of all others.
+        lr: the learning rate of all others.
+        weight_decay: of all others.
         projection_rate: above 0.
         muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of vectors, q_norm's weights,
             embeddings and output layers (linear layers with as many output features as an embedding of ``model`` has rows).
