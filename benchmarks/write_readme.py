@@ -112,7 +112,7 @@ def generate_table(records: Records) -> str:
         ours, theirs = rows["flashmhf"], rows["swiglu"]
         rates = [fixed(row["tokens_per_s"], 0) for row in (ours, theirs)]
         lines.append([str(batch), f"{context:,}", *rates, f"{ours['x_swiglu']:.2f}", f"{ours['ms']['p50']:.2f}"])
-    header = ["batch", "context", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio", "FlashMHF ms a step"]
+    header = ["batch", "context", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio", "FlashMHF, ms per step"]
     return f"{table(header, lines)}\n\n{machine('1.3B models with random weights, bf16', record)}"
 
 
