@@ -28,15 +28,12 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
     m.def("fp8_forward(Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor? r, Tensor? w, float eps) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias) -> Tensor");
-    m.def("quantise_rows(Tensor x) -> (Tensor, Tensor)");
     m.def(
         "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v, Tensor w, float eps,"
         " Tensor out_w, Tensor? out_bias) -> Tensor?");
     m.def(
-        "fp8_layer(Tensor x, Tensor in_w, Tensor? in_scale, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, "
-        "Tensor "
-        "v8,"
-        " Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_scale, Tensor? out_bias) -> Tensor?");
+        "fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8,"
+        " Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
     m.def(
         "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
         "needs_weights)"
@@ -58,7 +55,6 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("gated_forward", TORCH_BOX(&flashmhf::gated_forward));
     m.impl("fp8_forward", TORCH_BOX(&flashmhf::fp8_forward));
     m.impl("project", TORCH_BOX(&flashmhf::project));
-    m.impl("quantise_rows", TORCH_BOX(&flashmhf::quantise_rows));
     m.impl("layer", TORCH_BOX(&flashmhf::layer));
     m.impl("fp8_layer", TORCH_BOX(&flashmhf::fp8_layer));
     m.impl("backward", TORCH_BOX(&flashmhf::backward));

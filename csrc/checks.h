@@ -164,18 +164,11 @@ inline bool readable_rows(const Tensor &x) {
     const bool rows = x.size(0) <= 1 || (x.stride(0) > 0 && x.stride(0) * element_bytes % tma_alignment == 0);
     return x.stride(1) == 1 && rows && aligned(x.data_ptr());
 }
-inline void check_rows_type(const Tensor &x) {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, "x must be bfloat16 or float16");
-    STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
-}
-inline void check_readable_rows(const Tensor &x) {
-    STD_TORCH_CHECK(x.size(0) == 0 || readable_rows(x),
-                    "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
-}
 
 // x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type.
 inline void check_projection(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
-    check_rows_type(x);
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, "x must be bfloat16 or float16");
+    STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
     STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
     STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
     STD_TORCH_CHECK(x.dim() == 2, "x must be [T, K], is ", shape_of(x));
@@ -185,7 +178,8 @@ inline void check_projection(const Tensor &x, const Tensor &w, const std::option
     STD_TORCH_CHECK(supported(w.size(0), INT32_MAX) && supported(w.size(1), INT32_MAX), "w is ", shape_of(w), "; supported: multiples of ",
                     project_multiple);
     STD_TORCH_CHECK(w.is_contiguous() && aligned(w.data_ptr()), "w must be contiguous and start at a multiple of 16 bytes");
-    check_readable_rows(x);
+    STD_TORCH_CHECK(x.size(0) == 0 || readable_rows(x),
+                    "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
     if (!bias) return;
     STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x");
     STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == x.get_device_index(), "bias must be on the same CUDA device as x");

@@ -25,8 +25,6 @@ Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bi
 // The same, queued right behind an operator of the forward: w and bias are then read before that one has ended, which is a race behind any
 // other kernel (csrc/project/README.md). For the layer alone: no operator of its own.
 Tensor project_behind_forward(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias);
-// x [T, K], K a multiple of 8 -> e4m3 [T, K] and float32 scales [T, 1], a row's largest value being 448.
-std::tuple<Tensor, Tensor> quantise_rows(const Tensor &x);
 
 // The whole layer at inference, x [..., d_model] -> [..., d_out]: linear, split heads, RMS normalisation with weight q_norm [H, d_h] where
 // given, gated_forward, linear. in_w [H d_h, d_model], out_w [d_out, H d_h]. Nothing for an x without tokens and for tensors of other
@@ -35,12 +33,11 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
                             double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
                             const Tensor &out_w, const std::optional<Tensor> &out_bias);
 
-// The same with packed weights. A projection with a scale has weights in e4m3, for quantise_rows and aten::_scaled_mm; nothing where its
-// tokens are too few for that (few_tokens in layer/op.cpp).
-std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_scale,
-                                const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm, double q_norm_eps,
-                                const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales, const Tensor &w, double eps,
-                                const Tensor &out_w, const std::optional<Tensor> &out_scale, const std::optional<Tensor> &out_bias);
+// The same with packed K, U and V.
+std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias,
+                                const std::optional<Tensor> &q_norm, double q_norm_eps, const Tensor &k8, const Tensor &u8,
+                                const Tensor &v8, const Tensor &scales, const Tensor &w, double eps, const Tensor &out_w,
+                                const std::optional<Tensor> &out_bias);
 
 // (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
 // without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in backward/plan.h).

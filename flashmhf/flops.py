@@ -89,7 +89,6 @@ def layer(
 def fp8_layer(
     x: Shape,
     in_w: Shape,
-    in_scale: object,
     in_bias: object,
     k8: Shape,
     u8: object,
@@ -113,7 +112,6 @@ _FORMULAE: dict[str, Callable[..., int]] = {
     "backward_accumulate_": backward,
     "fp8_forward": forward,
     "fp8_gated_forward": gated_forward,
-    "fp8_linear": projection,
     "layer": layer,
     "fp8_layer": fp8_layer,
 }

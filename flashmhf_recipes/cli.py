@@ -300,13 +300,10 @@ def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
     add("--dtype", default=dtype, choices=("auto", "float32", "bfloat16", "float16"), help=f"of what is not quantised ({dtype})")
     if fp8:
         add("--fp8", action="store_true", help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already")
-    add("--keep-projections", action="store_true", help="of FP8 networks: W_in and W_out stay as they are")
 
 
 def _parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
-    if args.keep_projections and not getattr(args, "fp8", True):
-        raise UsageError("--keep-projections needs --fp8")
     _quiet()
     return args
 
@@ -314,8 +311,7 @@ def _parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
 def _load(args: argparse.Namespace):
     from . import pretrained
 
-    settings = {"dtype": args.dtype, "fp8": args.fp8, "projections": not args.keep_projections}
-    return pretrained.load(args.model, tokenizer_name=args.tokenizer, device=args.device, **settings)
+    return pretrained.load(args.model, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype, fp8=args.fp8)
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
@@ -392,8 +388,7 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} is not empty; choose a new directory")
-    settings = {"tokenizer_name": args.tokenizer, "device": args.device, "dtype": args.dtype, "projections": not args.keep_projections}
-    pretrained.save_fp8(args.model, output, **settings)
+    pretrained.save_fp8(args.model, output, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype)
     size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     print(f"{output}: {size / 1e6:,.1f} MB of weights")
     return 0

@@ -23,12 +23,11 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     fp8: bool = False,
-    projections: bool = True,
 ) -> tuple[PreTrainedModel, object]:
     """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
 
-    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks, ``projections`` their W_in and W_out,
-    too; a stored FP8 model needs neither. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
+    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks; a
+    stored FP8 model does not need it. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
     machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
     """
     location = locate(name)
@@ -45,7 +44,7 @@ def load(
         )
     model = model.to(chosen).eval()
     if fp8:
-        quantise(model, projections=projections)
+        quantise(model)
     return model, tokenizer
 
 
@@ -56,7 +55,6 @@ def save_fp8(
     tokenizer_name: str | None = None,
     device: str = "auto",
     dtype: str = "bfloat16",
-    projections: bool = True,
 ) -> None:
     """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
 
@@ -64,7 +62,7 @@ def save_fp8(
     :func:`load` raises.
     """
     # float32, so that packed weights are rounded once.
-    model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True, projections=projections)
+    model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True)
     stored = None if loading.is_official(locate(name)) else AutoConfig.from_pretrained(locate(name)).dtype
     model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype]).save_pretrained(output)
     tokenizer.save_pretrained(output)

@@ -177,8 +177,7 @@ def variants(shape: str, device: torch.device, dtype: torch.dtype) -> dict[str, 
     def make(**options) -> nn.Module:
         return filled(flashmhf.FlashMHF(*BITS_SIZES[shape], device=device, dtype=dtype, **options)).eval()
 
-    fp8 = {"fp8": quantize.to_fp8(make()), "fp8, 16-bit projections": quantize.to_fp8(make(), projections=False)}
-    eager = {"module": make(), "q_norm": make(q_norm=True), "gelu": make(activation="gelu"), **fp8}
+    eager = {"module": make(), "q_norm": make(q_norm=True), "gelu": make(activation="gelu"), "fp8": quantize.to_fp8(make())}
     return eager | {f"{name} compiled": compiled(eager[name]) for name in ("module", "q_norm", "fp8")}
 
 

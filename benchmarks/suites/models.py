@@ -23,7 +23,6 @@ FFNS = ("flashmhf", "swiglu")
 NEW, SKIPPED = 96, 8  # tokens generated, and of them before the time counts: they hold the captures
 COMPILED_TOKENS = 64  # at most, of a compiled FP8 network
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
-KEPT = "flashmhf fp8, 16-bit projections"
 
 
 def build(name: str, context: Context, **sizes):
@@ -104,10 +103,8 @@ def generating(subject: str, scale: str, device: torch.device, dtype: torch.dtyp
     ids = prompt(context, 1, 2 * COMPILED_TOKENS)
     expected = model(ids).logits.double()
     for layer in model.model.layers:
-        plain = layer.mlp
-        layer.mlp = Fp8SwiGLU(plain) if subject == "swiglu fp8" else quantize.to_fp8(plain, projections=subject != KEPT)
-        if subject != KEPT:  # so that a quantisation is one kernel
-            layer.mlp = _CompiledForFewTokens(layer.mlp)
+        # Compiled, so that a quantisation is one kernel.
+        layer.mlp = _CompiledForFewTokens(Fp8SwiGLU(layer.mlp)) if subject == "swiglu fp8" else quantize.to_fp8(layer.mlp)
     require({"FP8 logits": relative_l2(model(ids).logits, expected)}, FP8_DISTANCE)
     return model
 
@@ -198,7 +195,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
-    subjects = (*FFNS, *(("flashmhf fp8", KEPT, "swiglu fp8") if options.fp8 else ("flashmhf, dynamic cache", "swiglu, dynamic cache")))
+    subjects = (*FFNS, *(("flashmhf fp8", "swiglu fp8") if options.fp8 else ("flashmhf, dynamic cache", "swiglu, dynamic cache")))
     settings = [(blocks == "compiled", on == "on") for blocks in options.blocks for on in options.checkpointing]
     found = []
     for part in options.parts:

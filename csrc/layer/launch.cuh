@@ -6,7 +6,6 @@
 #include "common/launch_kernel.cuh"
 #include "layer/kernel.cuh"
 #include "layer/launch.h"
-#include "layer/quantise.cuh"
 
 namespace flashmhf {
 
@@ -16,11 +15,6 @@ template <bool bf16> cudaError_t launch_q_norm(int head_dim, const QNormParams &
         const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, QNormPolicy<d_h>::rows)));
         return launch_kernel(true, flashmhf_q_norm<d_h, T>, grid, q_norm_threads, 0, stream, p);
     });
-}
-
-template <bool bf16> cudaError_t launch_quantise_rows(const QuantiseRowsParams &p, cudaStream_t stream) {
-    using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
-    return launch_kernel(true, flashmhf_quantise_rows<T>, dim3(p.rows), quantise_threads, 0, stream, p);
 }
 
 }  // namespace flashmhf

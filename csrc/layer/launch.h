@@ -1,4 +1,4 @@
-// Launches the normalisation of Q, in place, and the quantisation of rows. Defined once per element type, in instances/.
+// Launches the normalisation of Q, in place. Defined once per element type, in instances/.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,6 +8,5 @@
 namespace flashmhf {
 
 template <bool bf16> cudaError_t launch_q_norm(int head_dim, const QNormParams &params, cudaStream_t stream);  // otherwise fp16
-template <bool bf16> cudaError_t launch_quantise_rows(const QuantiseRowsParams &params, cudaStream_t stream);
 
 }  // namespace flashmhf

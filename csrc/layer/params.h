@@ -14,13 +14,4 @@ struct QNormParams {
     bool float_weight;  // otherwise in q's type
 };
 
-// Quantisation of rows for a product in e4m3: scale[t] = max |x[t]| / 448, x8[t] = e4m3(x[t] / scale[t]).
-struct QuantiseRowsParams {
-    const void *x;     // [rows, columns], rows x_stride elements apart
-    uint8_t *x8;       // [rows, columns]
-    float *scale;      // [rows]
-    int64_t x_stride;  // a multiple of 8, as columns is
-    int rows, columns;
-};
-
 }  // namespace flashmhf

@@ -14,11 +14,10 @@ from torch import Tensor
 
 
 class ProjectionWeights(NamedTuple):
-    """A linear layer x W^T + b: W [N, K], b [N] or None, and the scale [N, 1] float32 of an e4m3 W's rows, None for a W in x's dtype."""
+    """A linear layer x W^T + b: W [N, K] in x's dtype, b [N] or None."""
 
     w: Tensor
     bias: Tensor | None = None
-    scale: Tensor | None = None
 
 
 class LayerWeights(NamedTuple):
@@ -141,10 +140,6 @@ class Fp8Backend(Protocol):
 
     def gated_forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
         """``forward`` with R = gate(q, w, eps)."""
-        ...
-
-    def linear(self, x: Tensor, weight8: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias [T, N] in x's dtype, for an e4m3 W [N, K] with the scale [N, 1] of its rows."""
         ...
 
     def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:

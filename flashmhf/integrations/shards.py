@@ -40,8 +40,8 @@ class Rank:
         return count // self.size
 
 
-_WHOLE = ("out_proj.bias", "out_proj.scale", "layout")  # a row of out_proj keeps the scale of the whole row
-_BY_COLUMNS = ("out_proj.weight", "out_proj.weight8", "scales")
+_WHOLE = ("out_proj.bias", "layout")
+_BY_COLUMNS = ("out_proj.weight", "scales")
 
 
 def _part(name: str, whole: Tensor, rank: Rank) -> Tensor:
@@ -83,7 +83,7 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
 
     in_proj is divided by rows of its weight, K, U, V, router and q_norm by heads, out_proj by columns. Buffers of packed weights become
     parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a checkpoint of the whole network loads
-    into every rank. Where an FP8 out_proj quantises its input, a rank quantises its own part of it.
+    into every rank.
 
     Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V.
     """
@@ -114,6 +114,7 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     engines build from their own linear layers; ValueError, by the configuration's names, for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
+    from ..models.quantization import FlashMHFFp8Config
 
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
         raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: flashmhf, mh_ffn, pkv")
@@ -125,5 +126,6 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
         network = feed_forward(config)
     stored = dict(getattr(config, "quantization_config", None) or {})
     if stored.get("quant_method") == METHOD:
-        network = to_fp8(network, projections=stored["projections"])
+        FlashMHFFp8Config.from_dict(stored)  # refuses what this version does not load
+        network = to_fp8(network)
     return shard(network, rank, prefix)

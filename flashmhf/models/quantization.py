@@ -14,13 +14,12 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..nn.arguments import flag
 from ..nn.flashmhf import FlashMHF
 from ..quantize import LAYOUT, Fp8FlashMHF, quantize_
-from ..quantize.modules import METHOD
+from ..quantize.modules import METHOD, refuse_e4m3_projections
 from ..quantize.packing import check_layout
 
-_STORED_DTYPES = {"weight8": "F8_E4M3", "k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scale": "F32", "scales": "F32", "layout": "U8"}
+_STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "F32", "layout": "U8"}
 
 
 @register_quantization_config(METHOD)
@@ -32,19 +31,24 @@ class FlashMHFFp8Config(QuantizationConfigMixin):
     parameter requires a gradient.
 
     Args:
-        projections: W_in and W_out in e4m3, too.
         layout: version of the packed weights; only this version's loads.
         quant_method: "flashmhf_fp8", as config.json has it.
+        projections: False, as configurations of development versions have it; they stored W_in and W_out in e4m3 where it was True.
 
-    Raises ValueError for another layout and another method, TypeError if ``projections`` is not a bool.
+    Raises ValueError for another value of any of them.
     """
 
-    def __init__(self, projections: bool = True, layout: int = LAYOUT, quant_method: str = METHOD) -> None:
+    def __init__(self, *, layout: int = LAYOUT, quant_method: str = METHOD, projections: bool = False) -> None:
+        if projections is not False:
+            raise ValueError(
+                f"projections of the quantization_config is {projections!r}; supported: False, W_in and W_out in the model's dtype. "
+                "Quantise the original model again"
+            )
         if layout != LAYOUT:
             raise ValueError(f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack the weights again with this version")
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
-        self.quant_method, self.projections, self.layout = quant_method, flag("projections", projections), layout
+        self.quant_method, self.layout = quant_method, layout
 
 
 @register_quantizer(METHOD)
@@ -62,7 +66,7 @@ class FlashMHFFp8Quantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is not None:
             raise NotImplementedError("an FP8 model on several processes (tp_plan, distributed_config); supported: one process, device_map")
         if self.pre_quantized:
-            quantize_(model, projections=self.quantization_config.projections)  # empty networks on the meta device
+            quantize_(model)  # empty networks on the meta device
             if checkpoint_files and all(file.endswith(".safetensors") for file in checkpoint_files):
                 check_stored(model, checkpoint_files)
 
@@ -76,27 +80,25 @@ class FlashMHFFp8Quantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, FlashMHF) and module.k.is_meta:
                 raise ValueError(f"device_map puts {name} out of reach; supported when from_pretrained quantises: GPUs, or the CPU alone")
-        quantize_(model, projections=self.quantization_config.projections)
+        quantize_(model)
         model.config.quantization_config = self.quantization_config
 
 
-def quantise(model: PreTrainedModel, *, projections: bool = True) -> None:
-    """Quantise a model's FlashMHF networks in place, unless it has these very networks in FP8 already.
+def quantise(model: PreTrainedModel) -> None:
+    """Quantise a model's FlashMHF networks in place, unless it has them in FP8 already.
 
     Raises ValueError for a model without FlashMHF and for one that is quantised otherwise.
     """
     found = getattr(model.config, "quantization_config", None)
     if found is None:
-        quantize_(model, projections=projections)
+        quantize_(model)
     elif not isinstance(found, FlashMHFFp8Config):
         raise ValueError(f"the model is quantised already, by {dict(found).get('quant_method')!r}; supported: a model that is not")
-    elif found.projections != projections:
-        having = "are in e4m3" if found.projections else "are not quantised"
-        raise ValueError(f"the model is in FP8 already and its projections {having}; quantise the original model")
 
 
 def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
-    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout.
+    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout, or a
+    projection in e4m3.
 
     transformers itself draws a missing tensor at random, with a warning.
     """
@@ -108,6 +110,7 @@ def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
                 stored[name] = list(tensor.get_shape()), tensor.get_dtype()
                 if name.endswith(".layout"):
                     layouts[name] = opened.get_tensor(name)
+    refuse_e4m3_projections(stored)
     for layout in layouts.values():
         check_layout(layout)
     prefix = f"{model.base_model_prefix}."

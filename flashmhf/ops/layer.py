@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from .. import backends, checks, reference
 from ..backends.contract import Fp8Backend, LayerWeights, ProjectionWeights
-from . import fp8, mix
+from . import mix
 from .library import LIBRARY, define
 
 CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
@@ -43,19 +43,13 @@ def _check(x: Tensor, weights: LayerWeights) -> None:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_proj.w.shape[1]} from in_w")
     checks.epsilon("q_norm_eps", q_norm_eps)
     for end, projection in (("in", in_proj), ("out", out_proj)):
-        if projection.scale is None:
-            checks.projection(end, projection.w, projection.bias, x)
-        else:
-            features = x.new_empty((0, projection.w.shape[1]))  # x or S; their sizes are checked
-            fp8.check_linear(features, projection.w, projection.scale, projection.bias, (f"{end}_w", f"{end}_scale", f"{end}_bias"))
+        checks.projection(end, projection.w, projection.bias, x)
     checks.head_norm(q_norm, x, inner // head_dim, head_dim)
 
 
-def _project(x: Tensor, projection: ProjectionWeights, backend: str, out: Tensor | None = None) -> Tensor:
+def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None) -> Tensor:
     """x W^T + b, written into ``out`` [T, N] if there is one."""
-    w, bias, scale = projection
-    if scale is not None:
-        return fp8.linear(x, w, scale, bias, backend=backend)
+    w, bias = projection
     if out is None:
         return linear(x, w, bias)
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
@@ -82,8 +76,8 @@ def _settings(weights: LayerWeights, backend: str, activation: str) -> dict[str,
 def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, out: Tensor | None = None) -> Tensor:
     """The layer by its parts. ``out`` [T, d_model] takes the result and, where it is as wide, Q before it."""
     q_out = out if out is not None and out.shape[1] == weights.in_proj.w.shape[0] else None
-    mixed = _mix(_project(x, weights.in_proj, backend, q_out), weights, _settings(weights, backend, activation))
-    return _project(mixed, weights.out_proj, backend, out)
+    mixed = _mix(_project(x, weights.in_proj, q_out), weights, _settings(weights, backend, activation))
+    return _project(mixed, weights.out_proj, out)
 
 
 def _layer(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
@@ -107,16 +101,13 @@ def _select(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> 
 
 
 def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
-    """Peak memory beyond x: the result, and S of one chunk; FP8 has Q and the result of one chunk, too."""
+    """Peak memory beyond x: the result, and S of one chunk."""
     _check(x, weights)
     out = x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
     rows, results = x.flatten(0, -2), out.flatten(0, -2)
     chunks = -(-len(rows) // CHUNK_TOKENS)
     for x_chunk, out_chunk in zip(rows.tensor_split(chunks), results.tensor_split(chunks), strict=True):
-        if weights.is_fp8:
-            out_chunk.copy_(_layer(x_chunk, weights, backend, activation))
-        else:
-            _by_parts(x_chunk, weights, backend, activation, out_chunk)
+        _by_parts(x_chunk, weights, backend, activation, out_chunk)
     return out
 
 
@@ -151,10 +142,8 @@ def _weights(in_w, in_bias, k, u, v, w, eps, out_w, out_bias, q_norm=None, q_nor
     return LayerWeights(ProjectionWeights(in_w, in_bias), (k, u, v), w, eps, ProjectionWeights(out_w, out_bias), q_norm, q_norm_eps)
 
 
-def _fp8_weights(
-    in_w, in_scale, in_bias, k8, u8, v8, scales, w, eps, out_w, out_scale, out_bias, q_norm=None, q_norm_eps=0.0
-) -> LayerWeights:
-    ends = ProjectionWeights(in_w, in_bias, in_scale), ProjectionWeights(out_w, out_bias, out_scale)
+def _fp8_weights(in_w, in_bias, k8, u8, v8, scales, w, eps, out_w, out_bias, q_norm=None, q_norm_eps=0.0) -> LayerWeights:
+    ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
     return LayerWeights(ends[0], (k8, u8, v8, scales), w, eps, ends[1], q_norm, q_norm_eps)
 
 
@@ -168,8 +157,7 @@ _define(
 )
 _define(
     "fp8_layer",
-    "Tensor in_w, Tensor? in_scale, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, float eps, "
-    "Tensor out_w, Tensor? out_scale, Tensor? out_bias",
+    "Tensor in_w, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias",
     "",
     _fp8_weights,
     _ENDS,
@@ -178,13 +166,11 @@ _define(
 
 def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
     """Call the operator that these weights need."""
-    (in_w, in_bias, in_scale), networks, router, eps, (out_w, out_bias, out_scale), q_norm, q_norm_eps = weights
-    norm = q_norm, q_norm_eps
+    in_proj, networks, router, eps, out_proj, *norm = weights
+    operands = (x, *in_proj, *networks, router, eps, *out_proj, *norm)
     if weights.is_fp8:
-        ends = (in_w, in_scale, in_bias), (out_w, out_scale, out_bias)
-        return torch.ops.flashmhf.fp8_layer(x, *ends[0], *networks, router, eps, *ends[1], *norm, backend=backend)
-    ends = (in_w, in_bias), (out_w, out_bias)
-    return torch.ops.flashmhf.layer(x, *ends[0], *networks, router, eps, *ends[1], *norm, backend=backend, activation=activation)
+        return torch.ops.flashmhf.fp8_layer(*operands, backend=backend)
+    return torch.ops.flashmhf.layer(*operands, backend=backend, activation=activation)
 
 
 def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .modules import Fp8FlashMHF, Fp8Linear, is_flashmhf, quantize_, to_fp8
+from .modules import Fp8FlashMHF, is_flashmhf, quantize_, to_fp8
 from .packing import LAYOUT, PackedWeights, operands, pack_fp8, unpack
 from .saturation import check_saturation, count_saturated
 
 __all__ = [
     "LAYOUT",
     "Fp8FlashMHF",
-    "Fp8Linear",
     "PackedWeights",
     "check_saturation",
     "count_saturated",

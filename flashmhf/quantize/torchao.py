@@ -17,12 +17,7 @@ class Fp8Config(AOBaseConfig):
     """FlashMHF networks in FP8, by ``torchao.quantization.quantize_(model, Fp8Config(), filter_fn=is_flashmhf)``.
 
     torchao's own ``filter_fn`` chooses linear layers, which this configuration does not quantise by themselves: it raises ValueError there.
-
-    Args:
-        projections: W_in and W_out in e4m3, too; with False another configuration of torchao can quantise them.
     """
-
-    projections: bool = True
 
 
 @register_quantize_module_handler(Fp8Config)
@@ -30,4 +25,4 @@ def _quantise(module: nn.Module, config: Fp8Config) -> nn.Module:
     if not isinstance(module, FlashMHF):
         using = "quantize_(model, Fp8Config(), filter_fn=quantize.is_flashmhf)"
         raise ValueError(f"Fp8Config got a {type(module).__name__}; supported: FlashMHF, by {using}")
-    return to_fp8(module, projections=config.projections)
+    return to_fp8(module)

@@ -42,6 +42,6 @@ trained.reset_parameters("official")
 optimizer = torch.optim.AdamW(param_groups(trained, 1e-3, weight_decay=0.1))
 muon: torch.optim.Optimizer = Muon(param_groups(trained, 1e-3, weight_decay=0.1, muon=True), momentum=0.9)
 packed: quantize.PackedWeights = quantize.pack_fp8(k, k, k)
-served: quantize.Fp8FlashMHF = quantize.to_fp8(FlashMHF(128, 2, 3, 64), projections=False)
+served: quantize.Fp8FlashMHF = quantize.to_fp8(FlashMHF(128, 2, 3, 64))
 low: Tensor = quantize.forward(q, packed)
 version: str = flashmhf.__version__

@@ -56,11 +56,10 @@ def model():
     return nn.Sequential(Block(), Block()).eval()
 
 
-@pytest.mark.parametrize("projections", [True, False])
-def test_is_what_to_fp8_makes(model, projections):
+def test_is_what_to_fp8_makes(model):
     ao = pytest.importorskip("torchao.quantization")
-    expected = [quantize.to_fp8(block.ffn, projections=projections) for block in model]
-    ao.quantize_(model, quantize.Fp8Config(projections=projections), filter_fn=quantize.is_flashmhf)
+    expected = [quantize.to_fp8(block.ffn) for block in model]
+    ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
     x = torch.randn(5, 64)
     with torch.no_grad():
         for block, network in zip(model, expected, strict=True):
@@ -74,14 +73,12 @@ def test_beside_a_configuration_of_torchao(model):
     with torch.no_grad():
         exact = model(x)
         ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
-        networks = [block.ffn.state_dict() for block in model]
-        ao.quantize_(model, ao.Int8WeightOnlyConfig())  # what is still linear
-        assert all(type(block.attention.weight) is not nn.Parameter for block in model)
-        for block, before in zip(model, networks, strict=True):
-            after = block.ffn.state_dict()
-            assert {name: tensor.data_ptr() for name, tensor in after.items()} == {
-                name: tensor.data_ptr() for name, tensor in before.items()
-            }
+        packed = [block.ffn.packed for block in model]
+        ao.quantize_(model, ao.Int8WeightOnlyConfig())  # what is still linear, the networks' projections among it
+        for block, before in zip(model, packed, strict=True):
+            for layer in (block.attention, block.ffn.in_proj, block.ffn.out_proj):
+                assert type(layer.weight) is not nn.Parameter
+            assert all(map(torch.equal, *([x.view(torch.uint8) for x in each.tensors] for each in (block.ffn.packed, before))))
         assert (model(x) - exact).norm() <= 0.2 * exact.norm()
 
 

@@ -55,7 +55,6 @@ def test_every_option_has_a_flag(given):
 MISTAKES = [
     (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
     (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
-    (["generate", "--model", "x", "--keep-projections"], "--keep-projections needs --fp8"),
     (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
     (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: 0 is not positive"),
     (["train", "--data", "x"], "the following arguments are required: --output"),

@@ -17,10 +17,9 @@ from torch import Tensor
 from ... import reference
 from ..contract import layer
 from ..fp8_layout import E4M3_MAX, permutation, to_e4m3
-from ..fp8_linear import linear
 from ..tokens import token_count
 
-__all__ = ["forward", "gated_forward", "layer", "linear", "why_not"]
+__all__ = ["forward", "gated_forward", "layer", "why_not"]
 Q_NORM = 4.0  # of q8, at most
 TINIEST = 1e-18  # instead of max |q| of a row of zeros
 BLOCK_ELEMENTS = 1 << 22  # of a block's intermediate [tokens, d_e]

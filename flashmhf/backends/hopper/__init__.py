@@ -177,7 +177,7 @@ def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     tokens the host's time is longer than the GPU's. Returns None if x has no token, the network has no gate, or a tensor's dtype, shape or
     layout is not what the kernels read.
     """
-    (in_w, in_bias, _), (k, u, v), router, eps, (out_w, out_bias, _), q_norm, q_norm_eps = weights
+    (in_w, in_bias), (k, u, v), router, eps, (out_w, out_bias), q_norm, q_norm_eps = weights
     if router is None:
         return None
     return torch.ops.flashmhf_hopper.layer(x, in_w, in_bias, q_norm, q_norm_eps, k, u, v, router, eps, out_w, out_bias)

@@ -9,9 +9,8 @@ from torch import Tensor
 from .. import gating
 from .. import triton as plain
 from ..contract import layer
-from ..fp8_linear import linear
 
-__all__ = ["HEAD_DIMS", "MIN_CAPABILITY", "forward", "gated_forward", "layer", "linear", "why_not"]
+__all__ = ["HEAD_DIMS", "MIN_CAPABILITY", "forward", "gated_forward", "layer", "why_not"]
 
 HEAD_DIMS = tuple(size for size in plain.HEAD_DIMS if size >= 32)  # a product of e4m3 operands sums at least 32 terms
 MIN_CAPABILITY = (8, 9)
