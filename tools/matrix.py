@@ -184,7 +184,7 @@ def sentence(rows: list[dict]) -> str:
         f"torch {row['torch'].partition('+')[0]} on Python {row['python']} ({row['passed']} passed, {len(row['failed'])} failed)"
         for _, row in sorted(largest.items())
     ]
-    return f"CPU tests that ran with the wheel of a release: {', '.join(parts)}."
+    return f"CPU tests that ran with a wheel of these sources: {', '.join(parts)}."
 
 
 BLOCKS = {PAGE: table, README: sentence}
