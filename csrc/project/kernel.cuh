@@ -36,6 +36,22 @@ template <typename P, typename T> struct alignas(1024) ProjectShared {
     static_assert(!P::two_fit || 2 * (sizeof(w) + sizeof(x) + sizeof(parts) + 2048) <= 228 * 1024);
 };
 
+// The sums of a warp for features that its own CTA finishes, 8 tokens at a time.
+template <int max_tokens>
+__device__ __forceinline__ void keep_own_sums(float4 (&part)[max_tokens / 8][32], const kittens::rt_fl<16, max_tokens> &sum, int tokens,
+                                              int lane) {
+#pragma unroll
+    for (int j = 0; j < max_tokens / 8; ++j)
+        if (8 * j < tokens) part[j][lane] = fragment_quad<max_tokens>(sum, j);
+}
+
+// s += the sums of all CTAs of the cluster, by rank, for 8 tokens of a group of features.
+template <typename P, typename T>
+__device__ __forceinline__ void add_sums(float4 &s, const ProjectShared<P, T> &shared, int group, int tokens, int lane) {
+#pragma unroll
+    for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][group][tokens][lane]);
+}
+
 template <typename P, typename T>
 __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_constant__ CUtensorMap map_w,
                                                                const __grid_constant__ CUtensorMap map_x,
@@ -107,9 +123,7 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     auto &part = shared.parts[rank][warp % P::finished];
     const int finisher = warp / P::finished;
     if (finisher == rank) {  // an asynchronous store to the CTA itself would take as long as one to another
-#pragma unroll
-        for (int j = 0; j < max_tokens / 8; ++j)
-            if (8 * j < p.block_tokens) part[j][lane] = fragment_quad<max_tokens>(sum, j);
+        keep_own_sums<max_tokens>(part, sum, p.block_tokens, lane);
         __syncwarp();
         if (lane == 0) kittens::arrive(shared.parts_full);
     } else {
@@ -134,8 +148,7 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     const int last_token = min(first_token + p.block_tokens, p.tokens);
     for (int j = warp % warps; first_token + 8 * j < last_token; j += warps) {
         float4 s = {bias[0], bias[0], bias[1], bias[1]};
-#pragma unroll
-        for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][group][j][lane]);
+        add_sums(s, shared, group, j, lane);
         const float values[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

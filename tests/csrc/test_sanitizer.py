@@ -35,7 +35,7 @@ HAND_OVERS = {
         ("load_rows_fp8", "read", "forward, e4m3: scales and record of an item, behind q_full"),
         ("load_rows_fp8", "prepare", "forward, e4m3: scales and record of an item, behind q_full"),
         ("load_rows_fp8", "load_q", "forward, e4m3: scales and record of an item, behind q_full"),
-        ("flashmhf_project", "flashmhf_project", "projections: a CTA's own sums, behind parts_full, where one lane arrives for its warp"),
+        ("keep_own_sums", "add_sums", "projections: a CTA's own sums, behind parts_full, where one lane arrives for its warp"),
     )
 }
 ACCESS = re.compile(r"(?:Read|Write) access at .*? in (\S+):(\d+)")
