@@ -307,6 +307,7 @@ class Tokens:
     device: str
     pieces: int | None = None
     deadline: float = math.inf
+    waited: float = 0.0  # seconds, for pieces
     stored: dict = field(init=False)
     validation: dict[str, Tensor] = field(init=False)
     loaded: dict[int, Tensor] = field(init=False, default_factory=dict)
@@ -332,8 +333,15 @@ class Tokens:
             elif time.monotonic() > self.deadline:
                 raise TimeUpError
             else:
+                _wait(self.device)  # the steps that are queued are training
+                begin = time.monotonic()
                 time.sleep(1)
+                self.waited += time.monotonic() - begin
         return self.loaded[index]
+
+    def clock(self) -> float:
+        """Seconds, the time spent waiting for pieces apart."""
+        return time.monotonic() - self.waited
 
     def check(self, run: Run) -> None:
         """Raise ValueError where ``run`` takes more than four passes. The pieces are fair samples, so the first one stands for all."""
@@ -357,7 +365,8 @@ class Tokens:
 
 @dataclass
 class Progress:
-    """Where a run is and what it has recorded. ``timed`` steps took ``seconds``, compilation, evaluation and saving apart."""
+    """Where a run is and what it has recorded. ``timed`` steps took ``seconds``; not counted are compilation, evaluation, saving and
+    waiting for pieces."""
 
     losses: Tensor
     norms: Tensor
@@ -436,7 +445,7 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) ->
         done = step + 1
         if timed_from is not None and (done % CHECKED == 0 or done % every == 0 or done == run.steps):
             _wait(device)
-            now = time.monotonic()
+            now = tokens.clock()
             progress.timed, progress.seconds = progress.timed + done - timed_from[0], progress.seconds + now - timed_from[1]
             timed_from = (done, now)
         if done % every == 0 and done < run.steps:
@@ -446,10 +455,10 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) ->
                 progress.step, progress.wall = done, time.monotonic() - begin
                 save(state, run, model, optimizer, progress)
                 saved = time.monotonic()
-            timed_from = timed_from and (done, time.monotonic())
+            timed_from = timed_from and (done, tokens.clock())
         if done == first + warm:
             _wait(device)
-            timed_from = (done, time.monotonic())
+            timed_from = (done, tokens.clock())
     memory = torch.cuda.max_memory_allocated() - tokens.bytes if device == "cuda" else None
     losses = validate(run, model, tokens, autocast)
     return {

@@ -191,9 +191,11 @@ def long_block(found: list[Row]) -> str:
     lines = ["| network | learning rate | seeds | loss | code | prose | tokens/s | memory, GiB |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         first = row.records[0]
-        cells = [network(row), f"{row.configuration['learning_rate']:g}", str(len(row.losses)), f"{row.mean:.3f}"]
+        speed, factor = first["tokens_per_second"], row.configuration["rates"].get("projection", 1.0)
+        rate = f"{row.configuration['learning_rate']:g}" + (f", projections x {factor:g}" if factor != 1.0 else "")
+        cells = [network(row), rate, str(len(row.losses)), f"{row.mean:.3f}"]
         cells += [f"{first['validation'][kind]:.3f}" for kind in ("code", "prose")]
-        cells += [f"{first['tokens_per_second']:,}", f"{first['peak_memory'] / 2**30:.1f}"]
+        cells += [f"{speed:,}" if speed else "", f"{first['peak_memory'] / 2**30:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

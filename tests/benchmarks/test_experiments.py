@@ -5,10 +5,12 @@ import fcntl
 import io
 import itertools
 import json
+import shutil
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -298,6 +300,20 @@ def test_more_than_four_passes_are_refused_and_a_missing_piece_is_waited_for(tok
     some = compare.Tokens(tokens, "cpu", 3, deadline=0.0)
     with pytest.raises(compare.TimeUpError):
         some.piece(2)
+
+
+def test_the_clock_of_a_run_stands_while_a_piece_is_waited_for(tokens, tmp_path, monkeypatch):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    (folder / "train-01.bin").rename(folder / "later")
+    now = [100.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        (folder / "later").rename(folder / "train-01.bin")
+
+    monkeypatch.setattr(compare, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
+    some = compare.Tokens(folder, "cpu", 2)
+    assert len(some.piece(1)) > 0 and now[0] > 100.0 and some.clock() == 100.0
 
 
 def test_the_same_seed_gives_the_same_run(tokens, tmp_path):
