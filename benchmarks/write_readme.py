@@ -70,7 +70,7 @@ def summary(records: Records) -> str:
 
 
 def decode(records: Records) -> str:
-    record = records["decode"]
+    record = records["layer"]
     return f"{tables.decode_table(record)}\n\n{conditions('Decode', record)}"
 
 
@@ -97,24 +97,44 @@ def operator_table(records: Records) -> str:
 
 
 def training_table(records: Records) -> str:
-    record, lines = records["train"], []
-    for row in (row for row in record["rows"] if row["status"] == "ok"):
-        settings = [row["blocks"], "yes" if row["checkpointing"] else "no", f"{row['batch']} x {row['length']:,}"]
-        figures = [fixed(row["tokens_per_s"], 0), fixed(row["mfu"], 3), f"{row['memory_mib'] / 1024:.1f} GiB"]
-        lines.append([f"{row['subject']}-{row['scale']}", *settings, *figures, fixed(row.get("x_swiglu"), 2)])
-    header = ["preset", "blocks", "checkpointed", "batch", "tokens/s", "MFU", "peak memory", "÷ SwiGLU"]
-    what = f"Whole models, flashmhf {record['environment']['flashmhf']}"
-    return f"{table(header, lines)}\n\n{machine(what, record)}"
+    """A line per setting, both models in it; a model that did not run has no figures."""
+    record, found = records["train"], {}
+    for row in record["rows"]:
+        found.setdefault((row["scale"], row["blocks"], row["checkpointing"], row["batch"], row["length"]), {})[row["subject"]] = row
+    lines = []
+    for (scale, blocks, checkpointing, batch, length), rows in found.items():
+        ours, theirs = ({} if rows[name]["status"] != "ok" else rows[name] for name in ("flashmhf", "swiglu"))
+        gib = [f"{row['memory_mib'] / 1024:.1f}" if row else "" for row in (ours, theirs)]
+        rates = [fixed(row.get("tokens_per_s"), 0) for row in (ours, theirs)]
+        setting = [scale.upper(), f"{batch} x {length:,}", blocks, "yes" if checkpointing else "no"]
+        lines.append([*setting, *rates, fixed(ours.get("x_swiglu"), 2), *gib, fixed(ours.get("mfu"), 2)])
+    header = ["model", "batch", "blocks", "checkpointed", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio"]
+    header += ["FlashMHF GiB", "SwiGLU GiB", "FlashMHF MFU"]
+    return f"{table(header, lines)}\n\n{machine('Steps with AdamW under bf16 autocast; memory is the peak', record)}"
+
+
+def prefill_table(records: Records) -> str:
+    """Whole models over prompts, eager and with every block compiled."""
+    record, lines = records["model"], []
+    for (scale, batch, length), rows in by(record["rows"], "scale", "batch", "length").items():
+        cells = [scale.upper(), f"{batch} x {length:,}"]
+        for way in ("", " compiled"):
+            ours, theirs = (rows.get(name + way, {}).get("ms", {}).get("p50") for name in ("flashmhf", "swiglu"))
+            cells += [fixed(ours, 1), fixed(theirs, 1), fixed(theirs / ours if ours and theirs else None, 2)]
+        lines.append(cells)
+    header = ["model", "prompts", *(f"{cell}{way}" for way in ("", ", compiled") for cell in ("FlashMHF ms", "SwiGLU ms", "ratio"))]
+    return f"{table(header, lines)}\n\n{machine('Models with random weights, bf16, to the last token of each prompt', record)}"
 
 
 def generate_table(records: Records) -> str:
     record, lines = records["generate"], []
-    for (batch, context), rows in by(record["rows"], "batch", "context").items():
-        ours, theirs = rows["flashmhf"], rows["swiglu"]
-        rates = [fixed(row["tokens_per_s"], 0) for row in (ours, theirs)]
-        lines.append([str(batch), f"{context:,}", *rates, f"{ours['x_swiglu']:.2f}", f"{ours['ms']['p50']:.2f}"])
-    header = ["batch", "context", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio", "FlashMHF, ms per step"]
-    return f"{table(header, lines)}\n\n{machine('1.3B models with random weights, bf16', record)}"
+    for (scale, batch, context), rows in by(record["rows"], "scale", "batch", "context").items():
+        ours, theirs = (rows.get(name, {}) for name in ("flashmhf", "swiglu"))
+        rates = [fixed(row.get("tokens_per_s"), 0) for row in (ours, theirs)]
+        ms = ours.get("ms", {}).get("p50")
+        lines.append([scale.upper(), str(batch), f"{context:,}", *rates, fixed(ours.get("x_swiglu"), 2), fixed(ms, 2)])
+    header = ["model", "batch", "context", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio", "FlashMHF, ms per step"]
+    return f"{table(header, lines)}\n\n{machine('Models with random weights, bf16', record)}"
 
 
 def _without_e4m3_projections(record: dict) -> list[dict]:

@@ -21,6 +21,8 @@ from .fp8 import Fp8SwiGLU
 
 FFNS = ("flashmhf", "swiglu")
 NEW, SKIPPED = 96, 8  # tokens generated, and of them before the time counts: they hold the captures
+BATCHES = {"prefill": (1, 8), "generate": (1, 8, 64, 256), "train": (8,)}
+SMALLER = {("train", "1.3b"): (4,)}  # what fits into 80 GB without checkpointing
 COMPILED_TOKENS = 64  # at most, of a compiled FP8 network
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
 
@@ -200,8 +202,8 @@ def cells(options: argparse.Namespace, context: Context) -> list:
     found = []
     for part in options.parts:
         for scale in options.scales:
-            for length in options.contexts or {"prefill": (4096,), "generate": (512, 4096), "train": (4096,)}[part]:
-                for batch in options.batches or {"prefill": (1, 8), "generate": (1, 8, 32), "train": (8,)}[part]:
+            for length in options.contexts or {"prefill": (4096,), "generate": (512,), "train": (4096,)}[part]:
+                for batch in options.batches or SMALLER.get((part, scale), BATCHES[part]):
                     if part == "prefill":
                         found.append(prefill_cell(scale, batch, length, options.blocks))
                     elif part == "generate":
