@@ -41,7 +41,7 @@ def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
     root = ["--root", str(tmp_path)]
     assert write_readme.main([*root, "--check"]) == 0
     for record, key, documents in (
-        ("layer_h100.json", "layers", ("README.md", "benchmarks/README.md")),
+        ("layer_h100.json", "layers", ("README.md", "benchmarks/README.md", "docs/index.md", "docs/measurements.md", "docs/faq.md")),
         ("forward_h200.json", "tflops", ("benchmarks/README.md",)),
     ):
         path = tmp_path / "benchmarks" / "results" / record
