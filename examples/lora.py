@@ -1,6 +1,6 @@
 """Adapt a model with FlashMHF by LoRA: the projections, and K, U and V with an update for each sub-network.
 
-    pip install 'flashmhf[lm]' peft
+    pip install '.[lm]' peft
     python examples/lora.py
 
 PEFT adapts parameters of two or three dimensions. K, U and V have four, which `stack_weights` stores as three over the same memory.

@@ -1,6 +1,6 @@
 """FlashMHF in a transformer of one's own: initialisation for its depth, parameter groups, warm-up.
 
-    pip install flashmhf
+    pip install .
     python examples/own_transformer.py
 
 Three things differ from a SwiGLU network:

