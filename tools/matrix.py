@@ -176,7 +176,7 @@ def sentence(rows: list[dict]) -> str:
         + f" ({outcome(row)})" * (outcome(row) != "passed")
         for _, row in sorted(largest.items())
     ]
-    return f"The CPU tests pass with {', '.join(parts)}."
+    return f"The CPU tests have passed with {', '.join(parts)}."
 
 
 BLOCKS = {PAGE: table, README: sentence}

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(page for page in DOCS.rglob("*.md") if "```python" in page.read_text())
+PAGES = sorted(page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if page.exists() and "```python" in page.read_text())
 
 pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="the sources are not here")
 
