@@ -43,10 +43,22 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     exec(compile(code, str(page), "exec"), {"__name__": "page"})
 
 
+def _listed() -> set[str]:
+    return set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+
+
 def test_the_navigation_lists_pages_that_exist():
-    listed = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = _listed()
     assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} == listed
     assert [name for name in listed if not (DOCS / name).exists()] == []
+
+
+def test_users_pages_have_no_commits_dates_or_names_of_tests():
+    """Where a result comes from stands in the records and in developers' pages."""
+    developers = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("- Developers:")[2], re.MULTILINE))
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(DOCS / name for name in sorted(_listed() - developers))]
+    provenance = r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,40}\b|\b20\d\d-\d\d-\d\d\b|\btest_\w+"
+    assert len(pages) > 20 and {page.name: found for page in pages if (found := re.findall(provenance, page.read_text()))} == {}
 
 
 def test_the_reference_has_every_public_name():
