@@ -41,10 +41,11 @@ def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
     root = ["--root", str(tmp_path)]
     assert write_readme.main([*root, "--check"]) == 0
     for record, key, documents in (
-        ("layer_h100.json", "layers", ("README.md", "benchmarks/README.md", "docs/index.md", "docs/measurements.md", "docs/faq.md")),
-        ("forward_h200.json", "tflops", ("benchmarks/README.md",)),
+        ("layer", "layers", ("README.md", "benchmarks/README.md", "docs/index.md", "docs/measurements.md", "docs/faq.md")),
+        ("forward", "tflops", ("benchmarks/README.md",)),
     ):
-        path = tmp_path / "benchmarks" / "results" / record
+        paths = [tmp_path / "benchmarks" / "results" / f"{record}_{device}.json" for device in write_readme.DEVICES]
+        path = next(path for path in paths if path.exists())
         changed = json.loads(path.read_text())
         for row in changed["rows"]:
             if row["status"] == "ok" and row["subject"] in ("flashmhf_hopper", "forward"):
