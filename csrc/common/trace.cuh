@@ -8,31 +8,24 @@
 
 namespace flashmhf {
 
-// Stamps, each of one place in one kernel, and their names in the same order.
-enum class Stamp : int {
-    inter_entry,
-    s_products_issued,
-    s_products_done,
-    s_handed_over,
-    s_dq_issued,
-    s_dq_staged,
-    w_operands_full,
-    w_products_done,
-    dq_predecessor_added,
-    dq_added,
-    project_entry,
-    project_predecessor_done,
-    project_tile_full,
-    project_sums_sent,
-    project_sums_full,
-};
-constexpr const char *stamp_names[] = {
-    "inter_entry",   "s_products_issued",        "s_products_done",   "s_handed_over",        "s_dq_issued",
-    "s_dq_staged",   "w_operands_full",          "w_products_done",   "dq_predecessor_added", "dq_added",
-    "project_entry", "project_predecessor_done", "project_tile_full", "project_sums_sent",    "project_sums_full",
-};
+// Stamps, by the event that each is taken at.
+// clang-format off
+#define FLASHMHF_STAMPS(X)                                                                                                            \
+    X(forward_entry) X(forward_predecessor_done) X(forward_q_full) X(forward_q_quantised) X(forward_tile_full) X(forward_scores_done) \
+    X(forward_sums_done) X(forward_slices_met) X(forward_slices_sent) X(forward_slices_full) X(forward_item_stored)                   \
+    X(forward_tile_sent) X(forward_weights_sent) X(forward_parts_signalled) X(forward_parts_full) X(forward_parts_added)              \
+    X(inter_entry) X(s_products_issued) X(s_products_done) X(s_handed_over) X(s_dq_issued) X(s_dq_staged)                             \
+    X(w_operands_full) X(w_products_done) X(dq_predecessor_added) X(dq_added)                                                         \
+    X(project_entry) X(project_predecessor_done) X(project_tile_full) X(project_sums_sent) X(project_sums_full)
+// clang-format on
+#define FLASHMHF_STAMP(name) name,
+enum class Stamp : int { FLASHMHF_STAMPS(FLASHMHF_STAMP) };
+#undef FLASHMHF_STAMP
+#define FLASHMHF_STAMP(name) #name,
+constexpr const char *stamp_names[] = {FLASHMHF_STAMPS(FLASHMHF_STAMP)};
+#undef FLASHMHF_STAMP
+#undef FLASHMHF_STAMPS
 constexpr int stamp_count = sizeof(stamp_names) / sizeof(*stamp_names);
-static_assert(static_cast<int>(Stamp::project_sums_full) + 1 == stamp_count);
 
 #ifdef FLASHMHF_TRACE
 // What is kept of a launch: its first CTAs, and a warp's first rounds of a loop.

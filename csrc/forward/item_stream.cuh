@@ -19,8 +19,12 @@ template <typename Shared, typename Params, int slots> struct ItemStream {
     const int reader_of = lane != 0 || warp >= p.row_ctas ? -1 : p.row_ctas > 1 ? warp : kittens::cluster_ctarank();
     Ring<slots> ring;
     uint32_t q_phase = 0;
+    int tiles = 0, items = 0;  // for the stamps
 
-    __device__ __forceinline__ void wait_slot() { kittens::wait(shared.semaphores.slot_full[ring.slot], ring.phase); }
+    __device__ __forceinline__ void wait_slot() {
+        kittens::wait(shared.semaphores.slot_full[ring.slot], ring.phase);
+        stamp(Stamp::forward_tile_full, tiles++);
+    }
     // One thread of the warpgroup for every CTA that gets the tile. wgmma.wait_group has covered the reads of the slot.
     __device__ __forceinline__ void release(int slot) {
         if (reader_of >= 0) tma::arrive_remote(shared.semaphores.slot_empty[slot], reader_of);
@@ -41,6 +45,7 @@ template <typename Shared, typename Params, int slots> struct ItemStream {
     // Waits for the next item with its Q and gate or scales, and makes it the current item.
     __device__ __forceinline__ const Item &next_item() {
         kittens::wait(shared.semaphores.q_full[wg], q_phase);
+        stamp(Stamp::forward_q_full, items++);
         q_phase ^= 1;
         return this_item();
     }

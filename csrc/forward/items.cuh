@@ -7,6 +7,7 @@
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
 #include "common/token_tile.cuh"
+#include "common/trace.cuh"
 #include "forward/params.h"
 #include "forward/schedule.cuh"
 
@@ -35,6 +36,7 @@ struct WeightMaps {
 __device__ __forceinline__ void wait_for_cluster_and_predecessor(const ForwardParams &p) {
     if (p.row_ctas > 1) cluster_sync();
     kittens::pdl::wait();
+    stamp(Stamp::forward_predecessor_done);
 }
 
 // The row tile of a warpgroup.

@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(Format::Policy::threads, 1)
                      const __grid_constant__ typename Format::Params p) {
     using P = typename Format::Policy;
     using Shared = typename Format::Shared;
+    stamp(Stamp::forward_entry);
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);

@@ -101,9 +101,13 @@ template <int d_h, typename T, typename Sums, typename Shared> struct SliceExcha
 
     __device__ __forceinline__ void run(const Sums &sums) {
         cluster_sync();  // every ring has been read for the last time
+        stamp(Stamp::forward_slices_met);
         if (stores) send(sums);
+        stamp(Stamp::forward_slices_sent);
         kittens::wait(shared.semaphores.slice_sums_full, 0);
+        stamp(Stamp::forward_slices_full);
         if (stores) add();
+        stamp(Stamp::forward_item_stored);
     }
 
   private:

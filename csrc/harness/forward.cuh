@@ -132,6 +132,7 @@ bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, flash
         launches.push_back(flashmhf::prepare_forward(problem, plan, workspace));
     }
     measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward(s.head_dim, launches[i], stream); });
+    print_trace();
     return in.rows == 0 || repeats_bits(in.out, options.number("repeat"), once);
 }
 

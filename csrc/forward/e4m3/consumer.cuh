@@ -35,7 +35,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     using Scores = Fp8Scores<P::chunk_inter>;
     using Activation = Fp8Activation<P::chunk_inter>;
 
-    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase;
+    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase, Stream::items;
     using Stream::wait_slot, Stream::release, Stream::first_item, Stream::next_item, Stream::this_item, Stream::last_item,
         Stream::release_q;
 
@@ -110,6 +110,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         }
         out_scale = {scale[0], scale[1]};
         fp8::pin(q);
+        stamp(Stamp::forward_q_quantised, items - 1);
     }
     // The gate of the current item, where a router computes it, while Q lies in shared memory.
     __device__ __forceinline__ void compute_gate() {
@@ -182,6 +183,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         int accumulate = 0;  // 0: the next product of A V overwrites the sums
         int before = -1;     // the slot that the last product of A V still reads
         bool prepared;
+        [[maybe_unused]] int scores = 0;  // chunks so far, for the stamps
         [[maybe_unused]] Exchange exchange{shared, p};
 
         // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its
@@ -197,6 +199,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             issue_products(o, a, slot, index, adds);  // O += A(c) V(c)
             warpgroup::mma_async_wait<1>();           // for [M|N](c+1); O may still run
             fp8::pin(next), fp8::pin(a_before);
+            stamp(Stamp::forward_scores_done, ++scores);
         };
         auto release_before = [&](int slot) {
             if (before >= 0) release(before);
@@ -241,6 +244,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         compute_gate();
         warpgroup::mma_async_wait<0>();
         fp8::pin(s0);
+        stamp(Stamp::forward_scores_done);
         release_q();
         while (true) {
             // here: [M|N] of the first chunk of the item's first tile
@@ -299,6 +303,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
                 warpgroup::mma_async_wait<0>();
                 fp8::pin(o), fp8::pin(a0), fp8::pin(a1);
                 sums.add(o, factors);
+                stamp(Stamp::forward_sums_done);
                 release_q();
                 return exchange.run({sums, out_scale});
             }
@@ -316,7 +321,9 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             release(slot);
             before = -1;
             sums.add(o, factors);
+            stamp(Stamp::forward_sums_done, items - 2);
             finish(last_item(), sums, scale);
+            stamp(Stamp::forward_item_stored, items - 2);
             warpgroup::mma_async_wait<0>();
             fp8::pin(s0);
             if (this_item().end == 0) break;  // read again: no register holds it until here

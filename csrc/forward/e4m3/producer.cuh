@@ -65,12 +65,14 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
                 else tma::load_async<once>(dst, map, from, sem.slot_full[ring.slot]);
             });
             ring.advance();
+            stamp(Stamp::forward_tile_sent, work.end - work.begin - left);
             if (++tile == p.subnet_tiles) {
                 tile = 0;
                 ++subnet;
             }
         }
     }
+    stamp(Stamp::forward_weights_sent);
     kittens::pdl::arrive();  // not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches
 }
 

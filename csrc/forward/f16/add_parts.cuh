@@ -33,6 +33,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
                 store_release(part_flag(p, cluster, work.part, rank()), p.nonce);
                 ++signalled;
             }
+        stamp(Stamp::forward_parts_signalled);
         if (p.router_bytes) wait_sleeping(shared.w_empty, signalled & 1);  // the whole item's W has been read from where the pieces will be
     }
     __syncwarp();
@@ -52,6 +53,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
         src = p.partials + part_offset<d_h>(p, first + lane, 0, part, rank(), 0);
     }
     __syncwarp();
+    stamp(Stamp::forward_parts_full);
     int sender = 0;
     auto send = [&](int slot) {
         if (lane == sender) {
@@ -96,6 +98,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
             dst += 8 * p.out_token;
         }
     }
+    stamp(Stamp::forward_parts_added);
 }
 
 __device__ __forceinline__ uint64_t *gather_flag(const ForwardParams &p, int cluster, int block, int part, int rank) {
@@ -118,6 +121,7 @@ template <int d_h, typename T> __device__ __forceinline__ void signal_parts(Forw
             }
     }
     __syncwarp();
+    stamp(Stamp::forward_parts_signalled);
     const int index = s.ends_item(cluster);
     if (index < 0) return;
     const int first = s.first_owner(index), others = cluster - first;
@@ -140,6 +144,7 @@ template <int d_h, typename T> __device__ __forceinline__ void gather_parts(Forw
     constexpr int quads = d_h / 8;
     const int offset = wg * (tile_rows * d_h / 4) + kittens::warpgroup::laneid();
     kittens::wait(shared.parts.piece_full[0], 0);
+    stamp(Stamp::forward_parts_full);
     const GatheredParts &parts = shared.gathered;
     float4 x[2][quads];  // two parts in flight, as many as registers hold
     auto load = [&](int i) {
@@ -158,6 +163,7 @@ template <int d_h, typename T> __device__ __forceinline__ void gather_parts(Forw
     if (parts.count > 2) load(2);
     if (parts.count > 1) add_part(1);
     if (parts.count > 2) add_part(2);
+    stamp(Stamp::forward_parts_added);
 }
 
 }  // namespace flashmhf

@@ -40,7 +40,8 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
     static constexpr bool halved = P::q_in_registers && std::is_same_v<T, kittens::bf16>;
 
-    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::reader_of, Stream::ring, Stream::q_phase;
+    using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::reader_of, Stream::ring, Stream::q_phase,
+        Stream::tiles, Stream::items;
     using Stream::wait_slot, Stream::release, Stream::release_ring, Stream::first_item, Stream::next_item, Stream::this_item,
         Stream::last_item, Stream::release_q;
 
@@ -156,6 +157,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             warpgroup::mma_async_wait<0>();
             pin(mn);
             // here: [M|N] of the item's first tile
+            stamp(Stamp::forward_scores_done, tiles - 1);
             o = 0.f;
             swiglu<halved>(mn, gate.r);
             gate.advance(gate_buffer());
@@ -172,6 +174,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                 // Wait for [M|N](i+1) alone; A(i+1) = r silu(M) N in place while O += A(i) V(i) runs
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
+                stamp(Stamp::forward_scores_done, tiles - 1);
                 swiglu<halved>(mn, gate.r);
                 gate.advance(gate_buffer());
                 pin(mn);
@@ -198,8 +201,10 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             if constexpr (slices) exchange.prepare(last_item(), wg);
             warpgroup::mma_async_wait<1>();
             pin(o);
+            stamp(Stamp::forward_sums_done, items - 2);
             if (gathers && last_item().part == gathered_item) break;  // the last one
             finish(last_item(), o, exchange);
+            stamp(Stamp::forward_item_stored, items - 2);
             if (!more) break;
         }
         warpgroup::mma_async_wait<0>();
@@ -209,6 +214,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                 gather_parts<d_h, T>(shared, o, wg);
                 stage_output(shared.q[wg], o);
                 release_q();
+                stamp(Stamp::forward_item_stored, items - 2);
             }
     }
 
@@ -254,6 +260,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             begin_gate(gate, query);
             warpgroup::mma_async_wait<0>();
             pin(mn);
+            stamp(Stamp::forward_scores_done, tiles - 1);
             release_next(), release_next();
             o = 0.f;
             swiglu<halved>(mn, gate.r);
@@ -266,6 +273,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                 issue_v();
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
+                stamp(Stamp::forward_scores_done, tiles - 1);
                 release_next(), release_next();
                 swiglu<halved>(mn, gate.r);
                 gate.advance(gate_buffer());
@@ -281,8 +289,10 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             issue_v();
             warpgroup::mma_async_wait<0>();
             pin(o);
+            stamp(Stamp::forward_sums_done, items - 1);
             release_next();
             finish(this_item(), o, exchange);
+            stamp(Stamp::forward_item_stored, items - 1);
         }
     }
 };

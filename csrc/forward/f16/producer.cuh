@@ -101,6 +101,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
                 }
                 if (subnet_v >= 0) send_v();
             }
+            stamp(Stamp::forward_tile_sent, work.end - work.begin - left);
             row_v = row;
             subnet_v = subnet;
             if (++tile == p.subnet_tiles) {
@@ -114,6 +115,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
         }
     }
     if (P::q_in_registers && subnet_v >= 0) send_v();
+    stamp(Stamp::forward_weights_sent);
     // Not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches.
     if (division != Division::slices || !p.late_successor) kittens::pdl::arrive();
 }
