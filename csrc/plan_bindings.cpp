@@ -10,23 +10,16 @@
 #include "project/plan.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace {
 
 // What both formats' policies have.
 template <typename P> py::dict policy(int head_dim) {
-    py::dict d;
-    d["head_dim"] = head_dim;
-    d["consumers"] = P::consumers;
-    d["launch_registers"] = P::launch_registers;
-    d["slots"] = P::slots;
-    d["slot_bytes"] = P::slot_bytes;
-    d["shared_memory"] = P::shared_memory;
-    d["tile_registers"] = P::tile_registers;
-    d["consumer_registers"] = P::consumer_registers;
-    d["producer_registers"] = P::producer_registers;
-    d["gate_chunk"] = P::gate_chunk;
-    return d;
+    return py::dict("head_dim"_a = head_dim, "consumers"_a = P::consumers, "launch_registers"_a = P::launch_registers, "slots"_a = P::slots,
+                    "slot_bytes"_a = P::slot_bytes, "shared_memory"_a = P::shared_memory, "tile_registers"_a = P::tile_registers,
+                    "consumer_registers"_a = P::consumer_registers, "producer_registers"_a = P::producer_registers,
+                    "gate_chunk"_a = P::gate_chunk);
 }
 py::list forward_policies() {
     py::list all;
@@ -51,44 +44,25 @@ constexpr Clusters h200_clusters{132, 66, 39, 30, 22, 17, 15, 15};
 
 py::dict describe(const flashmhf::ForwardPlan &plan) {
     const flashmhf::ForwardSchedule &s = plan.schedule;
-    py::dict d;
-    d["cluster_size"] = plan.cluster_size;
-    d["row_ctas"] = plan.row_ctas;
-    d["slices"] = s.slices;
-    d["slice_pieces"] = plan.slice_pieces;
-    d["spare_pieces"] = plan.spare_pieces;
-    d["late_successor"] = plan.late_successor;
-    d["consumers"] = plan.consumers;
-    d["bundle"] = plan.bundle;
-    d["row_tiles"] = plan.row_tiles;
-    d["blocks"] = plan.blocks;
-    d["subnet_tiles"] = plan.subnet_tiles;
-    d["inter_tiles"] = s.inter_tiles;
-    d["clusters"] = s.clusters * s.lanes;
-    d["waves"] = s.waves;
-    d["lanes"] = s.lanes;
-    d["rest"] = s.rest * s.lanes;
-    d["splits"] = s.splits * s.lanes;
-    d["partials"] = plan.partials;
-    d["flags"] = plan.flags;
-    d["workspace"] = plan.workspace();
-    d["shared_memory"] = plan.shared_memory;
     py::list work;
     for (const auto &w : flashmhf::enumerate_work(s))
         work.append(py::make_tuple(w.cluster * s.lanes + w.lane, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
-    d["work"] = work;
     py::list owners;  // of the items after the whole waves: first and last cluster
     for (int i = 0; i < s.rest; ++i)
         for (int lane = 0; lane < s.lanes; ++lane)
             owners.append(py::make_tuple(s.first_owner(i) * s.lanes + lane, s.last_owner(i) * s.lanes + lane));
-    d["owners"] = owners;
     py::list adds;  // the one of these items that a cluster adds up, or -1
     for (int cluster = 0; cluster < s.clusters * s.lanes; ++cluster) {
         const int index = s.adds_parts ? s.ends_item(cluster / s.lanes) : -1;
         adds.append(index < 0 ? -1 : index * s.lanes + cluster % s.lanes);
     }
-    d["adds"] = adds;
-    return d;
+    return py::dict("cluster_size"_a = plan.cluster_size, "row_ctas"_a = plan.row_ctas, "slices"_a = s.slices,
+                    "slice_pieces"_a = plan.slice_pieces, "spare_pieces"_a = plan.spare_pieces, "late_successor"_a = plan.late_successor,
+                    "consumers"_a = plan.consumers, "bundle"_a = plan.bundle, "row_tiles"_a = plan.row_tiles, "blocks"_a = plan.blocks,
+                    "subnet_tiles"_a = plan.subnet_tiles, "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.lanes,
+                    "waves"_a = s.waves, "lanes"_a = s.lanes, "rest"_a = s.rest * s.lanes, "splits"_a = s.splits * s.lanes,
+                    "partials"_a = plan.partials, "flags"_a = plan.flags, "workspace"_a = plan.workspace(),
+                    "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds);
 }
 
 py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
@@ -111,42 +85,24 @@ std::string forward_candidates(int64_t batch, int64_t length, int heads, int hea
 
 py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms, int group) {
     const flashmhf::HeadGroupPlan plan = flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {sms});
-    py::dict d;
-    d["row_tiles"] = plan.row_tiles;
-    d["subnet_tiles"] = plan.subnet_tiles;
-    d["items"] = plan.items;
-    d["whole"] = plan.whole;
-    d["parts"] = plan.parts;
-    d["token_blocks"] = plan.token_blocks;
-    d["token_parts"] = plan.token_parts;
-    d["inter_time"] = plan.inter_time;
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
     const int tiles = static_cast<int>(batch) * group * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
         const flashmhf::TokenRange range = flashmhf::token_range(block, plan.items, plan.whole, plan.parts, tiles);
         work.append(py::make_tuple(range.item, range.begin, range.end));
     }
-    d["work"] = work;
-    return d;
+    return py::dict("row_tiles"_a = plan.row_tiles, "subnet_tiles"_a = plan.subnet_tiles, "items"_a = plan.items, "whole"_a = plan.whole,
+                    "parts"_a = plan.parts, "token_blocks"_a = plan.token_blocks, "token_parts"_a = plan.token_parts,
+                    "inter_time"_a = plan.inter_time, "work"_a = work);
 }
 
 // Where each buffer begins, or None.
 py::dict workspace(const flashmhf::BackwardWorkspace &w) {
-    py::dict d;
-    const std::pair<const char *, int64_t> places[] = {{"query", w.query},
-                                                       {"dr_sums", w.dr_sums},
-                                                       {"query_added", w.query_added},
-                                                       {"dr_added", w.dr_added},
-                                                       {"weight_parts", w.weight_parts},
-                                                       {"r", w.r},
-                                                       {"scale", w.scale},
-                                                       {"dr", w.dr},
-                                                       {"dw_parts", w.dw_parts}};
-    for (const auto &[name, place] : places)
-        d[name] = place == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(place);
-    d["sums_floats"] = w.sums_floats;
-    d["floats"] = w.floats;
-    return d;
+    auto place = [](int64_t begin) { return begin == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(begin); };
+    return py::dict("query"_a = place(w.query), "dr_sums"_a = place(w.dr_sums), "query_added"_a = place(w.query_added),
+                    "dr_added"_a = place(w.dr_added), "weight_parts"_a = place(w.weight_parts), "r"_a = place(w.r),
+                    "scale"_a = place(w.scale), "dr"_a = place(w.dr), "dw_parts"_a = place(w.dw_parts), "sums_floats"_a = w.sums_floats,
+                    "floats"_a = w.floats);
 }
 
 py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens,
@@ -158,62 +114,42 @@ py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim
         sizes.append(py::make_tuple(plan.groups.begin(i), plan.groups.begin(i) + plan.groups.size(i)));
         workspaces.append(workspace(plan.workspaces[i]));
     }
-    py::dict d;
-    d["heads"] = sizes;
-    d["workspaces"] = workspaces;
-    d["ordered"] = plan.kernels == flashmhf::Kernels::ordered;
-    d["fused"] = plan.kernels != flashmhf::Kernels::pair;
-    d["workspace"] = plan.workspace();
-    d["time_us"] = plan.time * flashmhf::BackwardCostModel{}.tile_us * head_dim;
-    return d;
+    return py::dict("heads"_a = sizes, "workspaces"_a = workspaces, "ordered"_a = plan.kernels == flashmhf::Kernels::ordered,
+                    "fused"_a = plan.kernels != flashmhf::Kernels::pair, "workspace"_a = plan.workspace(),
+                    "time_us"_a = plan.time * flashmhf::BackwardCostModel{}.tile_us * head_dim);
 }
 
 py::dict forward_costs(int head_dim, bool fp8, int consumers) {
     const flashmhf::ForwardCostModel cost = fp8 ? flashmhf::forward_fp8_costs : flashmhf::ForwardCostModel{};
-    py::dict d;
-    d["tile_us"] = cost.tile_us * head_dim * (fp8 ? flashmhf::forward_fp8_row_tiles(consumers) : 1);
-    d["combine"] = cost.combine_tiles(head_dim);
-    d["next_item"] = cost.gap_tiles(head_dim);
-    d["stream"] = static_cast<double>(cost.stream_numerator) / cost.stream_denominator;
-    return d;
+    return py::dict("tile_us"_a = cost.tile_us * head_dim * (fp8 ? flashmhf::forward_fp8_row_tiles(consumers) : 1),
+                    "combine"_a = cost.combine_tiles(head_dim), "next_item"_a = cost.gap_tiles(head_dim),
+                    "stream"_a = static_cast<double>(cost.stream_numerator) / cost.stream_denominator);
 }
 
 template <int d_h, int outputs> py::dict inter_policy(const char *outputs_name) {
     using P = flashmhf::InterPolicy<d_h, outputs>;
-    py::dict d;
-    d["head_dim"] = d_h;
-    d["outputs"] = outputs_name;
-    d["shared_memory"] = P::shared_memory;
-    d["threads"] = P::threads;
-    d["launch_registers"] = P::launch_registers;
-    d["registers"] = P::loader_registers + P::s_warpgroups * P::s_registers + P::w_warpgroups * P::w_registers;
-    return d;
+    return py::dict("head_dim"_a = d_h, "outputs"_a = outputs_name, "shared_memory"_a = P::shared_memory, "threads"_a = P::threads,
+                    "launch_registers"_a = P::launch_registers,
+                    "registers"_a = P::loader_registers + P::s_warpgroups * P::s_registers + P::w_warpgroups * P::w_registers);
 }
 
 template <int d_h> py::dict token_policy() {
     using P = flashmhf::TokenPolicy<d_h>;
-    py::dict d;
-    d["head_dim"] = d_h;
-    d["outputs"] = "tokens";
-    d["shared_memory"] = P::shared_memory;
-    d["threads"] = P::threads;
-    d["launch_registers"] = P::launch_registers;
-    d["registers"] = P::loader_registers + P::consumers * P::consumer_registers;
-    return d;
+    return py::dict("head_dim"_a = d_h, "outputs"_a = "tokens", "shared_memory"_a = P::shared_memory, "threads"_a = P::threads,
+                    "launch_registers"_a = P::launch_registers, "registers"_a = P::loader_registers + P::consumers * P::consumer_registers);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
-    m.def("plan_backward", &plan_backward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("subnets"), py::arg("subnet_dim"),
-          py::arg("sms") = 132, py::arg("group") = 1,
+    m.def("plan_backward", &plan_backward, "batch"_a, "length"_a, "heads"_a, "subnets"_a, "subnet_dim"_a, "sms"_a = 132, "group"_a = 1,
           "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an "
           "inter-stationary kernel.\n\n"
           "Raises ValueError for shapes beyond the kernels' index range.");
-    m.def("plan_head_groups", &plan_head_groups, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
-          py::arg("subnets"), py::arg("subnet_dim"), py::arg("tokens") = true, py::arg("weights") = true, py::arg("gate") = false,
-          py::arg("router") = false, py::arg("deterministic") = false, py::arg("sms") = 132, py::arg("group") = 1,
+    m.def("plan_head_groups", &plan_head_groups, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
+          "tokens"_a = true, "weights"_a = true, "gate"_a = false, "router"_a = false, "deterministic"_a = false, "sms"_a = 132,
+          "group"_a = 1,
           "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the "
           "fp32\n"
           "workspace of each launch: where its buffers begin, in floats, or None.");
@@ -229,37 +165,28 @@ PYBIND11_MODULE(_plan, m) {
         },
         "Shared memory, threads and registers (a thread at launch; summed over the warpgroups later) of the backward's main kernels.");
     m.def(
-        "plan_forward", &plan_forward, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"), py::arg("subnets"),
-        py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1, py::arg("may_bundle") = true,
-        py::arg("large_clusters") = 0,
+        "plan_forward", &plan_forward, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
+        "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
         "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
         "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
         "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
-    m.def("forward_candidates", &forward_candidates, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
-          py::arg("subnets"), py::arg("subnet_dim"), py::arg("fp8") = false, py::arg("clusters") = h200_clusters, py::arg("group") = 1,
-          py::arg("may_bundle") = true, py::arg("large_clusters") = 0,
+    m.def("forward_candidates", &forward_candidates, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
+          "fp8"_a = false, "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
           "The ways to launch the forward that the planner compares, with their times in microseconds, as text; * is the one it takes.");
-    m.def("plan_forward_fp8", &plan_forward_fp8, py::arg("batch"), py::arg("length"), py::arg("heads"), py::arg("head_dim"),
-          py::arg("subnets"), py::arg("subnet_dim"), py::arg("clusters") = h200_clusters, py::arg("group") = 1,
-          "plan_forward for the forward in FP8.");
+    m.def("plan_forward_fp8", &plan_forward_fp8, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
+          "clusters"_a = h200_clusters, "group"_a = 1, "plan_forward for the forward in FP8.");
     m.def("forward_fp8_policies", &forward_fp8_policies, "Shared memory and registers of the FP8 forward kernel for each head dimension.");
     m.def(
         "plan_project",
         [](int64_t tokens, int64_t features, const Clusters &clusters) {
             const flashmhf::Device device{clusters};
             const flashmhf::ProjectPlan plan = flashmhf::plan_project(tokens, features, device);
-            py::dict d;
-            d["warpgroups"] = plan.warpgroups;
-            d["max_tokens"] = plan.max_tokens;
-            d["cluster"] = plan.cluster;
-            d["blocks"] = plan.blocks;
-            d["block_tokens"] = plan.block_tokens;
-            d["box_tokens"] = plan.box_tokens;
-            d["faster"] = flashmhf::projects_faster(tokens, features, device);
-            return d;
+            return py::dict("warpgroups"_a = plan.warpgroups, "max_tokens"_a = plan.max_tokens, "cluster"_a = plan.cluster,
+                            "blocks"_a = plan.blocks, "block_tokens"_a = plan.block_tokens, "box_tokens"_a = plan.box_tokens,
+                            "faster"_a = flashmhf::projects_faster(tokens, features, device));
         },
-        py::arg("tokens"), py::arg("features"), py::arg("clusters") = h200_clusters);
-    m.def("forward_costs", &forward_costs, py::arg("head_dim"), py::arg("fp8") = false, py::arg("consumers") = 3,
+        "tokens"_a, "features"_a, "clusters"_a = h200_clusters);
+    m.def("forward_costs", &forward_costs, "head_dim"_a, "fp8"_a = false, "consumers"_a = 3,
           "What the forward's planner counts with: the time of an inter tile of a CTA (in FP8, of so many row tiles) in microseconds; in "
           "such tiles, adding parts in a\n"
           "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");
