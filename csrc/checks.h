@@ -49,26 +49,32 @@ inline void check_weights(const Tensor &x, const char *name, const Tensor &k, co
     STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
 }
 
-template <typename HeadDims> void check_sizes(const ProblemSizes &sizes) {
-    STD_TORCH_CHECK(HeadDims::contains(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: ", HeadDims::names());
-    STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
+inline void check_floats(const Tensor &x, const char *name) {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, name, " must be bfloat16 or float16");
+    STD_TORCH_CHECK(x.is_cuda(), name, " must be on a CUDA device");
+}
+inline void check_query(const Tensor &q) {
+    check_floats(q, "q");
+    STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
 }
 
-// HeadDims: of the direction.
-template <typename HeadDims> ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v) {
-    STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half, "q must be bfloat16 or float16");
-    STD_TORCH_CHECK(q.is_cuda(), "q must be on a CUDA device");
-    STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
-    check_weights(k, "k", k, q);
-    check_weights(u, "u", k, q);
-    check_weights(v, "v", k, q);
+// Of a call on k [H_kv, E, d_e, d_h]. HeadDims: of the direction.
+template <typename HeadDims> ProblemSizes check_sizes(const Tensor &q, const Tensor &k, const char *name) {
     ProblemSizes sizes{1, q.size(q.dim() - 2), q.size(q.dim() - 1), k.size(1), k.size(2), 1};
     for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
     STD_TORCH_CHECK(sizes.heads >= 1 && k.size(0) >= 1 && sizes.subnets >= 1, "H, H_kv and E must be at least 1");
-    STD_TORCH_CHECK(sizes.heads % k.size(0) == 0 && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k is ", shape_of(k));
+    STD_TORCH_CHECK(sizes.heads % k.size(0) == 0 && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but ", name, " is ", shape_of(k));
     sizes.group = sizes.heads / k.size(0);
-    check_sizes<HeadDims>(sizes);
+    STD_TORCH_CHECK(HeadDims::contains(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: ", HeadDims::names());
+    STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
     return sizes;
+}
+template <typename HeadDims> ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v) {
+    check_query(q);
+    check_weights(k, "k", k, q);
+    check_weights(u, "u", k, q);
+    check_weights(v, "v", k, q);
+    return check_sizes<HeadDims>(q, k, "k");
 }
 
 // r: [..., H, E] with q's leading dimensions.
@@ -167,8 +173,7 @@ inline bool readable_rows(const Tensor &x) {
 
 // x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type.
 inline void check_projection(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, "x must be bfloat16 or float16");
-    STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
+    check_floats(x, "x");
     STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
     STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
     STD_TORCH_CHECK(x.dim() == 2, "x must be [T, K], is ", shape_of(x));

@@ -18,24 +18,16 @@ void check_packed(const Tensor &x, const char *name, const Tensor &q) {
 
 // k8, u8: [H_kv, E, d_e, d_h]; v8: [H_kv, E, d_h, d_e]; scales: [3, H_kv, E].
 ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales) {
-    STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half, "q must be bfloat16 or float16");
-    STD_TORCH_CHECK(q.is_cuda(), "q must be on a CUDA device");
-    STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
+    check_query(q);
     check_packed(k8, "k8", q);
     check_packed(u8, "u8", q);
     check_packed(v8, "v8", q);
-    ProblemSizes sizes{
-        .tokens = 1, .heads = q.size(q.dim() - 2), .head_dim = q.size(q.dim() - 1), .subnets = k8.size(1), .subnet_dim = k8.size(2)};
-    for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
-    STD_TORCH_CHECK(sizes.heads >= 1 && k8.size(0) >= 1 && sizes.subnets >= 1, "H, H_kv and E must be at least 1");
-    STD_TORCH_CHECK(sizes.heads % k8.size(0) == 0 && k8.size(3) == sizes.head_dim, "q is ", shape_of(q), " but k8 is ", shape_of(k8));
-    sizes.group = sizes.heads / k8.size(0);
+    const ProblemSizes sizes = check_sizes<ForwardFp8HeadDims>(q, k8, "k8");
     for (int i = 0; i < 4; ++i) {
         STD_TORCH_CHECK(u8.size(i) == k8.size(i), "u8 is ", shape_of(u8), " but k8 is ", shape_of(k8));
         STD_TORCH_CHECK(v8.size(i) == k8.size(i < 2 ? i : 5 - i), "v8 must be [H_kv, E, d_h, d_e], is ", shape_of(v8), " but k8 is ",
                         shape_of(k8));
     }
-    check_sizes<ForwardFp8HeadDims>(sizes);
     STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
     check_same_device(scales, "scales", q);
     STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == 3 && scales.size(1) == k8.size(0) && scales.size(2) == sizes.subnets &&
