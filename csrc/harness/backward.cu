@@ -254,21 +254,8 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
 int main(int argc, char **argv) {
     return guarded([&] {
         const Arguments options(argc, argv,
-                                {{"T", "4096"},
-                                 {"H", "16"},
-                                 {"group", "1"},
-                                 {"d_h", "128"},
-                                 {"E", "22"},
-                                 {"d_e", "384"},
-                                 {"gate", "r"},
-                                 {"dtype", "bf16"},
-                                 {"deterministic", "0"},
-                                 {"needs", "both"},
-                                 {"accumulate", "0"},
-                                 {"kernels", "auto"},
-                                 {"groups", "0"},
-                                 {"launches", "20"},
-                                 {"check", "1"}});
+                                {{"deterministic", "0"}, {"needs", "both"}, {"accumulate", "0"}, {"kernels", "auto"}, {"groups", "0"}},
+                                shape_arguments);
         return run_typed(options, [&]<typename T>() { return options.number("accumulate") ? run<T, float>(options) : run<T, T>(options); });
     });
 }

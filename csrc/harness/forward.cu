@@ -1,23 +1,162 @@
-// Launches the forward kernel on one shape without Python or PyTorch: checks it against a plain fp64 kernel and times it.
+// Launches the forward kernel on one shape without Python or PyTorch: checks it against plain fp64 kernels and times it.
 //
-//   forward_harness [name=value ...]      T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w|w16 dtype=bf16|fp16 launches=20
-//                                        check=1 repeat=0 chain=0
+//   forward_harness [name=value ...]      format=f16|e4m3 T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w|w16 dtype=bf16|fp16
+//                                        signs=random|one launches=20 check=1 repeat=0 chain=0
 //   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)
 //
+// format=e4m3: two comparisons, with the definition on the weights before quantisation, and with sums in fp64 of the same quantised operands
+// (Q, K, U, V and A in e4m3). signs=one: U = K and V >= 0, so that the terms of an output's sum have one sign.
 // chain=N: also the time of a launch in a CUDA graph of launches that take N copies of the weights in turn, as layers do at decode.
-//
 // repeat: further launches whose outputs must be bitwise equal.
 //
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
-#include "harness/forward.cuh"
+#include <cuda_fp8.h>
+
+#include "common/driver.h"
+#include "forward/launch.h"
+#include "harness/harness.cuh"
 
 namespace {
 
 using namespace harness;
+using flashmhf::Shape;
 
-template <typename T> int run(const Arguments &options) {
-    const ForwardInputs<T> in(options);
-    const flashmhf::Shape &s = in.s;
+// The planner's costs as given on the command line.
+flashmhf::ForwardCostModel costs_of(const Arguments &options, flashmhf::ForwardCostModel cost) {
+    auto override_cost = [&](const char *name, int &value) {
+        if (options.given(name)) value = static_cast<int>(options.number(name));
+    };
+    override_cost("combine", cost.combine);
+    override_cost("behind_waves", cost.behind_waves);
+    override_cost("next_item", cost.next_item);
+    return cost;
+}
+
+template <typename T> __global__ void absolute(T *x, int64_t n) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        x[i] = T(fabsf(float(x[i])));
+}
+
+// x, rounded, in both.
+template <typename T> __global__ void round_values(T *rounded, float *x, int64_t n) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        x[i] = float(rounded[i] = T(x[i]));
+}
+
+// Random inputs of a forward, and its output. one_sign: U = K and V >= 0, so that the terms of an output's sum have one sign.
+template <typename T> struct ForwardInputs {
+    Shape s;
+    flashmhf::Gate gate;
+    int64_t rows, weights, subnets;  // rows of Q; elements of K; sub-networks of all heads of K
+    Buffer<T> q, k, u, v, out;
+    Buffer<float> w, r;
+    Buffer<T> w16;
+
+    explicit ForwardInputs(const Arguments &options, bool one_sign)
+        : s(shape_of(options)),
+          gate(gate_of(options, {"r", "ones", "w", "w16"})),
+          rows(s.length * s.heads),
+          weights(s.weight_heads() * s.subnets * s.subnet_dim * s.head_dim),
+          subnets(s.weight_heads() * s.subnets),
+          q(Buffer<T>::random(rows * s.head_dim, 1.f, 1)),
+          k(Buffer<T>::random(weights, scale(), 2)),
+          u(Buffer<T>::random(weights, scale(), one_sign ? 2 : 3)),
+          v(Buffer<T>::random(weights, scale_v(), 4)),
+          out(rows * s.head_dim),
+          w(Buffer<float>::random(int64_t{s.heads} * s.head_dim * s.subnets, scale(), 6)),
+          r(rows * s.subnets),
+          w16(w.size()) {
+        if (gate == flashmhf::Gate::w_half) round_values<T><<<64, 256>>>(w16, w, w.size());
+        if (one_sign) absolute<T><<<1024, 256>>>(v, weights);
+        fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
+    }
+    // Everything but the weights.
+    void describe(flashmhf::ForwardProblem &problem) const {
+        problem.bf16 = std::is_same_v<T, __nv_bfloat16>;
+        problem.shape = s;
+        problem.q = dense(s, q, s.head_dim);
+        problem.gate = gate;
+        problem.r = dense(s, r, s.subnets);
+        if (gate == flashmhf::Gate::w_half) problem.w = w16;
+        else problem.w = w;
+        problem.eps = 1e-20f;
+        problem.out = out;
+        problem.dense = {s.length, 1};
+    }
+    // R [T, H, E] in fp64.
+    void gates(double *values, double *sums) const {
+        gate_values<T><<<(rows + 127) / 128, 128>>>(values, sums, q, gate_is_given(gate) ? static_cast<const float *>(r) : nullptr,
+                                                    has_router(gate) ? static_cast<const float *>(w) : nullptr, 1e-20, s);
+    }
+    // Root mean square of K, U and W, and of V.
+    float scale() const { return 1.f / std::sqrt(float(s.head_dim)); }
+    float scale_v() const { return 1.f / std::sqrt(float(s.subnets * s.subnet_dim)); }
+};
+
+void print_plan(const flashmhf::ForwardPlan &plan) {
+    const flashmhf::ForwardSchedule &schedule = plan.schedule;
+    std::printf(
+        "row tiles of a CTA %d, heads of a row tile %d, clusters %d x %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split "
+        "over %d clusters, %.1f MB of partial sums, added by %s\n",
+        plan.consumers, plan.bundle, schedule.lanes, schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves,
+        schedule.inter_tiles, schedule.rest, schedule.splits, plan.partials * 4e-6,
+        plan.flags      ? "forward"
+        : plan.partials ? "combine"
+                        : "nobody");
+}
+
+// Plans and times the problem, alone and in a chain of launches that take copies of its weights in turn. Whether `repeat` further launches
+// gave equal bits. The output is that of the problem's own weights.
+template <typename T, typename W>
+bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, flashmhf::ForwardProblem problem,
+                     std::initializer_list<const Buffer<W> *> weights) {
+    const Shape &s = in.s;
+    flashmhf::Device device;
+    check(flashmhf::describe_device(&device));
+    const flashmhf::ForwardPlan plan =
+        flashmhf::plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, flashmhf::forward_costs(problem.format)));
+    const Buffer<float> workspace(flashmhf::workspace_of(problem, plan));
+    const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
+    print_plan(plan);
+    auto once = [&] { return flashmhf::launch_forward(s.head_dim, launch, nullptr); };
+    measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
+    const Copies<W> copies(options.number("chain"), weights);
+    std::vector<flashmhf::ForwardLaunch> launches;
+    for (int64_t i = 0; i < copies.sets; ++i) {
+        problem.k = copies(i, 0), problem.u = copies(i, 1), problem.v = copies(i, 2);
+        launches.push_back(flashmhf::prepare_forward(problem, plan, workspace));
+    }
+    measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward(s.head_dim, launches[i], stream); });
+    print_trace();
+    return in.rows == 0 || repeats_bits(in.out, options.number("repeat"), once);
+}
+
+// out of row blockIdx.x * stride of [T * H] in fp64.
+template <typename T>
+__global__ void reference(double *out, const T *q, const T *k, const T *u, const T *v, const double *gate, Shape s, int64_t stride) {
+    extern __shared__ double acc[];
+    const int64_t row = blockIdx.x * stride, head = row % s.heads;
+    const int d = s.head_dim;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) acc[i] = 0;
+    __syncthreads();
+    for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
+        const int64_t at = (head / s.group * s.subnets * s.subnet_dim + j) * d;
+        double m = 0, n = 0;
+        for (int i = 0; i < d; ++i) {
+            const double x = float(q[row * d + i]);
+            m += x * double(float(k[at + i]));
+            n += x * double(float(u[at + i]));
+        }
+        const double a = m / (1 + exp(-m)) * n * gate[row * s.subnets + j / s.subnet_dim];
+        for (int i = 0; i < d; ++i) atomicAdd(&acc[i], a * double(float(v[at + i])));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < d; i += blockDim.x) out[blockIdx.x * int64_t{d} + i] = acc[i];
+}
+
+template <typename T> int run_f16(const Arguments &options) {
+    const ForwardInputs<T> in(options, options.choice("signs", {"random", "one"}) == "one");
+    const Shape &s = in.s;
     flashmhf::ForwardProblem problem{};
     in.describe(problem);
     problem.k = in.k, problem.u = in.u, problem.v = in.v;
@@ -33,11 +172,111 @@ template <typename T> int run(const Arguments &options) {
     return report("out", expected.host(), got.host(), problem.bf16 ? 2.6e-3 : 3.5e-4) && ok ? 0 : 1;
 }
 
+__device__ double of_fp8(__nv_fp8_storage_t x) { return double(__half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)))); }
+__device__ __nv_fp8_storage_t to_fp8(double x) { return __nv_cvt_float_to_fp8(float(x), __NV_SATFINITE, __NV_E4M3); }
+
+// Scales near the root mean square of the inputs, another one for each of 5 sub-networks in turn; of K for each head, as the kernel asks.
+__global__ void fill_scales(float *scales, int64_t plane, float rms, float rms_v, Shape s) {
+    for (int64_t i = threadIdx.x; i < 3 * plane; i += blockDim.x)
+        scales[i] = (i < 2 * plane ? rms : rms_v) * (0.8f + 0.1f * ((i < plane ? i / s.subnets : i % plane) % 5));
+}
+// Where column c lies in its block of 16.
+__device__ int64_t place(int64_t c) { return c / 16 * 16 + c % 8 / 2 * 4 + c % 16 / 8 * 2 + c % 2; }
+template <typename T> __global__ void quantise(__nv_fp8_storage_t *out, const T *x, const float *scale, Shape s, bool transposed) {
+    const int64_t all = int64_t{s.heads / s.group} * s.subnets * s.subnet_dim * s.head_dim;
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < all; i += int64_t{gridDim.x} * blockDim.x) {
+        const int64_t d = i % s.head_dim, j = i / s.head_dim % s.subnet_dim, subnet = i / s.head_dim / s.subnet_dim;
+        const int64_t at = transposed ? d * s.subnet_dim + place(j) : j * s.head_dim + place(d);
+        out[subnet * s.subnet_dim * s.head_dim + at] = to_fp8(float(x[i]) / scale[subnet]);
+    }
+}
+// out of row blockIdx.x * stride of [T * H] in fp64, from the quantised operands.
+template <typename T>
+__global__ void quantised_reference(double *out, const T *q, const __nv_fp8_storage_t *k, const __nv_fp8_storage_t *u,
+                                    const __nv_fp8_storage_t *v, const float *scales, const double *gate, Shape s, int64_t stride) {
+    extern __shared__ double acc[];
+    const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = int64_t{s.heads / s.group} * s.subnets;
+    const int d = s.head_dim;
+    double *q8 = acc + d;
+    double largest = flashmhf::smallest_query, squares = 0;
+    for (int i = 0; i < d; ++i) {
+        const double x = fabs(double(float(q[row * d + i])));
+        largest = fmax(largest, x);
+        squares += x * x;
+    }
+    const double unit = largest / (flashmhf::query_norm * exp2(floor(log2(largest / sqrt(fmax(squares, largest * largest))))));
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        acc[i] = 0;
+        q8[i] = of_fp8(to_fp8(double(float(q[row * d + i])) / unit));
+    }
+    __syncthreads();
+    for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
+        const int64_t e = j / s.subnet_dim, of_e = head / s.group * s.subnets + e, at = of_e * s.subnet_dim * d;
+        double m = 0, n = 0;
+        for (int i = 0; i < d; ++i) {
+            const int64_t x = at + j % s.subnet_dim * d + place(i);
+            m += q8[i] * of_fp8(k[x]);
+            n += q8[i] * of_fp8(u[x]);
+        }
+        const double a = of_fp8(to_fp8(m * (1 + tanh(0.5 * unit * scales[of_e] * m)) * n));
+        const double factor =
+            0.5 * unit * unit * scales[of_e] * scales[plane + of_e] * scales[2 * plane + of_e] * gate[row * s.subnets + e];
+        for (int i = 0; i < d; ++i) atomicAdd(&acc[i], factor * a * of_fp8(v[at + i * s.subnet_dim + place(j % s.subnet_dim)]));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < d; i += blockDim.x) out[blockIdx.x * int64_t{d} + i] = acc[i];
+}
+
+template <typename T> int run_e4m3(const Arguments &options) {
+    const bool one_sign = options.choice("signs", {"random", "one"}) == "one";
+    const ForwardInputs<T> in(options, one_sign);
+    const Shape &s = in.s;
+    const Buffer<float> scales(3 * in.subnets);
+    const Buffer<__nv_fp8_storage_t> k8(in.weights), u8(in.weights), v8(in.weights);
+    fill_scales<<<1, 256>>>(scales, in.subnets, in.scale(), in.scale_v(), s);
+    quantise<T><<<1024, 256>>>(k8, in.k, scales, s, false);
+    quantise<T><<<1024, 256>>>(u8, in.u, scales + in.subnets, s, false);
+    quantise<T><<<1024, 256>>>(v8, in.v, scales + 2 * in.subnets, s, true);
+
+    flashmhf::ForwardProblem problem{};
+    in.describe(problem);
+    problem.k = k8, problem.u = u8, problem.v = v8;
+    problem.scales = scales;
+    problem.format = flashmhf::WeightFormat::e4m3;
+    bool ok = measure_forward(options, in, problem, {&k8, &u8, &v8});
+    if (in.rows == 0) return 0;
+    if (!options.number("check")) return ok ? 0 : 1;
+
+    const auto [sampled, stride] = sample(in.rows, 2048, s.heads);
+    const Buffer<double> gates(in.rows * s.subnets), sums(in.rows), expected(sampled * s.head_dim), quantised(sampled * s.head_dim),
+        got(sampled * s.head_dim);
+    in.gates(gates, sums);
+    reference<T><<<sampled, 256, s.head_dim * sizeof(double)>>>(expected, in.q, in.k, in.u, in.v, gates, s, stride);
+    quantised_reference<T><<<sampled, 256, 2 * s.head_dim * sizeof(double)>>>(quantised, in.q, k8, u8, v8, scales, gates, s, stride);
+    gather_rows<T><<<sampled, 128>>>(got, in.out, s.head_dim, stride);
+    const auto values = got.host(), exact = expected.host(), same_points = quantised.host();
+    // Sums of few terms do not average out the rounding of the operands: these then have the larger error themselves.
+    const double limit = std::max(one_sign ? 1.2e-2 : 7e-2, 1.05 * relative_l2(exact, same_points));
+    ok = report("out against the definition", exact, values, limit) && ok;
+    ok = report("out against the same quantised operands", same_points, values, 1.2e-2) && ok;
+    report("these against the definition", exact, same_points, 7e-2);
+    return ok ? 0 : 1;
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
     return guarded([&] {
-        const Arguments options = forward_arguments(argc, argv);
-        return run_typed(options, [&]<typename T>() { return run<T>(options); });
+        const Arguments options(argc, argv,
+                                {{"format", "f16"},
+                                 {"signs", "random"},
+                                 {"chain", "0"},
+                                 {"repeat", "0"},
+                                 {"combine", ""},
+                                 {"behind_waves", ""},
+                                 {"next_item", ""}},
+                                shape_arguments);
+        const bool e4m3 = options.choice("format", {"f16", "e4m3"}) == "e4m3";
+        return run_typed(options, [&]<typename T>() { return e4m3 ? run_e4m3<T>(options) : run_f16<T>(options); });
     });
 }

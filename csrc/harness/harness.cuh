@@ -30,10 +30,16 @@ inline void check(cudaError_t error) {
     if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
 }
 
-// name=value for each name of `defaults`; throws std::invalid_argument for any other.
+using Defaults = std::map<std::string, std::string>;
+// Of every harness on a shape.
+const Defaults shape_arguments{{"T", "4096"},  {"H", "16"},   {"group", "1"},    {"d_h", "128"},     {"E", "22"},
+                               {"d_e", "384"}, {"gate", "r"}, {"dtype", "bf16"}, {"launches", "20"}, {"check", "1"}};
+
+// name=value for each name of the defaults; throws std::invalid_argument for any other.
 class Arguments {
   public:
-    Arguments(int argc, char **argv, std::map<std::string, std::string> defaults) : values_(std::move(defaults)) {
+    Arguments(int argc, char **argv, Defaults defaults, Defaults more = {}) : values_(std::move(defaults)) {
+        values_.merge(more);
         for (int i = 1; i < argc; ++i) {
             const char *equals = std::strchr(argv[i], '=');
             const std::string name(argv[i], equals ? equals - argv[i] : std::strlen(argv[i]));
@@ -71,7 +77,7 @@ class Arguments {
         for (const auto &argument : values_) text += " " + argument.first + "=";
         return text;
     }
-    std::map<std::string, std::string> values_;
+    Defaults values_;
 };
 
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error, with one line on stderr.

@@ -98,7 +98,7 @@ def test_the_named_functions_exist():
 CASES = (
     ("forward", "T=200", "gate=w"),
     ("forward", "T=20", "gate=r"),  # clusters divide an item
-    ("forward_fp8", "T=200", "gate=w"),
+    ("forward", "format=e4m3", "T=200", "gate=w"),
     ("backward", "T=200", "gate=w"),
     ("backward", "T=200", "gate=r", "kernels=ordered", "deterministic=1"),
     ("backward", "T=200", "gate=w", "kernels=pair", "deterministic=1"),
