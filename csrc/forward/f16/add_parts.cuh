@@ -1,5 +1,6 @@
-// Adds the parts of split items in the forward kernel, under the whole items that follow them, by a warp of the producer that is otherwise
-// idle. No consumer fences or waits for it.
+// Adds the parts of split items in the forward kernel. Under whole items that follow (Division::waves) a warp of the producer does, which
+// is otherwise idle: no consumer fences or waits for it. Where none follow (Division::gathers) the consumers do, at the end of the kernel.
+// `Parts` is what both have in common: where parts lie, and the flags by which the clusters tell each other of them.
 #pragma once
 
 #include "forward/epilogue.cuh"
@@ -7,33 +8,61 @@
 
 namespace flashmhf {
 
-// Holds the launch's nonce when the CTA of this rank has stored its rows of a part.
-__device__ __forceinline__ uint64_t *part_flag(const ForwardParams &p, int cluster, int part, int rank) {
-    return p.flags + (cluster * 2 + part) * p.row_ctas + rank;
-}
+template <int d_h, Division division> struct Parts {
+    static constexpr bool gathers = division == Division::gathers;  // then the last part of an item stays in registers
+    // ns between two looks at a flag: what is gathered is waited for by all, the rest has the time of a whole item.
+    static constexpr int pause = gathers ? 32 : 256;
 
-// Signals the parts of this CTA, then adds the item that ends in its cluster: the rows of this CTA, in the order of the clusters. Sums of 8
-// columns of a row tile are in registers at a time, of which the producer has few. The parts come through a ring: 12 KB can be on their way
-// without registers, at a steady rate. A burst of loads would clog the path that all warps use.
-template <int d_h, typename T> __device__ __forceinline__ void add_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
-    using P = ForwardPolicy<d_h>;
-    const ForwardSchedule &s = p.schedule;
-    auto &sem = shared.semaphores;
-    const int cluster = kittens::clusterIdx().x, lane = kittens::laneid();
-    auto rank = [&]() { return p.row_ctas > 1 ? kittens::cluster_ctarank() : 0; };  // computed at each use: no register is left to keep it
+    const ForwardParams &p;
+    const int cluster = kittens::clusterIdx().x, block = gathers ? kittens::clusterIdx().y : 0;  // no lanes beside whole items
 
-    if (lane == 0) {
-        // The consumers' arrivals release their stores to this thread, and its own release hands them on to the device.
-        WorkCursor cursor(s, cluster);
+    // Computed at each use: the producer has no register left to keep it.
+    __device__ __forceinline__ int rank() const { return p.row_ctas > 1 ? kittens::cluster_ctarank() : 0; }
+    // Holds the launch's nonce when the CTA of this rank has stored its rows of a part.
+    __device__ __forceinline__ uint64_t *flag(int of_cluster, int part) const {
+        return p.flags + ((of_cluster * (gathers ? p.schedule.lanes : 1) + block) * 2 + part) * p.row_ctas + rank();
+    }
+    // By one lane: tells the device of the parts of this CTA that are added from memory, when they are stored; how many. The consumers'
+    // arrivals release their stores to this thread, and its own release hands them on.
+    __device__ __forceinline__ int signal(kittens::semaphore (&stored)[2]) const {
+        const ForwardSchedule &s = p.schedule;
+        Cursor<division> cursor(s, cluster);
         Work work;
         int signalled = 0;
-        while (cursor.next(work, cluster, 0, 0) && work.item >= s.waves * s.clusters)
-            if (work.end - work.begin < s.inter_tiles) {
-                wait_sleeping(shared.parts.stored[work.part], 0);
-                store_release(part_flag(p, cluster, work.part, rank()), p.nonce);
+        while (cursor.next(work, cluster, block, 0) && (gathers || work.item >= s.waves * s.clusters))
+            if (work.end - (gathers ? 0 : work.begin) < s.inter_tiles) {
+                if constexpr (gathers) kittens::wait(stored[work.part], 0);
+                else wait_sleeping(stored[work.part], 0);
+                store_release(flag(cluster, work.part), p.nonce);
                 ++signalled;
             }
         stamp(Stamp::forward_parts_signalled);
+        return signalled;
+    }
+    // By a warp, a lane for each of `count` parts of an item from cluster `first` on: waits for the part, and returns where it lies.
+    __device__ __forceinline__ const float *receive(int index, int first, int count) const {
+        const int lane = kittens::laneid();
+        if (lane >= count) return nullptr;
+        const int part = lane == 0 ? p.schedule.part_of(first, index) : 0;  // a span behind the first begins within the item
+        const float *const data = p.partials + part_offset<d_h>(p, first + lane, block, part, rank(), 0);
+        uint64_t *const set = flag(first + lane, part);
+        while (load_acquire(set) != p.nonce) __nanosleep(pause);
+        *set = 0;  // no other warp waits for it, and a graph launch has the same nonce again
+        return data;
+    }
+};
+
+// By a warp of the producer: signals the parts of this CTA, then adds the item that ends in its cluster: the rows of this CTA, in the order
+// of the clusters. Sums of 8 columns of a row tile are in registers at a time, of which the producer has few. The parts come through a
+// ring: 12 KB can be on their way without registers, at a steady rate. A burst of loads would clog the path that all warps use.
+template <int d_h, typename T> __device__ __forceinline__ void add_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
+    using P = ForwardPolicy<d_h>;
+    const ForwardSchedule &s = p.schedule;
+    const Parts<d_h, Division::waves> all{p};
+    const int cluster = all.cluster, lane = kittens::laneid();
+
+    if (lane == 0) {
+        const int signalled = all.signal(shared.parts.stored);
         if (p.router_bytes) wait_sleeping(shared.w_empty, signalled & 1);  // the whole item's W has been read from where the pieces will be
     }
     __syncwarp();
@@ -41,17 +70,10 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
     if (index < 0) return;
     const int first = s.first_owner(index), parts = cluster - first + 1, item = s.waves * s.clusters + index;  // 2 to most_parts parts
 
-    // A lane for each part: it waits for the part, then sends its pieces, one row tile behind the other. Rows that hold no token were not
-    // stored, and are added up like the others, but not written.
-    const float *src = nullptr;
-    if (lane < parts) {
-        const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
-        uint64_t *flag = part_flag(p, first + lane, part, rank());
-        while (load_acquire(flag) != p.nonce) __nanosleep(256);
-        *flag = 0;  // no other warp waits for it, and a graph launch has the same nonce again
-        tma::fence_global();
-        src = p.partials + part_offset<d_h>(p, first + lane, 0, part, rank(), 0);
-    }
+    // A lane for each part, which sends its pieces, one row tile behind the other. Rows that hold no token were not stored, and are added up
+    // like the others, but not written.
+    const float *src = all.receive(index, first, parts);
+    tma::fence_global();
     __syncwarp();
     stamp(Stamp::forward_parts_full);
     int sender = 0;
@@ -74,7 +96,7 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
 #pragma unroll 1
     for (int piece = 0; piece < p.consumers * columns; ++piece, out += 8) {
         if (piece % columns == 0) {
-            const RowTile tile(p, item, rank(), piece / columns);
+            const RowTile tile(p, item, all.rank(), piece / columns);
             out = output_at<d_h, T>(p, tile, fragment_row(lane), lane % 4 * 2);
             const int64_t tokens = tile.sequence < p.batch ? p.length - tile.token : 0;
             rows = static_cast<int>(min(tokens, int64_t{tile_rows})) - fragment_row(lane);
@@ -101,38 +123,20 @@ template <int d_h, typename T> __device__ __forceinline__ void add_parts(Forward
     stamp(Stamp::forward_parts_added);
 }
 
-__device__ __forceinline__ uint64_t *gather_flag(const ForwardParams &p, int cluster, int block, int part, int rank) {
-    return p.flags + ((cluster * p.schedule.lanes + block) * 2 + part) * p.row_ctas + rank;
-}
-
-// Where no whole items follow, the consumers add the parts at the end of the kernel. By a warp of the producer: signals the parts of this
-// CTA that other clusters add, then waits for those that this one adds.
+// By a warp of the producer: signals the parts of this CTA that other clusters gather, then waits for those that its consumers gather.
 template <int d_h, typename T> __device__ __forceinline__ void signal_parts(ForwardShared<d_h, T> &shared, const ForwardParams &p) {
     const ForwardSchedule &s = p.schedule;
-    const int cluster = kittens::clusterIdx().x, block = kittens::clusterIdx().y, lane = kittens::laneid(),
-              rank = p.row_ctas > 1 ? kittens::cluster_ctarank() : 0;
-    if (lane == 0) {
-        GatherCursor cursor(s, cluster);
-        Work work;
-        while (cursor.next(work, cluster, block, 0))
-            if (work.end < s.inter_tiles) {  // the item ends in another cluster
-                kittens::wait(shared.parts.stored[work.part], 0);
-                store_release(gather_flag(p, cluster, block, work.part, rank), p.nonce);
-            }
-    }
+    const Parts<d_h, Division::gathers> all{p};
+    const int cluster = all.cluster, lane = kittens::laneid();
+    if (lane == 0) all.signal(shared.parts.stored);
     __syncwarp();
-    stamp(Stamp::forward_parts_signalled);
     const int index = s.ends_item(cluster);
     if (index < 0) return;
     const int first = s.first_owner(index), others = cluster - first;
+    const float *part = all.receive(index, first, others);
     if (lane < others) {
-        const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
-        shared.gathered.of_cluster[lane] =
-            reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first + lane, block, part, rank, 0));
+        shared.gathered.of_cluster[lane] = reinterpret_cast<const float4 *>(part);
         shared.gathered.count = others;
-        uint64_t *flag = gather_flag(p, first + lane, block, part, rank);
-        while (load_acquire(flag) != p.nonce) __nanosleep(32);
-        *flag = 0;  // no other warp waits for it, and a graph launch has the same nonce again
     }
     __syncwarp();
     if (lane == 0) kittens::arrive(shared.parts.piece_full[0]);
