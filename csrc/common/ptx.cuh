@@ -8,6 +8,9 @@ namespace flashmhf {
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+__device__ __forceinline__ uint4 bits_of(float4 x) {
+    return {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
+}
 __device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22, inf for x > 128
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -75,21 +78,16 @@ __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wai
 // Prefetches the line that holds x to the L2. A hint: right even before griddepcontrol.wait.
 __device__ __forceinline__ void prefetch_line(const void *x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x) : "memory"); }
 
-// A flag in global memory: what came before the store, here and in threads that this one has synchronised with, is there after the load.
-__device__ __forceinline__ void store_release(uint32_t *flag, uint32_t x) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(x) : "memory");
+// A flag of 32 or 64 bits in global memory: what came before the store, here and in threads that this one has synchronised with, is there
+// after the load.
+template <typename Flag> __device__ __forceinline__ void store_release(Flag *flag, Flag x) {
+    if constexpr (sizeof(Flag) == 4) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(x) : "memory");
+    else asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(x) : "memory");
 }
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t *flag) {
-    uint32_t x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_release(uint64_t *flag, uint64_t x) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(x) : "memory");
-}
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t *flag) {
-    uint64_t x;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(flag) : "memory");
+template <typename Flag> __device__ __forceinline__ Flag load_acquire(const Flag *flag) {
+    Flag x;
+    if constexpr (sizeof(Flag) == 4) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+    else asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(flag) : "memory");
     return x;
 }
 

@@ -115,21 +115,10 @@ __device__ __forceinline__ void store_async(Remote to, float2 x) {
                  "f"(x.x), "f"(x.y)
                  : "memory");
 }
+__device__ __forceinline__ void store_async(Remote to, float4 x) { store_async(to, bits_of(x)); }
 // To this CTA's shared memory.
 __device__ __forceinline__ void store(uint32_t to, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-
-// To the same place in the shared memory of CTA cta of the cluster, where the semaphore at the same place as `sem` counts the bytes.
-__device__ __forceinline__ void store_remote_async(uint4 *dst, uint4 x, kittens::semaphore &sem, int cta) {
-    store_async(remote(dst, sem, cta), x);
-}
-__device__ __forceinline__ void store_remote_async(float2 *dst, float2 x, kittens::semaphore &sem, int cta) {
-    store_async(remote(dst, sem, cta), x);
-}
-__device__ __forceinline__ void store_remote_async(float4 *dst, float4 x, kittens::semaphore &sem, int cta) {
-    const uint4 bits = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
-    store_remote_async(reinterpret_cast<uint4 *>(dst), bits, sem, cta);
 }
 
 }  // namespace flashmhf::tma

@@ -130,7 +130,7 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
 #pragma unroll
         for (int j = 0; j < max_tokens / 8; ++j)
             if (8 * j < p.block_tokens)
-                tma::store_remote_async(&part[j][lane], fragment_quad<max_tokens>(sum, j), shared.parts_full, finisher);
+                tma::store_async(tma::remote(&part[j][lane], shared.parts_full, finisher), fragment_quad<max_tokens>(sum, j));
     }
 
     // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens. Warps that finish one group of features are neighbours.

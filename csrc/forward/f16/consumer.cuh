@@ -18,10 +18,7 @@ template <int d_h> struct FloatSliceSums {
     static constexpr int columns = ForwardPolicy<d_h>::piece_columns;
     static constexpr bool scaled = false;
     const OutputTile<d_h> &o;
-    __device__ __forceinline__ uint4 piece(int j) const {
-        const float4 x = fragment_quad<d_h>(o, j);
-        return {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
-    }
+    __device__ __forceinline__ uint4 piece(int j) const { return bits_of(fragment_quad<d_h>(o, j)); }
     __device__ __forceinline__ static void add(float4 (&sum)[1], uint4 x, float2) {
         flashmhf::add(sum[0], {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)});
     }
