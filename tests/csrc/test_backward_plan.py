@@ -168,9 +168,3 @@ def test_training_workspace_of_the_flagship():
 def test_index_range():
     with pytest.raises(ValueError, match="2\\^31"):
         plan.plan_backward(1, 1 << 31, 16, 22, 384)
-
-
-def test_budgets_fit_an_sm():
-    for policy in plan.backward_policies():
-        assert policy["shared_memory"] <= 227 * 1024
-        assert policy["registers"] * 128 <= 65536
