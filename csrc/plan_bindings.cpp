@@ -14,12 +14,10 @@ using namespace py::literals;
 
 namespace {
 
-// What both formats' policies have.
-template <typename P> py::dict policy(int head_dim) {
-    return py::dict("head_dim"_a = head_dim, "consumers"_a = P::consumers, "launch_registers"_a = P::launch_registers, "slots"_a = P::slots,
-                    "slot_bytes"_a = P::slot_bytes, "shared_memory"_a = P::shared_memory, "tile_registers"_a = P::tile_registers,
-                    "consumer_registers"_a = P::consumer_registers, "producer_registers"_a = P::producer_registers,
-                    "gate_chunk"_a = P::gate_chunk);
+// Shared memory and registers of an instance; `which`: what tells it from others of the head dimension.
+template <typename P, typename... Which> py::dict policy(int head_dim, Which &&...which) {
+    return py::dict("head_dim"_a = head_dim, "shared_memory"_a = P::shared_memory, "launch_registers"_a = P::launch_registers,
+                    std::forward<Which>(which)...);
 }
 py::list forward_policies() {
     py::list all;
@@ -28,14 +26,25 @@ py::list forward_policies() {
 }
 py::list forward_fp8_policies() {
     py::list all;
-    auto add = [&]<bool few_rows>() {
-        flashmhf::ForwardFp8HeadDims::each([&]<int d_h>() {
-            py::dict d = policy<flashmhf::ForwardFp8Policy<d_h, few_rows>>(d_h);
-            d["few_rows"] = few_rows;
-            all.append(d);
-        });
-    };
-    add.operator()<false>(), add.operator()<true>();
+    flashmhf::ForwardFp8HeadDims::each([&]<int d_h>() {
+        all.append(policy<flashmhf::ForwardFp8Policy<d_h, false>>(d_h, "few_rows"_a = false));
+        all.append(policy<flashmhf::ForwardFp8Policy<d_h, true>>(d_h, "few_rows"_a = true));
+    });
+    return all;
+}
+py::list backward_policies() {
+    using namespace flashmhf;
+    py::list all;
+    BackwardHeadDims::each([&]<int d_h>() {
+        all.append(policy<TokenPolicy<d_h>>(d_h, "outputs"_a = "tokens"));
+        if constexpr (d_h < 256) {
+            all.append(policy<InterPolicy<d_h, all_grads>>(d_h, "outputs"_a = "all"));
+            all.append(policy<InterPolicy<d_h, weight_grads>>(d_h, "outputs"_a = "weights"));
+        } else {
+            all.append(policy<InterPolicy<d_h, key_grads>>(d_h, "outputs"_a = "keys"));
+            all.append(policy<InterPolicy<d_h, value_grad>>(d_h, "outputs"_a = "values"));
+        }
+    });
     return all;
 }
 
@@ -126,19 +135,6 @@ py::dict forward_costs(int head_dim, bool fp8, int consumers) {
                     "stream"_a = static_cast<double>(cost.stream_numerator) / cost.stream_denominator);
 }
 
-template <int d_h, int outputs> py::dict inter_policy(const char *outputs_name) {
-    using P = flashmhf::InterPolicy<d_h, outputs>;
-    return py::dict("head_dim"_a = d_h, "outputs"_a = outputs_name, "shared_memory"_a = P::shared_memory, "threads"_a = P::threads,
-                    "launch_registers"_a = P::launch_registers,
-                    "registers"_a = P::loader_registers + P::s_warpgroups * P::s_registers + P::w_warpgroups * P::w_registers);
-}
-
-template <int d_h> py::dict token_policy() {
-    using P = flashmhf::TokenPolicy<d_h>;
-    return py::dict("head_dim"_a = d_h, "outputs"_a = "tokens", "shared_memory"_a = P::shared_memory, "threads"_a = P::threads,
-                    "launch_registers"_a = P::launch_registers, "registers"_a = P::loader_registers + P::consumers * P::consumer_registers);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
@@ -153,17 +149,7 @@ PYBIND11_MODULE(_plan, m) {
           "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the "
           "fp32\n"
           "workspace of each launch: where its buffers begin, in floats, or None.");
-    m.def(
-        "backward_policies",
-        [] {
-            using namespace flashmhf;
-            return py::make_tuple(inter_policy<64, all_grads>("all"), inter_policy<96, all_grads>("all"),
-                                  inter_policy<128, all_grads>("all"), inter_policy<64, weight_grads>("weights"),
-                                  inter_policy<96, weight_grads>("weights"), inter_policy<128, weight_grads>("weights"),
-                                  inter_policy<256, key_grads>("keys"), inter_policy<256, value_grad>("values"), token_policy<64>(),
-                                  token_policy<96>(), token_policy<128>(), token_policy<256>());
-        },
-        "Shared memory, threads and registers (a thread at launch; summed over the warpgroups later) of the backward's main kernels.");
+    m.def("backward_policies", &backward_policies, "Shared memory and registers at launch of the backward's main kernels.");
     m.def(
         "plan_forward", &plan_forward, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
         "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
