@@ -1,5 +1,5 @@
-"""Plans of the forward kernels for 2,000 calls: ``python tests/forward_plans.py`` writes tests/forward_plans.csv.gz, which a test compares
-with what the planner says. A change of the file needs a measurement: docs/experiments.md says which.
+"""Plans of the forward kernels for 2,000 calls: ``python tests/csrc/forward_plans.py`` writes forward_plans.csv.gz beside it, which a test
+compares with what the planner says. A change of the file needs a measurement: docs/experiments.md says which.
 """
 
 from __future__ import annotations
@@ -32,35 +32,8 @@ NETWORKS = [
     (21, 96, 22, 256),
     (8, 256, 22, 704),
 ]
-LENGTHS = [
-    1,
-    8,
-    16,
-    17,
-    32,
-    33,
-    64,
-    96,
-    128,
-    192,
-    256,
-    257,
-    320,
-    384,
-    448,
-    512,
-    576,
-    640,
-    768,
-    896,
-    1024,
-    1025,
-    1536,
-    2048,
-    3072,
-    4096,
-    8192,
-]
+LENGTHS = [1, 8, 16, 17, 32, 33, 64, 96, 128, 192, 256, 257, 320, 384, 448]
+LENGTHS += [512, 576, 640, 768, 896, 1024, 1025, 1536, 2048, 3072, 4096, 8192]
 
 
 def calls() -> list[tuple]:
