@@ -2,6 +2,7 @@
 // The CMake target kittens_tests, or nvcc with -I../include -I../../csrc and ../../csrc/common/{tensor_map,driver}.cpp.
 #include "common/tensor_map.h"
 #include "common/tma.cuh"
+#include "harness/harness.cuh"
 #include "kittens.cuh"
 #include "ops/wgmma_e4m3.cuh"
 
@@ -9,7 +10,6 @@
 
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
@@ -17,14 +17,8 @@
 using namespace kittens;
 namespace ext = flashmhf::tma;
 
-#define CHECK_CUDA(call)                                                                      \
-    do {                                                                                      \
-        cudaError_t status = (call);                                                          \
-        if (status != cudaSuccess) {                                                          \
-            std::printf("CUDA error at line %d: %s\n", __LINE__, cudaGetErrorString(status)); \
-            std::exit(2);                                                                     \
-        }                                                                                     \
-    } while (0)
+using Buffer = harness::Buffer<float>;
+using harness::check;
 
 static int failures = 0;
 static void report(const std::string &name, double error, double limit) {
@@ -63,22 +57,6 @@ template <ducks::rt::all RT> __device__ static void dump(float *out, const RT &t
             }
 }
 
-struct Buffer {  // device memory filled with NaN bytes, read back as floats
-    float *device;
-    size_t count;
-    explicit Buffer(size_t n) : count(n) {
-        CHECK_CUDA(cudaMalloc(&device, n * sizeof(float)));
-        CHECK_CUDA(cudaMemset(device, 0xFF, n * sizeof(float)));
-    }
-    ~Buffer() { cudaFree(device); }
-    std::vector<float> host() {
-        CHECK_CUDA(cudaGetLastError());
-        CHECK_CUDA(cudaDeviceSynchronize());
-        std::vector<float> h(count);
-        CHECK_CUDA(cudaMemcpy(h.data(), device, count * sizeof(float), cudaMemcpyDeviceToHost));
-        return h;
-    }
-};
 static double max_error(const std::vector<float> &got, const std::function<double(int)> &expected) {
     double worst = 0;
     for (size_t i = 0; i < got.size(); i++) {
@@ -92,9 +70,10 @@ template <typename A> __device__ static A &take(uintptr_t &next) {
     next = (next + 1023) / 1024 * 1024 + sizeof(A);
     return *reinterpret_cast<A *>(next - sizeof(A));
 }
-template <typename K, typename... A> static void launch(K kernel, dim3 grid, int threads, A... args) {
-    CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024));
+template <typename K, typename... A> static void launch(K kernel, dim3 grid, int threads, const A &...args) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024));
     kernel<<<grid, threads, 200 * 1024>>>(args...);
+    check(cudaGetLastError());
 }
 template <typename T> static const char *name_of() { return sizeof(T) == 4 ? "fp32" : std::is_same_v<T, bf16> ? "bf16" : "fp16"; }
 
@@ -141,7 +120,7 @@ template <typename T, int N, int K, int form, bool registers = false, bool accum
 static void test_product() {
     static const char *names[] = {"AB", "ABt", "AtB"};
     Buffer out(64 * N);
-    launch(product_kernel<T, N, K, form, registers, accumulate, A_swizzle, B_swizzle>, 1, 128, out.device);
+    launch(product_kernel<T, N, K, form, registers, accumulate, A_swizzle, B_swizzle>, 1, 128, out);
     const double e = max_error(out.host(), [&](int i) {
         double s = accumulate ? 3 : 0;
         for (int k = 0; k < K; k++) s += (double)value((i / N) * K + k, 1) * value(k * N + i % N, 2);
@@ -219,7 +198,7 @@ template <typename T, typename R, int rows, int cols, int swizzle> __global__ vo
 }
 template <typename T, typename R, int rows, int cols, int swizzle = 0> static void test_copy() {
     Buffer out(rows * cols);
-    launch(copy_kernel<T, R, rows, cols, swizzle>, 1, 128, out.device);
+    launch(copy_kernel<T, R, rows, cols, swizzle>, 1, 128, out);
     char name[96];
     std::snprintf(name, sizeof name, "load+store %s tile %dx%d through %s swizzle %d", name_of<T>(), rows, cols, name_of<R>(), swizzle);
     report(name, max_error(out.host(), [](int i) { return (double)value(i, 1); }), 0);
@@ -278,7 +257,7 @@ template <int N> __global__ void e4m3_kernel(float *out) {
 }
 template <int N> static void test_e4m3() {
     Buffer out(64 * N);
-    launch(e4m3_kernel<N>, 1, 128, out.device);
+    launch(e4m3_kernel<N>, 1, 128, out);
     report("mma_ABt e4m3 n" + std::to_string(N),
            max_error(out.host(),
                      [](int i) {
@@ -405,28 +384,28 @@ template <typename T> __global__ void fill_global(T *p, int n, int seed) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) p[i] = as<T>(value(i, seed));
 }
 template <typename T, int rows, int cols, int swizzle> static void test_tensor_map() {
-    Buffer in(rows * cols), out(rows * cols), check(rows * cols);
-    fill_global<<<1, 256>>>((T *)in.device, rows * cols, 1);
-    const CUtensorMap from = map_of<T>(in.device, cols, rows, swizzle), to = map_of<T>(out.device, cols, rows, swizzle, true);
-    launch(tensor_kernel<T, rows, cols, swizzle>, 1, 128, from, to, check.device);
+    Buffer in(rows * cols), out(rows * cols), loaded(rows * cols);
+    fill_global<<<1, 256>>>((T *)(float *)in, rows * cols, 1);
+    const CUtensorMap from = map_of<T>(in, cols, rows, swizzle), to = map_of<T>(out, cols, rows, swizzle, true);
+    launch(tensor_kernel<T, rows, cols, swizzle>, 1, 128, from, to, loaded);
     auto expected = [](int i) { return i / cols + 8 < rows ? (double)value(i + 8 * cols, 1) : 0.; };
     char name[96];
     std::snprintf(name, sizeof name, "tensor map load %s %dx%d swizzle %d", name_of<T>(), rows, cols, swizzle);
-    report(name, max_error(check.host(), expected), 0);
+    report(name, max_error(loaded.host(), expected), 0);
     std::vector<T> stored(rows * cols);
-    CHECK_CUDA(cudaMemcpy(stored.data(), out.device, rows * cols * 2, cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(stored.data(), out, rows * cols * 2, cudaMemcpyDeviceToHost));
     std::vector<float> values(rows * cols);
     for (int i = 0; i < rows * cols; i++) values[i] = (float)stored[i];
     std::snprintf(name, sizeof name, "tensor map store %s %dx%d swizzle %d", name_of<T>(), rows, cols, swizzle);
     report(name, max_error(values, expected), 0);
 }
 
-int main() {
+static int run() {
     test_products<bf16>();
     test_products<half>();
     {
         Buffer out(2 * 4096);
-        launch(pipelined_kernel, 1, 128, out.device);
+        launch(pipelined_kernel, 1, 128, out);
         report("two products in flight",
                max_error(out.host(),
                          [](int i) {
@@ -447,7 +426,7 @@ int main() {
     test_e4m3<256>();
     {
         Buffer out(4096 + 256);
-        launch(fragment_kernel, 1, 128, out.device);
+        launch(fragment_kernel, 1, 128, out);
         report("fragment order, mul, ldmatrix.trans",
                max_error(out.host(),
                          [](int i) {
@@ -458,8 +437,8 @@ int main() {
     }
     {
         Buffer in(1536), out(1536);
-        fill_global<<<1, 256>>>(in.device, 1536, 3);
-        launch(semaphore_kernel, 1, 128, in.device, out.device);
+        fill_global<<<1, 256>>>((float *)in, 1536, 3);
+        launch(semaphore_kernel, 1, 128, in, out);
         report("semaphores, linear load, named barrier", max_error(out.host(), [](int i) { return (double)value(i, 3); }), 0);
     }
     test_tensor_map<bf16, 64, 128, 128>();
@@ -468,21 +447,23 @@ int main() {
     test_tensor_map<half, 64, 48, 32>();
     {
         Buffer sum(1024);
-        CHECK_CUDA(cudaMemset(sum.device, 0, 4096));
-        launch(reduce_kernel, 5, 128, sum.device);
+        check(cudaMemset(sum, 0, 4096));
+        launch(reduce_kernel, 5, 128, sum);
         report("linear bulk reduction", max_error(sum.host(), [](int i) { return 5. * value(i, 7); }), 1e-6);
     }
     {
         Buffer in(64 * 128), out(2 * 8192);
-        fill_global<<<1, 256>>>((bf16 *)in.device, 8192, 1);
-        launch(cluster_kernel, 2, 128, map_of<bf16>(in.device, 128, 64, 128), out.device);
+        fill_global<<<1, 256>>>((bf16 *)(float *)in, 8192, 1);
+        launch(cluster_kernel, 2, 128, map_of<bf16>(in, 128, 64, 128), out);
         report("cluster multicast, remote arrive", max_error(out.host(), [](int i) { return (double)value(i % 8192, 1); }), 0);
     }
     {
         Buffer out(384);
-        launch(roles_kernel, 1, 384, out.device);
+        launch(roles_kernel, 1, 384, out);
         report("register budgets of roles", max_error(out.host(), [](int i) { return i < 128 ? 1. : 2.; }), 0);
     }
     std::printf("%d failed\n", failures);
     return failures != 0;
 }
+
+int main() { return harness::guarded(run); }
