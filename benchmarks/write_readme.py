@@ -40,6 +40,13 @@ class Records:
         paths = [self.folder / f"{name}_{device}.json" for device in DEVICES]
         return json.loads(next((path for path in paths if path.exists()), paths[-1]).read_text())
 
+    def find(self, name: str) -> dict | None:
+        """Return a record that this version of flashmhf wrote, or None."""
+        if not any((self.folder / f"{name}_{device}.json").exists() for device in DEVICES):
+            return None
+        record = self[name]
+        return record if record["environment"]["flashmhf"] == flashmhf.__version__ else None
+
     def several_gpus(self, part: str) -> dict[int, dict]:
         """Number of GPUs -> the record of so many GPUs of one host, which `benchmarks.distributed` writes, of those that have ``part``."""
         for device in DEVICES:
@@ -115,16 +122,21 @@ def training(record: dict, what: str, subject: str) -> float:
     return ours / other if what == "stack_ms" else other / ours
 
 
+def longer(ratio: float) -> str:
+    """Return "23 % longer than" for 1.23 and "6 % less than" for 0.94."""
+    return f"{100 * (ratio - 1):.0f} % longer than" if ratio >= 1 else f"{100 * (1 - ratio):.0f} % less than"
+
+
 def pitch(records: Records) -> str:
     record, model = records["layer"], SHAPES["paper"]
     ratios = [ratio for group in ("decode", "latency") for ratio in faster(record, group, "swiglu_compiled").values()]
     memory = training(record, "beyond", "swiglu_compiled")
-    compiled, checkpointed = (training(record, "stack_ms", name) for name in ("swiglu_compiled", "swiglu_checkpointed"))
+    compiled, checkpointed = (longer(training(record, "stack_ms", name)) for name in ("swiglu_compiled", "swiglu_checkpointed"))
     return (
         f"**At equal feed-forward parameters ({model.layers} layers instead of {model.swiglu_layers}), inference on an {gpu(record)} is "
-        f"{span(ratios, 1)} times faster than with compiled SwiGLU, and training needs {memory:.1f} times less memory for activations and "
-        f"gradients.** In exchange, a training step of these layers takes {compiled:.2f} times as long as compiled SwiGLU's and "
-        f"{checkpointed:.2f} times as long as checkpointed SwiGLU's."
+        f"{span(ratios, 1)} times faster than with compiled SwiGLU, and a layer in training needs {memory:.1f} times less memory for "
+        f"activations and gradients.** In exchange, a training step of these layers takes {compiled} with compiled SwiGLU and "
+        f"{checkpointed} with checkpointed SwiGLU. {whole_training(records)}"
     )
 
 
@@ -134,12 +146,12 @@ def layers_in_short(records: Records) -> str:
     official = faster(record, "latency", "official").values()  # none where the official code was not there
     beside = f", {span(official)} times faster than the official Triton kernel" if official else ""
     memory = training(record, "beyond", "swiglu_compiled")
-    compiled, checkpointed = (training(record, "stack_ms", name) for name in ("swiglu_compiled", "swiglu_checkpointed"))
+    compiled, checkpointed = (longer(training(record, "stack_ms", name)) for name in ("swiglu_compiled", "swiglu_checkpointed"))
     return (
         f"- **Decode:** {span(decode.values())} times faster than compiled SwiGLU, least at {min(decode, key=decode.get):,} tokens.\n"
         f"- **Prefill:** {span(prefill.values())} times faster than compiled SwiGLU{beside}.\n"
-        f"- **Training:** a step takes {compiled:.2f} times as long as compiled SwiGLU's and {checkpointed:.2f} times as long as "
-        f"checkpointed SwiGLU's, with {memory:.1f} times less memory than compiled SwiGLU (the weights' gradients included)."
+        f"- **Training:** a step takes {compiled} with compiled SwiGLU and {checkpointed} with checkpointed SwiGLU. A layer needs "
+        f"{memory:.1f} times less memory for activations and gradients than a compiled SwiGLU layer."
     )
 
 
@@ -209,23 +221,129 @@ def layer_decode_table(records: Records) -> str:
     return f"{table(header, lines)}\n\n{machine('From CUDA graphs', record)}"
 
 
+def other_gpus(records: Records) -> str:
+    """What the back end of other GPUs costs, as far as a Hopper GPU can tell."""
+    record = records["layer"]
+    rows, shares = tables.Rows(record), []
+    for group in ("latency", "training"):
+        for length in rows.sizes(group):
+            ours, other = (rows.value("stack_ms", group, name, length) for name in ("flashmhf_triton", "swiglu_compiled"))
+            if None not in (ours, other):
+                shares.append((group, ours / other))
+    forward, step = (span(share for found, share in shares if found == group) for group in ("latency", "training"))
+    less = tables.ratio(*(rows.value("beyond", "training", name) for name in ("swiglu_compiled", "flashmhf_triton")))
+    return (
+        f"**On other GPUs expect FlashMHF to be slower than SwiGLU, and smaller in memory.** They run it on Triton. Measured on an "
+        f"{gpu(record)}, where Triton can be compared with the rest, its forward pass takes {forward} times as long as compiled "
+        f"SwiGLU's and a training step {step} times; a layer in training needs {less:.1f} times less memory for activations and "
+        "gradients. On an A100, an RTX 4090 or any other GPU it has not been timed: run `flashmhf` there before you decide."
+    )
+
+
 def speed_answer(records: Records) -> str:
-    """The answer to "is it faster for my model?": the layers alone, then whole models."""
-    record, generated, several = records["layer"], records["generate"], records.several_gpus("train")
-    model, decode = SHAPES["paper"], faster(record, "decode", "swiglu_compiled")
-    lines = [[f"decode, batch {tokens}", f"{decode[tokens]:.2f}"] for tokens in (1, 64, 256)]
-    lines.append(["prefill", span(faster(record, "latency", "swiglu_compiled").values())])
-    lines.append(["training step", f"{1 / training(record, 'stack_ms', 'swiglu_compiled'):.2f} (slower)"])
-    cells = generation(generated)
-    rates, batches = [rows["flashmhf"]["x_swiglu"] for rows in cells.values()], [batch for batch, _ in cells]
-    ours, other = (one_gpu(next(iter(several.values())))[name]["tokens_per_s"] for name in ("flashmhf", "swiglu"))
+    record, model = records["layer"], SHAPES["paper"]
+    decode, prefill = (faster(record, group, "swiglu_compiled") for group in ("decode", "latency"))
+    compiled = longer(training(record, "stack_ms", "swiglu_compiled"))
+    generated = records["generate"]
+    rates = span(rows["flashmhf"]["x_swiglu"] for rows in generation(generated).values())
     return (
         f"Yes for inference on Hopper GPUs, if you take {model.layers} FlashMHF layers where SwiGLU has {model.swiglu_layers}; no for the "
-        f"time of a training step. This is how many times faster than compiled SwiGLU the feed-forward layers are on an {gpu(record)}, at "
-        f"d_model {model.d_model:,}:\n\n{table(['what', 'times faster'], lines)}\n\n"
-        f"A whole 1.3B model generates {span(rates)} times as many tokens per second as its SwiGLU counterpart (batches of "
-        f"{span(batches, 0)}, {gpu(generated)}), and trains at {ours / other:.2f} of its speed ({gpu(next(iter(several.values())))})."
+        f"time of a training step. Against compiled SwiGLU at d_model {model.d_model:,} on an {gpu(record)}, the feed-forward layers are "
+        f"{span(decode.values())} times faster in decode (from batch 1 to {max(decode):,}, least at {min(decode, key=decode.get):,}) and "
+        f"{span(prefill.values())} times in prefill, and their training step takes {compiled} SwiGLU's. A whole model generates {rates} "
+        f"times as many tokens per second ({gpu(generated)}). {whole_training(records)}"
     )
+
+
+# Whole models
+
+UNKNOWN = "not measured"
+Cells = dict[tuple[str, bool], dict[tuple, dict[str, dict]]]
+
+
+def whole_training(records: Records) -> str:
+    """How the largest model that both networks trained compiled and without checkpointing compares with its counterpart."""
+    record, cells = training_cells(records)
+    pairs = {key[0]: rows for key, rows in cells[("compiled", False)].items() if {"flashmhf", "swiglu"} <= rows.keys()}
+    if not pairs:
+        return "The training of whole models has not been measured."
+    scale, rows = max(pairs.items(), key=lambda item: item[1]["flashmhf"]["parameters"])
+    speed = rows["flashmhf"]["tokens_per_s"] / rows["swiglu"]["tokens_per_s"]
+    memory = 100 * (1 - rows["flashmhf"]["memory_mib"] / rows["swiglu"]["memory_mib"])
+    named = f"A whole {scale.upper()} model trains at {speed:.2f} of its SwiGLU counterpart's speed"
+    return f"{named}, with {memory:.0f} % less memory ({gpu(record)})."
+
+
+def training_cells(records: Records) -> tuple[dict, Cells]:
+    """A record, and (blocks, checkpointed) -> (scale, batch, length) -> network -> row, of whole models in training.
+
+    Without a record of the suite `train` by this version: the single GPU of `benchmarks.distributed`.
+    """
+    cells: Cells = {(blocks, checkpointed): {} for blocks in ("eager", "compiled") for checkpointed in (False, True)}
+    record = records.find("train")
+    if record is None:
+        record = next(iter(records.several_gpus("train").values()))
+        cells[("compiled", False)] = {("1.3b", 0, 0): one_gpu(record)}
+        return record, cells
+    for (blocks, checkpointed, *key), rows in by(record["rows"], "blocks", "checkpointing", "scale", "batch", "length").items():
+        cells[(blocks, checkpointed)][tuple(key)] = rows
+    return record, cells
+
+
+def _compared(record: dict, scales: list[str], speeds: list[float], memories: Iterable[float] = ()) -> list[str]:
+    """Cells of the decision table for what was measured at ``scales``: speed, memory, where."""
+    if not speeds:
+        return [UNKNOWN, UNKNOWN, ""]
+    where = f"{gpu(record)}, {', '.join(dict.fromkeys(scale.upper() for scale in scales))}"
+    return [span(speeds), span(memories) if memories else UNKNOWN, where]
+
+
+def decision_table(records: Records) -> str:
+    """One line per question that a reader decides by; what no record has is said to be unmeasured."""
+    record, model = records["layer"], SHAPES["paper"]
+    rows = tables.Rows(record)
+    memories = [[rows.value("beyond", "latency", name, n) for name in ("swiglu_compiled", rows.ours)] for n in rows.sizes("latency")]
+    less = [compiled / ours for compiled, ours in memories]
+    where = f"{gpu(record)}, {model.layers} layers against {model.swiglu_layers}"
+    speed = {name: f"{1 / training(record, 'stack_ms', f'swiglu_{name}'):.2f}" for name in ("compiled", "checkpointed")}
+    memory = {name: f"{training(record, 'beyond', f'swiglu_{name}'):.2f}" for name in ("compiled", "checkpointed")}
+    lines = [
+        ["layers alone, decode", span(faster(record, "decode", "swiglu_compiled").values()), UNKNOWN, where],
+        ["layers alone, prefill", span(faster(record, "latency", "swiglu_compiled").values()), span(less), where],
+        ["layers alone, training step", speed["compiled"], memory["compiled"], where],
+        ["the same against checkpointed SwiGLU", speed["checkpointed"], memory["checkpointed"], where],
+    ]
+    prompts = records.find("model")
+    found = by(prompts["rows"], "scale", "batch", "length") if prompts else {}
+    for way in ("", " compiled"):
+        names = ("flashmhf" + way, "swiglu" + way)
+        pairs = {key: [cell[name] for name in names] for key, cell in found.items() if cell.keys() >= set(names)}
+        speeds = [theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs.values()]
+        lines.append([f"whole model, prefill, {way.strip() or 'eager'}", *_compared(prompts, [key[0] for key in pairs], speeds)])
+    generated = generation(records["generate"])
+    speeds = [cell["flashmhf"]["x_swiglu"] for cell in generated.values()]
+    lines.append(["whole model, generation", *_compared(records["generate"], [key[0] for key in generated], speeds)])
+    record, cells = training_cells(records)
+    for blocks in ("eager", "compiled"):
+        for name, *checkpointed in (("", False, False), (", both checkpointed", True, True), (", only SwiGLU checkpointed", False, True)):
+            mine, other = (cells[(blocks, way)] for way in checkpointed)
+            keys = [key for key in mine if "flashmhf" in mine[key] and "swiglu" in other.get(key, {})]
+            pairs = [(mine[key]["flashmhf"], other[key]["swiglu"]) for key in keys]
+            speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
+            less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs]
+            lines.append([f"whole model, training step, {blocks}{name}", *_compared(record, [key[0] for key in keys], speeds, less)])
+    lines += [["models of equal depth (`replace_ffn`)", UNKNOWN, UNKNOWN, ""], ["widths of a 7B model", UNKNOWN, UNKNOWN, ""]]
+    header = ["what", "speed ÷ SwiGLU's", "SwiGLU's memory ÷ FlashMHF's", "measured"]
+    note = (
+        "*Above 1 FlashMHF is better. Layers alone are compared with compiled SwiGLU; their memory is the peak of one layer beyond weights "
+        "and input. Whole models are compared with SwiGLU models run in the same way; their memory is the peak of everything.*"
+    )
+    return f"{table(header, lines)}\n\n{note}"
+
+
+def models_table(records: Records) -> str:
+    """Whole models over prompts, or that there is no record."""
+    return prefill_table(records) if records.find("model") else "The prefill of whole models has not been measured."
 
 
 # Several GPUs
@@ -294,7 +412,7 @@ def fp8_price(records: Records) -> str:
     loss = {row["subject"]: row["loss"] for row in _without_e4m3_projections(trained)}
     return (
         f"Against bf16, the operator becomes {span((row['x_16 bits'] for row in rows), 1)} times faster ({gpu(record)}), a whole "
-        f"feed-forward network {span(whole, 1)} times ({gpu(networks)}), and generation with a 1.3B model "
+        f"feed-forward network in a CUDA graph {span(whole, 1)} times ({gpu(networks)}), and generation with a 1.3B model "
         f"{span((100 * (ratio - 1) for ratio in gain), 0)} % ({gpu(generated)}). The operator's relative error is "
         f"{max(row['error'] for row in rows):.3f}, and the held-out loss of a trained 26M model rose from {loss['bf16']:.4f} to "
         f"{loss['fp8']:.4f} ({100 * (loss['fp8'] / loss['bf16'] - 1):.2f} %)."
@@ -330,9 +448,9 @@ def operator_table(records: Records) -> str:
 
 def training_table(records: Records) -> str:
     """A line per setting, both models in it; a model that did not run has no figures."""
-    record, found = records["train"], {}
-    if record["environment"]["flashmhf"] != flashmhf.__version__:
-        return "Whole models of other sizes have not been measured with this version."
+    record, found = records.find("train"), {}
+    if record is None:
+        return "Other sizes: not measured."
     for row in record["rows"]:
         found.setdefault((row["scale"], row["blocks"], row["checkpointing"], row["batch"], row["length"]), {})[row["subject"]] = row
     lines = []
@@ -361,8 +479,8 @@ def prefill_table(records: Records) -> str:
 
 
 def generation(record: dict) -> dict[tuple, dict[str, dict]]:
-    """(batch, context) -> subject -> row of the 1.3B models, where both networks have a number."""
-    cells = by([row for row in record["rows"] if row["scale"] == "1.3b"], "batch", "context")
+    """(scale, batch, context) -> subject -> row, where both networks have a number."""
+    cells = by(record["rows"], "scale", "batch", "context")
     return {key: rows for key, rows in cells.items() if {"flashmhf", "swiglu"} <= rows.keys()}
 
 
@@ -375,7 +493,7 @@ def generate_table(records: Records) -> str:
         lines.append([scale.upper(), str(batch), f"{context:,}", *rates, fixed(ours.get("x_swiglu"), 2), fixed(ms, 2)])
     header = ["model", "batch", "context", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio", "FlashMHF, ms per step"]
     ratios = [rows["flashmhf"]["x_swiglu"] for rows in generation(record).values()]
-    said = f"FlashMHF-1.3B generates {span(ratios)} times as many tokens per second as SwiGLU-1.3B of equal parameters."
+    said = f"FlashMHF models generate {span(ratios)} times as many tokens per second as SwiGLU models of equal parameters."
     return f"{said}\n\n{table(header, lines)}\n\n{machine('Models with random weights, bf16', record)}"
 
 
@@ -424,7 +542,13 @@ def fp8_networks_table(records: Records) -> str:
     for (count, way), rows in by(_without_e4m3_projections(record), "T", "way").items():
         own = rows["flashmhf in 16 bits"]["ms"]["p50"] / rows["flashmhf"]["ms"]["p50"]
         lines.setdefault(count, {})[way] = f"{own:.2f}", f"{rows['flashmhf']['x_swiglu']:.2f}"
-    header = ["tokens", "than bf16 FlashMHF: in a CUDA graph", "called", "than FP8 SwiGLU: in a CUDA graph", "called"]
+    header = [
+        "tokens",
+        "than bf16 FlashMHF, CUDA graph",
+        "than bf16 FlashMHF, no graph",
+        "than FP8 SwiGLU, CUDA graph",
+        "than FP8 SwiGLU, no graph",
+    ]
     cells = [[f"{count:,}", *(ways[way][i] for i in (0, 1) for way in ("graph", "called"))] for count, ways in lines.items()]
     what = "Times faster, whole networks, d_model 2,048. SwiGLU: 24 layers against 20, two compiled row-wise `torch._scaled_mm`"
     return f"{table(header, cells)}\n\n{machine(what, record)}"
@@ -485,14 +609,16 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "csrc/forward/README.md": {"groups": groups_table},
     "docs/index.md": {"pitch": pitch},
     "docs/measurements.md": {
+        "decide": decision_table,
         "in short": layers_in_short,
         "prefill": layer_prefill_table,
         "memory": layer_memory_table,
         "decode": layer_decode_table,
         "training": layer_training_table,
         "implementations": implementations_table,
+        "models": models_table,
     },
-    "docs/faq.md": {"speed": speed_answer, "deterministic": deterministic_price, "fp8": fp8_price},
+    "docs/faq.md": {"speed": speed_answer, "other gpus": other_gpus, "deterministic": deterministic_price, "fp8": fp8_price},
     "docs/api.md": {"deterministic": deterministic_price},
     "docs/fp8.md": {"price": fp8_price, "networks": fp8_networks_table},
     "docs/serving.md": {"generate": generate_table, "serving": serving_table},
