@@ -10,6 +10,7 @@ import copy
 import functools
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import traceback
@@ -411,6 +412,16 @@ def muon() -> None:
                 equal(optimizer.state[parameter][key], value, msg=f"{key} of {name} on {dp} x {tp}")
 
 
+def example() -> None:
+    """examples/several_gpus.py learns; the mean loss is the same on every process."""
+    train = runpy.run_path(os.path.join(os.path.dirname(__file__), "..", "..", "examples", "several_gpus.py"))["train"]
+    losses = train("flashmhf-tiny", steps=12, warmup=2, rate=1e-2, micro_batch=2, accumulate=2, length=32)
+    assert losses[-1] < losses[0] - 0.5, losses
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, losses)
+    assert all(other == losses for other in found)
+
+
 def uneven_sizes() -> None:
     """A vocabulary that the ranks do not divide trains as in one process; a SwiGLU's width, and FP8 of sharded weights, are refused."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
@@ -574,6 +585,7 @@ CASES = (
     initialisation,
     training,
     muon,
+    example,
     uneven_sizes,
     bf16_losses,
     save_checkpoint,
@@ -581,7 +593,7 @@ CASES = (
 )
 
 
-LANGUAGE_MODELS = {"compiled_blocks", "training", "uneven_sizes", "bf16_losses", "save_checkpoint", "load_checkpoint"}
+LANGUAGE_MODELS = {"compiled_blocks", "training", "example", "uneven_sizes", "bf16_losses", "save_checkpoint", "load_checkpoint"}
 
 
 def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:

@@ -54,9 +54,9 @@ def test_training_steps_equal_one_process():
     run("training", 4)
 
 
-def test_uneven_vocabularies_and_widths():
+def test_uneven_vocabularies_and_widths_and_the_example():
     pytest.importorskip("transformers")
-    run("uneven_sizes", 2)
+    run("example,uneven_sizes", 2)
 
 
 def test_bf16_losses_do_not_depend_on_the_layout():
