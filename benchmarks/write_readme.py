@@ -283,7 +283,7 @@ def training_cells(records: Records) -> tuple[dict, Cells]:
     record = records.find("train")
     if record is None:
         record = next(iter(records.several_gpus("train").values()))
-        cells[("compiled", False)] = {("1.3b", 0, 0): one_gpu(record)}
+        cells[("compiled", False)] = {("1.3b", 0, 0): trained(record)}
         return record, cells
     for (blocks, checkpointed, *key), rows in by(record["rows"], "blocks", "checkpointing", "scale", "batch", "length").items():
         cells[(blocks, checkpointed)][tuple(key)] = rows
@@ -349,16 +349,16 @@ def models_table(records: Records) -> str:
 # Several GPUs
 
 
-def one_gpu(record: dict) -> dict[str, dict]:
-    """Network -> its row of training on one GPU, in a record of `benchmarks.distributed`."""
-    return by([row for row in record["rows"] if row["part"] == "train"], "layout")[("one",)]
+def trained(record: dict, layout: str = "one") -> dict[str, dict]:
+    """Network -> its row of training on one GPU, or in another layout, in a record of `benchmarks.distributed`."""
+    return by([row for row in record["rows"] if row["part"] == "train"], "layout").get((layout,), {})
 
 
 def several_gpus_training(records: Records) -> str:
     found, lines = records.several_gpus("train"), []
     record = next(iter(found.values()))
     for name, title in (("flashmhf", "FlashMHF-1.3B"), ("swiglu", "SwiGLU-1.3B")):
-        row = one_gpu(record)[name]
+        row = trained(record)[name]
         lines.append(
             [title, "one GPU", fixed(row["tokens_per_s"], 0), f"{100 * row['mfu']:.1f} %", f"{row['memory_mib'] / 1024:.0f} GiB", ""]
         )
@@ -371,6 +371,20 @@ def several_gpus_training(records: Records) -> str:
     header = ["model", "layout", "tokens/s", "MFU", "memory per GPU", "share of as many single GPUs"]
     note = machine("Compiled blocks, bf16, sequences of 4,096 tokens. Single GPUs train at the same time, each its own copy", record)
     return f"{table(header, lines)}\n\n{note}"
+
+
+def expected_memory(records: Records) -> str:
+    """What FSDP2 leaves of one GPU's memory, computed, beside what was measured."""
+    found = records.several_gpus("train")
+    record = next(iter(found.values()))
+    row, lines = trained(record)["flashmhf"], []
+    for ranks in (1, 2, 4, 8):
+        seen = row if ranks == 1 else trained(found.get(ranks, {"rows": []}), f"fsdp2 {ranks}").get("flashmhf")
+        gib = row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30
+        lines.append([str(ranks), f"{gib:.0f} GiB", f"{seen['memory_mib'] / 1024:.0f} GiB" if seen else UNKNOWN])
+    batch = record["settings"].get("micro_batch", 4)
+    note = f"*FlashMHF-1.3B with AdamW, {batch} sequences of 4,096 tokens per GPU at once, on an {gpu(record)}.*"
+    return f"{table(['GPUs', 'memory per GPU, computed', 'measured'], lines)}\n\n{note}"
 
 
 def several_gpus_module(records: Records) -> str:
@@ -403,13 +417,13 @@ def deterministic_price(records: Records) -> str:
 
 def fp8_price(records: Records) -> str:
     """What FP8 gains and costs."""
-    record, networks, generated, trained = (records[name] for name in ("fp8", "fp8_networks", "generate_fp8", "fp8_model"))
+    record, networks, generated, evaluated = (records[name] for name in ("fp8", "fp8_networks", "generate_fp8", "fp8_model"))
     rows = [row for row in record["rows"] if (row["part"], row["subject"]) == ("operator", "fp8")]
     graphs = by([row for row in _without_e4m3_projections(networks) if row["way"] == "graph"], "T")
     whole = [row["flashmhf in 16 bits"]["ms"]["p50"] / row["flashmhf"]["ms"]["p50"] for row in graphs.values() if "flashmhf" in row]
     cells = by(_without_e4m3_projections(generated), "batch", "context").values()
     gain = [row["flashmhf fp8"]["tokens_per_s"] / row["flashmhf"]["tokens_per_s"] for row in cells]
-    loss = {row["subject"]: row["loss"] for row in _without_e4m3_projections(trained)}
+    loss = {row["subject"]: row["loss"] for row in _without_e4m3_projections(evaluated)}
     return (
         f"Against bf16, the operator becomes {span((row['x_16 bits'] for row in rows), 1)} times faster ({gpu(record)}), a whole "
         f"feed-forward network in a CUDA graph {span(whole, 1)} times ({gpu(networks)}), and generation with a 1.3B model "
@@ -622,7 +636,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "docs/api.md": {"deterministic": deterministic_price},
     "docs/fp8.md": {"price": fp8_price, "networks": fp8_networks_table},
     "docs/serving.md": {"generate": generate_table, "serving": serving_table},
-    "docs/scaling.md": {"training": several_gpus_training, "module": several_gpus_module},
+    "docs/scaling.md": {"memory": expected_memory, "training": several_gpus_training, "module": several_gpus_module},
     "docs/language-models.md": {"training": training_table},
 }
 
