@@ -169,14 +169,15 @@ def table(rows: list[dict]) -> str:
 
 
 def sentence(rows: list[dict]) -> str:
-    """What README.md quotes: the largest selection of every set."""
-    largest = {row["set"]: row for row in sorted(rows, key=lambda row: row["passed"] + len(row["failed"]))}
-    parts = [
-        f"torch {row['torch'].partition('+')[0]} on Python {row['python'].rpartition('.')[0]}"
-        + f" ({outcome(row)})" * (outcome(row) != "passed")
-        for _, row in sorted(largest.items())
+    """What README.md quotes: the versions between which every set has passed."""
+    passed = [row for row in rows if outcome(row) == "passed"]
+    if any(row["failed"] for row in rows):
+        return "Not every version passes: see [Versions](docs/compatibility.md)."
+    ends = [
+        " to ".join(dict.fromkeys(f(versions, key=lambda version: [int(part) for part in version.split(".")]) for f in (min, max)))
+        for versions in ([".".join(row[name].partition("+")[0].split(".")[:2]) for row in passed] for name in ("torch", "python"))
     ]
-    return f"The CPU tests have passed with {', '.join(parts)}."
+    return f"The CPU tests have passed with torch {ends[0]} on Python {ends[1]} ([versions](docs/compatibility.md))."
 
 
 BLOCKS = {PAGE: table, README: sentence}
