@@ -465,7 +465,7 @@ def training_table(records: Records) -> str:
     """A line per setting, both models in it; a model that did not run has no figures."""
     record, found = records.find("train"), {}
     if record is None:
-        return "Other sizes: not measured."
+        return "The presets of 128M and 370M: not measured."
     for row in record["rows"]:
         found.setdefault((row["scale"], row["blocks"], row["checkpointing"], row["batch"], row["length"]), {})[row["subject"]] = row
     lines = []
