@@ -359,7 +359,9 @@ def several_gpus_training(records: Records) -> str:
     found, lines = records.several_gpus("train"), []
     record = next(iter(found.values()))
     for name, title in (("flashmhf", "FlashMHF-1.3B"), ("swiglu", "SwiGLU-1.3B")):
-        row = trained(record)[name]
+        row = trained(record).get(name)
+        if row is None:
+            continue
         lines.append(
             [title, "one GPU", fixed(row["tokens_per_s"], 0), f"{100 * row['mfu']:.1f} %", f"{row['memory_mib'] / 1024:.0f} GiB", ""]
         )
@@ -378,7 +380,9 @@ def expected_memory(records: Records) -> str:
     """What FSDP2 leaves of one GPU's memory, computed, beside what was measured."""
     found = records.several_gpus("train")
     record = next(iter(found.values()))
-    row, lines = trained(record)["flashmhf"], []
+    row, lines = trained(record).get("flashmhf"), []
+    if row is None:
+        return "Not measured."
     for ranks in (1, 2, 4, 8):
         seen = row if ranks == 1 else trained(found.get(ranks, {"rows": []}), f"fsdp2 {ranks}").get("flashmhf")
         gib = row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30
