@@ -51,9 +51,9 @@ def overview(record: dict, length: int = 4032) -> Figure:
     axes = figure.subplots(1, 3)
     bars(axes[0], {name: stack_ms(row) for name, row in forward.items()}, f"Inference, {8 * length:,} tokens", "ms, all layers")
     inference = {name: row["memory_mib"]["beyond"] for name, row in forward.items() if name != "official"}
-    bars(axes[1], inference, "Memory beyond weights, inference", "MiB per layer")
+    bars(axes[1], inference, "Memory, inference", "MiB per layer, beyond weights")
     trained = {name: training[name]["memory_mib"]["beyond"] for name in ("flashmhf_hopper", "swiglu_compiled", "swiglu")}
-    bars(axes[2], trained, "Memory beyond weights, training", "MiB per layer")
+    bars(axes[2], trained, "Memory, training", "MiB per layer, beyond weights")
     return figure
 
 

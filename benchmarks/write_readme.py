@@ -339,7 +339,7 @@ def decision_table(records: Records) -> str:
         "*Above 1 FlashMHF is better. Layers alone are compared with compiled SwiGLU; their memory is the peak of one layer beyond weights "
         "and input. Whole models are compared with SwiGLU models run in the same way; their memory is the peak of everything.*"
     )
-    return f"{table(header, lines)}\n\n{note}"
+    return f"{table(header, lines, words=(0, 3))}\n\n{note}"
 
 
 def models_table(records: Records) -> str:

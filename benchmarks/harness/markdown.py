@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with aligned columns."""
+def table(header: list[str], rows: list[list[str]], words: tuple[int, ...] = ()) -> str:
+    """A Markdown table whose columns are aligned to the right, as numbers are; those of ``words`` to the left."""
     widths = [max(2, *(len(line[i]) for line in [header, *rows])) for i in range(len(header))]
-    lines = [header, ["-" * (width - 1) + ":" for width in widths], *rows]
-    return "\n".join("| " + " | ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in lines)
+    rule = ["-" * width if i in words else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    sides = [str.ljust if i in words else str.rjust for i in range(len(widths))]
+    cells = ([side(text, width) for side, text, width in zip(sides, line, widths, strict=True)] for line in (header, rule, *rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def with_block(text: str, name: str, block: str, writer: str) -> str:
