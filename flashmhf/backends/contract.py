@@ -46,77 +46,56 @@ class LayerWeights(NamedTuple):
                 yield value
 
 
+class Settings(NamedTuple):
+    """How a back end computes.
+
+    deterministic: bitwise equal results from run to run. needs: which gradients backward returns, (those of the tokens, of the weights).
+    activation: a name of ``reference.ACTIVATIONS``.
+    """
+
+    deterministic: bool = False
+    needs: tuple[bool, bool] = (True, True)
+    activation: str = "silu"
+
+
+DEFAULTS = Settings()
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+WeightSums = tuple[Tensor, Tensor, Tensor]
+
+
 class Backend(Protocol):
-    """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``; ``needs`` is (tokens, weights).
+    """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``.
 
     ``backends.gating`` composes ``gated_forward`` and ``gated_backward`` from ``forward`` and ``backward`` for a back end without a fused
-    router. This module's :func:`layer` serves a back end without an operator for the whole layer.
+    router. This module's :func:`layer` serves a back end without an operator for the whole layer, :func:`why_not` one without limits.
     """
 
     def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-        """None where the back end can run; else the reason, naming the argument, what it got and what is supported."""
+        """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Tensor:
         """S [..., H, d_h] in q's dtype, contiguous."""
         ...
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor,
-        v: Tensor,
-        r: Tensor | None,
-        *,
-        deterministic: bool,
-        needs: tuple[bool, bool],
-        activation: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(dq, dk, du, dv, dr); an empty tensor for what ``needs`` leaves out, and for dr where r is None."""
+    def backward(self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Gradients:
+        """(dq, dk, du, dv, dr); an empty tensor for what ``settings.needs`` leaves out, and for dr where r is None."""
         ...
 
-    def gated_forward(
-        self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str
-    ) -> Tensor:
+    def gated_forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
         """``forward`` with R = gate(q, w, eps)."""
         ...
 
     def gated_backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor,
-        v: Tensor,
-        w: Tensor,
-        eps: float,
-        *,
-        deterministic: bool,
-        needs: tuple[bool, bool],
-        activation: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings
+    ) -> Gradients:
         """(dq, dk, du, dv, dw); dq includes the gradient through the router."""
         ...
 
     def backward_accumulate_(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor,
-        v: Tensor,
-        r: Tensor | None,
-        dk: Tensor,
-        du: Tensor,
-        dv: Tensor,
-        *,
-        deterministic: bool,
-        needs: tuple[bool, bool],
-        activation: str,
+        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings
     ) -> tuple[Tensor, Tensor]:
-        """(dq, dr); adds the weight gradients into dk, du, dv, which are fp32 (fp64 for fp64 operands)."""
+        """(dq, dr); adds the weight gradients into ``sums`` (dk, du, dv), which are fp32 (fp64 for fp64 operands)."""
         ...
 
     def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
@@ -147,6 +126,9 @@ class Fp8Backend(Protocol):
         ...
 
 
-def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
+def layer(x: Tensor, weights: LayerWeights) -> None:
     """For a back end without an operator for the whole layer: the caller runs its parts."""
-    return None
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> None:
+    """For a back end that runs on every device, with every floating dtype, size and activation."""

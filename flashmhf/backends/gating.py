@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .contract import Gradients, Settings
 from .tokens import TokenRows, token_count
 
 TOKENS = 4096
@@ -40,49 +41,28 @@ def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, 
     return total.to(w.dtype) if needs_weights else w.new_empty(0)
 
 
-def forward_by(forward: Callable) -> Callable:
+def forward_by(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A back end's ``gated_forward`` from its ``forward``: R is computed first."""
 
-    def gated_forward(
-        q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
-    ) -> Tensor:
-        return forward(q, k, u, v, gate(q, w, eps), deterministic=deterministic, activation=activation)
+    def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
+        return forward(q, k, u, v, gate(q, w, eps), settings)
 
     return gated_forward
 
 
-def backward_by(backward: Callable) -> Callable:
+def backward_by(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """A back end's ``gated_backward`` from its ``backward``, which takes ``dq_dtype``.
 
     dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
     """
 
     def gated_backward(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor,
-        v: Tensor,
-        w: Tensor,
-        eps: float,
-        *,
-        deterministic: bool,
-        needs: tuple[bool, bool],
-        activation: str = "silu",
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        needs_tokens, needs_weights = needs
-        dq, dk, du, dv, dr = backward(
-            grad_out,
-            q,
-            k,
-            u,
-            v,
-            gate(q, w, eps),
-            deterministic=deterministic,
-            needs=(True, needs_weights),
-            dq_dtype=reference.accumulate_dtype(q.dtype),
-            activation=activation,
-        )
+        grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings
+    ) -> Gradients:
+        needs_tokens, needs_weights = settings.needs
+        settings = settings._replace(needs=(True, needs_weights))
+        dq_dtype = reference.accumulate_dtype(q.dtype)
+        dq, dk, du, dv, dr = backward(grad_out, q, k, u, v, gate(q, w, eps), settings, dq_dtype=dq_dtype)
         dw = gate_backward(dr, q, w, eps, dq, needs_weights)
         return dq.to(q.dtype) if needs_tokens else q.new_empty(0), dk, du, dv, dw
 

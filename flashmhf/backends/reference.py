@@ -6,38 +6,21 @@ differentiates any number of times, transforms (torch.func) and exports.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import reference
-from .contract import layer  # noqa: F401  (this back end has no operator for the whole layer)
+from .contract import Gradients, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """Every device, floating dtype, size and activation is supported."""
-    return None
-
-
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str = "silu") -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
-    return reference.forward(q, k, u, v, r, activation=activation).contiguous()
+    return reference.forward(q, k, u, v, r, activation=settings.activation).contiguous()
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    *,
-    deterministic: bool,
-    needs: tuple[bool, bool],
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor."""
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r, activation=activation)
-    return _select(q, needs, (dq, dr), (dk, du, dv))
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Gradients:
+    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor."""
+    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r, activation=settings.activation)
+    return _select(q, settings.needs, (dq, dr), (dk, du, dv))
 
 
 def _select(q: Tensor, needs: tuple[bool, bool], tokens: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -48,49 +31,23 @@ def _select(q: Tensor, needs: tuple[bool, bool], tokens: tuple[Tensor, ...], wei
 
 
 def backward_accumulate_(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    dk: Tensor,
-    du: Tensor,
-    dv: Tensor,
-    *,
-    deterministic: bool,
-    needs: tuple[bool, bool],
-    activation: str = "silu",
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
-    dq, *weight_grads, dr = backward(grad_out, q, k, u, v, r, deterministic=deterministic, needs=needs, activation=activation)
-    if needs[1]:
-        for buffer, grad in zip((dk, du, dv), weight_grads, strict=True):
-            buffer += grad
+    """(dq, dr); the weight gradients are added to ``sums``."""
+    dq, *weight_grads, dr = backward(grad_out, q, k, u, v, r, settings)
+    if settings.needs[1]:
+        for total, grad in zip(sums, weight_grads, strict=True):
+            total += grad
     return dq, dr
 
 
-def gated_forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
-) -> Tensor:
+def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
     """:func:`forward` with R = gate(q, w, eps)."""
-    return forward(q, k, u, v, reference.gate(q, w, eps), deterministic=deterministic, activation=activation)
+    return forward(q, k, u, v, reference.gate(q, w, eps), settings)
 
 
-def gated_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    *,
-    deterministic: bool,
-    needs: tuple[bool, bool],
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def gated_backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Gradients:
     """(dq, dk, du, dv, dw); dq includes the gradient through the router."""
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, reference.gate(q, w, eps), activation=activation)
+    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, reference.gate(q, w, eps), activation=settings.activation)
     dq_gate, dw = reference.gate_backward(dr, q, w, eps)
-    return _select(q, needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(w.dtype)))
+    return _select(q, settings.needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(w.dtype)))

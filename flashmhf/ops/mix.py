@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Backend
+from ..backends.contract import Backend, Settings
 from ..backends.tokens import collapse
 from .library import LIBRARY, cast, define
 
@@ -82,7 +82,7 @@ def _forward(q, k, u, v, r=None, *, deterministic=None, backend="auto", activati
     module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _fake_forward(q, k, u, v, r)
-    return module.forward(q, k, u, v, r, deterministic=_resolve(deterministic), activation=activation)
+    return module.forward(q, k, u, v, r, Settings(_resolve(deterministic), activation=activation))
 
 
 def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto", activation="silu"):
@@ -90,7 +90,7 @@ def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto", ac
     module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _fake_forward(q, k, u, v)
-    return module.gated_forward(q, k, u, v, w, eps, deterministic=_resolve(deterministic), activation=activation)
+    return module.gated_forward(q, k, u, v, w, eps, Settings(_resolve(deterministic), activation=activation))
 
 
 def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
@@ -98,7 +98,7 @@ def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="aut
     module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _zeros(_fake_backward(grad_out, q, k, u, v, r, needs=needs))
-    return module.backward(grad_out, q, k, u, v, r, deterministic=deterministic, needs=tuple(needs), activation=activation)
+    return module.backward(grad_out, q, k, u, v, r, Settings(deterministic, tuple(needs), activation))
 
 
 def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
@@ -106,7 +106,7 @@ def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backen
     module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _zeros(_fake_gated_backward(grad_out, q, k, u, v, w, eps, needs=needs))
-    return module.gated_backward(grad_out, q, k, u, v, w, eps, deterministic=deterministic, needs=tuple(needs), activation=activation)
+    return module.gated_backward(grad_out, q, k, u, v, w, eps, Settings(deterministic, tuple(needs), activation))
 
 
 def _backward_accumulate(
@@ -117,9 +117,7 @@ def _backward_accumulate(
     module = _back_end(q, k, backend, activation)
     if _is_empty(q, backend):
         return _fake_backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, needs=needs)
-    return module.backward_accumulate_(
-        grad_out, q, k, u, v, r, dk, du, dv, deterministic=deterministic, needs=tuple(needs), activation=activation
-    )
+    return module.backward_accumulate_(grad_out, q, k, u, v, r, (dk, du, dv), Settings(deterministic, tuple(needs), activation))
 
 
 # Fake kernels: the same checks, then the results' shapes

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashmhf.backends import triton as back_end
+from flashmhf.backends.contract import Settings
 from flashmhf.backends.triton import configs
 from flashmhf.graphs import capturing
 from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
@@ -45,9 +46,8 @@ def run(p, **changes):
     x = {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, **changes}
     grad_out = x.pop("grad_out", p.grad_out)
     with poisoned_memory():
-        return back_end.forward(**x, activation=p.activation), *back_end.backward(
-            grad_out, **x, deterministic=True, activation=p.activation
-        )
+        settings = Settings(deterministic=True, activation=p.activation)
+        return back_end.forward(**x, settings=settings), *back_end.backward(grad_out, **x, settings=settings)
 
 
 def check(p):
@@ -187,10 +187,10 @@ def test_needs_and_dq_dtype():
     p = make(70, 2, 32, 2, 48, HALF)
     full = run(p)[1:]
     for tokens, weights in ((True, False), (False, True), (False, False)):
-        parts = back_end.backward(p.grad_out, *p.operands, p.r, needs=(tokens, weights))
+        parts = back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(tokens, weights)))
         for part, whole, needed in zip(parts, full, (tokens, weights, weights, weights, tokens), strict=True):
             assert torch.equal(part, whole) if needed else part.shape == (0,)
-    dq = back_end.backward(p.grad_out, *p.operands, p.r, needs=(True, False), dq_dtype=torch.float32)[0]
+    dq = back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(True, False)), dq_dtype=torch.float32)[0]
     assert dq.dtype == torch.float32 and torch.equal(dq.to(HALF), full[0])
     assert back_end.backward(p.grad_out, *p.operands, None)[4].shape == (0,)
 
@@ -201,12 +201,12 @@ def test_accumulate_adds_to_the_buffers():
     exact = p.backward()[1]
     start = [torch.randn(p.k.shape, device=DEVICE) for _ in range(3)]
     buffers = [x.clone() for x in start]
-    dq, dr = back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers)
+    dq, dr = back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, buffers)
     expected = back_end.backward(p.grad_out, *p.operands, p.r)
     assert torch.equal(dq, expected[0]) and torch.equal(dr, expected[4])
     for before, after, grad in zip(start, buffers, exact[1:4], strict=True):
         assert relative_l2(after - before, grad) < 2.6e-3
-    assert back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers, needs=(False, True))[0].shape == (0,)
+    assert back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, buffers, Settings(needs=(False, True)))[0].shape == (0,)
 
 
 @runs_kernels
@@ -219,7 +219,7 @@ def test_split_and_unsplit_sums(waves, monkeypatch):
     p = make(200, 1, 32, 3, 48, HALF)
     check(p)
     buffers = [torch.ones(p.k.shape, device=DEVICE) for _ in range(3)]
-    back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers)
+    back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, buffers)
     for buffer, exact in zip(buffers, p.backward()[1][1:4], strict=True):
         assert relative_l2(buffer - 1, exact) < 2.6e-3
 
@@ -258,7 +258,7 @@ def test_offsets_beyond_32_bits(layout):
     operands = {"q": embedded(small.q), "k": small.k, "u": small.u, "v": small.v, "r": embedded(small.r)}
     with poisoned_memory():
         out = back_end.forward(**operands)[1, -tail:].clone()  # the whole of it takes 4 GiB, as each of the backward's
-        gradients = back_end.backward(embedded(small.grad_out), **operands, deterministic=True)
+        gradients = back_end.backward(embedded(small.grad_out), **operands, settings=Settings(deterministic=True))
     for name, actual, want in zip(("out", *NAMES), (out, *gradients), run(small), strict=True):
         if name in ("dq", "dr"):
             actual = actual[1, -tail:]
@@ -292,7 +292,10 @@ def test_cuda_graph():
     expected = run(p)
     q = torch.zeros_like(p.q)
     with capturing(graph := torch.cuda.CUDAGraph()):
-        results = back_end.forward(q, p.k, p.u, p.v, p.r), *back_end.backward(p.grad_out, q, p.k, p.u, p.v, p.r, deterministic=True)
+        results = (
+            back_end.forward(q, p.k, p.u, p.v, p.r),
+            *back_end.backward(p.grad_out, q, p.k, p.u, p.v, p.r, Settings(deterministic=True)),
+        )
     q.copy_(p.q)
     graph.replay()
     same(results, expected)

@@ -111,7 +111,7 @@ def test_deterministic_flag_is_read_in_forward(monkeypatch):
     original = flashmhf.backends.eager.backward
 
     def spy(*args, **kwargs):
-        seen.append(kwargs["deterministic"])
+        seen.append(args[6].deterministic)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(flashmhf.backends.eager, "backward", spy)

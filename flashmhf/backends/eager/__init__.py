@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import reference
 from ...reference import accumulate_dtype
 from .. import gating
-from ..contract import layer  # noqa: F401  (this back end has no operator for the whole layer)
+from ..contract import DEFAULTS, Gradients, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 from ..tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger
@@ -34,11 +34,6 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
     "relu": (torch.relu_, lambda grad, m: torch.ops.aten.threshold_backward(grad, m, 0)),
     "relu2": (lambda m: m.relu_().square_(), lambda grad, m: grad * m.relu().mul_(2)),
 }
-
-
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """Every device, floating dtype, size and activation is supported."""
-    return None
 
 
 def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -71,9 +66,7 @@ def _by_subnet(x: Tensor, subnet_dim: int) -> Tensor:
     return x.unflatten(1, (-1, min(subnet_dim, x.shape[1])))
 
 
-def forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False, activation: str = "silu"
-) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings = DEFAULTS) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kv_heads, subnets, subnet_dim, head_dim = k.shape
@@ -83,7 +76,7 @@ def forward(
     out_rows = out.view(tokens, heads, head_dim)
     k, u, v = (x.view(kv_heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
     dtype = accumulate_dtype(q.dtype)
-    activate, _ = _ACTIVATIONS[activation]
+    activate, _ = _ACTIVATIONS[settings.activation]
     rows, width = _block_sizes(tokens * group, subnets, subnet_dim, dtype)
     step = max(rows // group, 1)
     for start in range(0, tokens, step):
@@ -106,45 +99,19 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    *,
-    deterministic: bool = False,
-    needs: tuple[bool, bool] = (True, True),
-    activation: str = "silu",
-    dq_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
-    needs_tokens, needs_weights = needs
-    none = q.new_empty(0)
-    dk = du = dv = none
-    if needs_weights:
-        dk, du, dv = (torch.zeros_like(k) for _ in range(3))
-    dq, dr = _backward(grad_out, q, k, u, v, r, needs_tokens, (dk, du, dv) if needs_weights else None, dq_dtype or q.dtype, activation)
-    return dq, dk, du, dv, dr
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype | None = None
+) -> Gradients:
+    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
+    weight_grads = tuple(torch.zeros_like(k) for _ in range(3)) if settings.needs[1] else None
+    dq, dr = _backward(grad_out, q, k, u, v, r, weight_grads, settings, dq_dtype or q.dtype)
+    return dq, *(weight_grads or (q.new_empty(0),) * 3), dr
 
 
 def backward_accumulate_(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    dk: Tensor,
-    du: Tensor,
-    dv: Tensor,
-    *,
-    deterministic: bool = False,
-    needs: tuple[bool, bool] = (True, True),
-    activation: str = "silu",
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
-    return _backward(grad_out, q, k, u, v, r, needs[0], (dk, du, dv) if needs[1] else None, q.dtype, activation)
+    """(dq, dr); the weight gradients are added to ``sums``."""
+    return _backward(grad_out, q, k, u, v, r, sums if settings.needs[1] else None, settings, q.dtype)
 
 
 def _backward(
@@ -154,15 +121,15 @@ def _backward(
     u: Tensor,
     v: Tensor,
     r: Tensor | None,
-    needs_tokens: bool,
-    weight_grads: tuple[Tensor, Tensor, Tensor] | None,
+    weight_grads: WeightSums | None,
+    settings: Settings,
     dq_dtype: torch.dtype,
-    activation: str,
 ) -> tuple[Tensor, Tensor]:
     """Adds into ``weight_grads`` and returns (dq, dr). m = q k, n = q u, a = activation(m), g = grad_out v:
     dr = sum g a n, dn = g a r, dm = g n r a'(m), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
     """
-    _, activate_backward = _ACTIVATIONS[activation]
+    _, activate_backward = _ACTIVATIONS[settings.activation]
+    needs_tokens = settings.needs[0]
     kv_heads, subnets, subnet_dim, head_dim = k.shape
     heads, tokens = q.shape[-2], token_count(q)
     group = heads // kv_heads
@@ -193,7 +160,7 @@ def _backward(
             for chunk in _chunks(subnets, subnet_dim, width):
                 k_c, u_c, v_c = k[kv, chunk], u[kv, chunk], v[kv, chunk]
                 m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q_h, k_c), (q_h, u_c), (grad_h, v_c)))
-                a = reference.ACTIVATIONS[activation][0](m)
+                a = reference.ACTIVATIONS[settings.activation][0](m)
                 p = a * n
                 if needs_dr:
                     first = chunk.start // subnet_dim

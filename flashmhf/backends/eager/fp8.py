@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..contract import layer
+from ..contract import layer, why_not
 from ..fp8_layout import E4M3_MAX, permutation, to_e4m3
 from ..tokens import token_count
 
@@ -23,11 +23,6 @@ __all__ = ["forward", "gated_forward", "layer", "why_not"]
 Q_NORM = 4.0  # of q8, at most
 TINIEST = 1e-18  # instead of max |q| of a row of zeros
 BLOCK_ELEMENTS = 1 << 22  # of a block's intermediate [tokens, d_e]
-
-
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """Every device, floating dtype and size is supported."""
-    return None
 
 
 def quantise_q(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

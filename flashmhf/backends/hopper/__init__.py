@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import name_of
 from ...version import __version__
 from .. import driver
-from ..contract import LayerWeights
+from ..contract import Gradients, LayerWeights, Settings, WeightSums
 from ..tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
@@ -106,68 +106,31 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool, activation: str = "silu") -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Tensor:
     check_layout(q, r, k=k, u=u, v=v)
-    return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, deterministic)
+    return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, settings.deterministic)
 
 
-def gated_forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool, activation: str = "silu"
-) -> Tensor:
+def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
     check_layout(q, None, k=k, u=u, v=v)
-    return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, deterministic)
+    return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, settings.deterministic)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    *,
-    deterministic: bool,
-    needs: tuple[bool, bool],
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Gradients:
     check_layout(q, r, k=k, u=u, v=v)
-    return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, deterministic, *needs)
+    return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, settings.deterministic, *settings.needs)
 
 
-def gated_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    *,
-    deterministic: bool,
-    needs: tuple[bool, bool],
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def gated_backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Gradients:
     check_layout(q, None, k=k, u=u, v=v)
-    return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, w, eps, deterministic, *needs)
+    return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, w, eps, settings.deterministic, *settings.needs)
 
 
 def backward_accumulate_(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    dk: Tensor,
-    du: Tensor,
-    dv: Tensor,
-    *,
-    deterministic: bool,
-    needs: tuple[bool, bool],
-    activation: str = "silu",
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    check_layout(q, r, k=k, u=u, v=v, **({"dk": dk, "du": du, "dv": dv} if needs[1] else {}))
-    return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, deterministic, *needs, dk, du, dv)
+    check_layout(q, r, k=k, u=u, v=v, **(dict(zip(("dk", "du", "dv"), sums, strict=True)) if settings.needs[1] else {}))
+    return torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, settings.deterministic, *settings.needs, *sums)
 
 
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from .. import hopper
 from ..contract import LayerWeights
+from ..hopper import why_not
 
-
-def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
-    return hopper.why_not(device, dtype, d_h=d_h, d_e=d_e)
+__all__ = ["forward", "gated_forward", "layer", "why_not"]
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checks import name_of
 from .. import gating
-from ..contract import layer  # noqa: F401  (this back end has no operator for the whole layer)
+from ..contract import DEFAULTS, Gradients, Settings, WeightSums, layer  # noqa: F401  (layer is this back end's too)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
@@ -58,11 +58,9 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *, deterministic: bool = False, activation: str = "silu"
-) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings = DEFAULTS) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
-    return _launch().forward(q, k, u, v, r, activation)
+    return _launch().forward(q, k, u, v, r, settings.activation)
 
 
 def backward(
@@ -72,47 +70,32 @@ def backward(
     u: Tensor,
     v: Tensor,
     r: Tensor | None,
+    settings: Settings = DEFAULTS,
     *,
-    deterministic: bool = False,
-    needs: tuple[bool, bool] = (True, True),
-    activation: str = "silu",
     dq_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, du, dv, dr); what ``needs`` = (tokens, weights) leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
-    dq, dr = _token_grads(grad_out, q, k, u, v, r, needs[0], dq_dtype or q.dtype, deterministic, activation)
-    weight_grads = (
-        _launch().weight_grads(grad_out, q, k, u, v, r, None, activation) if needs[1] else tuple(q.new_empty(0) for _ in range(3))
-    )
-    return dq, *weight_grads, dr
+) -> Gradients:
+    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
+    dq, dr = _token_grads(grad_out, q, k, u, v, r, settings, dq_dtype or q.dtype)
+    if settings.needs[1]:
+        return dq, *_launch().weight_grads(grad_out, q, k, u, v, r, None, settings.activation), dr
+    return dq, *(q.new_empty(0) for _ in range(3)), dr
 
 
 def backward_accumulate_(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    dk: Tensor,
-    du: Tensor,
-    dv: Tensor,
-    *,
-    deterministic: bool = False,
-    needs: tuple[bool, bool] = (True, True),
-    activation: str = "silu",
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings = DEFAULTS
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dr); the weight gradients are added to the fp32 buffers dk, du, dv."""
-    if needs[1]:
-        _launch().weight_grads(grad_out, q, k, u, v, r, (dk, du, dv), activation)
-    return _token_grads(grad_out, q, k, u, v, r, needs[0], q.dtype, deterministic, activation)
+    """(dq, dr); the weight gradients are added to ``sums``."""
+    if settings.needs[1]:
+        _launch().weight_grads(grad_out, q, k, u, v, r, sums, settings.activation)
+    return _token_grads(grad_out, q, k, u, v, r, settings, q.dtype)
 
 
 def _token_grads(
-    grad_out, q, k, u, v, r, needed: bool, dq_dtype: torch.dtype, deterministic: bool, activation: str
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    if not needed:
+    if not settings.needs[0]:
         return q.new_empty(0), q.new_empty(0)
-    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, deterministic, activation)
+    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, settings.deterministic, settings.activation)
 
 
 gated_forward = gating.forward_by(forward)
