@@ -1,165 +1,95 @@
-"""The operators ``torch.ops.flashmhf.*``: schemas, checks, back-end dispatch, fake kernels, autograd, autocast and vmap.
+"""The operators ``torch.ops.flashmhf.*`` of the heads' networks, and the functions in front of them.
 
-Every dispatch key is registered from here; back ends are plain functions over tensors. The fixed order of a call is
-check -> select the back end -> run it on the current stream, without synchronising and without copying q.
+Each operator turns its arguments into a :class:`_Call`. What follows is the same for all: check -> select the back end -> run it on the
+current stream, without synchronising and without copying q; shapes for fake tensors, autograd, autocast and vmap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Backend, Settings
+from ..backends.contract import Backend, Settings, WeightSums
 from ..backends.tokens import collapse
 from .library import LIBRARY, cast, define
 
-_BACKWARD_TAIL = '*, str backend="auto", bool[2] needs=[True, True], str activation="silu"'
-_SCHEMAS = {
-    "forward": 'forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, *, bool? deterministic=None, str backend="auto", '
-    'str activation="silu") -> Tensor',
-    "backward": "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r=None, bool deterministic=False, "
-    f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dr)",
-    "gated_forward": "gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, *, bool? deterministic=None, "
-    'str backend="auto", str activation="silu") -> Tensor',
-    "gated_backward": "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, "
-    f"bool deterministic=False, {_BACKWARD_TAIL}) -> (Tensor dq, Tensor dk, Tensor du, Tensor dv, Tensor dw)",
-    "backward_accumulate_": "backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, "
-    "Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv, bool deterministic=False, "
-    f"{_BACKWARD_TAIL}) -> (Tensor dq, Tensor dr)",
-}
+Result: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
-def _back_end(q: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
-    if backend == REFERENCE:
+class _Call(NamedTuple):
+    """One call. The groups of operands stand in the order in which the back ends' functions take them."""
+
+    name: str  # of the operator, and of the back ends' function
+    upstream: tuple[()] | tuple[Tensor]  # grad_out in backward
+    q: Tensor
+    k: Tensor
+    u: Tensor
+    v: Tensor
+    gate: tuple[Tensor | None] | tuple[Tensor, float]  # r, or the router's w and eps
+    sums: tuple[()] | tuple[WeightSums]  # dk, du, dv of backward_accumulate_
+    backend: str
+    settings: Settings
+
+
+def _back_end(call: _Call) -> Backend:
+    if call.backend == REFERENCE:
         return backends.reference  # without the cache of select, which Dynamo would trace
-    return backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], activation)
+    return backends.select(call.backend, call.q.device, call.q.dtype, call.k.shape[3], call.k.shape[2], call.settings.activation)
 
 
-def _resolve(deterministic: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+def _check(call: _Call) -> None:
+    """Raise for operands that do not belong together. The definition reads weights of any strides, such as vmap's slices of a batch."""
+    _, upstream, q, k, u, v, gate, sums, backend, settings = call
+    contiguous = backend != REFERENCE
+    checks.activation(settings.activation)
+    checks.operands(q, k, u, v, contiguous=contiguous)
+    if len(gate) == 2:
+        checks.router(q, *gate, k, contiguous=contiguous)
+    else:
+        checks.weights(q, k, *gate)
+    for grad_out in upstream:
+        checks.upstream_gradient(grad_out, q)
+    for dk, du, dv in sums:
+        checks.accumulators(k, dk=dk, du=du, dv=dv)
 
 
-# What an operator's kernel and its fake kernel both check. The definition reads weights of any strides: under vmap a slice of a batch of
-# weights need not be contiguous.
+def _values(call: _Call) -> Result:
+    """What every operator's kernel runs."""
+    _check(call)
+    name, upstream, q, k, u, v, gate, sums, backend, settings = call
+    run = getattr(_back_end(call), name)
+    if q.numel() or backend == REFERENCE:  # the definition takes empty tensors as they are, and keeps them differentiable
+        return run(*upstream, q, k, u, v, *gate, *sums, settings)
+    result = _empty(call)
+    for x in (result,) if isinstance(result, Tensor) else result:
+        x.zero_()
+    return result
 
 
-def _check_forward(q, k, u, v, r, backend, activation):
-    checks.activation(activation)
-    checks.operands(q, k, u, v, contiguous=backend != REFERENCE)
-    checks.weights(q, k, r)
+def _shapes(call: _Call) -> Result:
+    """What every operator's fake kernel runs: the same checks, then tensors of the results' shapes."""
+    _check(call)
+    return _empty(call)
 
 
-def _check_gated(q, k, u, v, w, eps, backend, activation):
-    checks.activation(activation)
-    checks.operands(q, k, u, v, contiguous=backend != REFERENCE)
-    checks.router(q, w, eps, k, contiguous=backend != REFERENCE)
+def _empty(call: _Call) -> Result:
+    """Return uninitialised contiguous results, without elements for what is not needed."""
+    q, (tokens, weights) = call.q, call.settings.needs
+    if not call.upstream:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
+    def gradient(x: Tensor | None, needed: bool) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else q.new_empty(0)
 
-def _check_backward(grad_out, q, k, u, v, r, backend, activation):
-    _check_forward(q, k, u, v, r, backend, activation)
-    checks.upstream_gradient(grad_out, q)
-
-
-def _check_gated_backward(grad_out, q, k, u, v, w, eps, backend, activation):
-    _check_gated(q, k, u, v, w, eps, backend, activation)
-    checks.upstream_gradient(grad_out, q)
-
-
-def _is_empty(q: Tensor, backend: str) -> bool:
-    """Whether the result follows from the shapes. The definition takes empty tensors as they are, and keeps them differentiable."""
-    return not q.numel() and backend != REFERENCE
-
-
-# Kernels at the CPU and CUDA keys
-
-
-def _forward(q, k, u, v, r=None, *, deterministic=None, backend="auto", activation="silu"):
-    _check_forward(q, k, u, v, r, backend, activation)
-    module = _back_end(q, k, backend, activation)
-    if _is_empty(q, backend):
-        return _fake_forward(q, k, u, v, r)
-    return module.forward(q, k, u, v, r, Settings(_resolve(deterministic), activation=activation))
-
-
-def _gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto", activation="silu"):
-    _check_gated(q, k, u, v, w, eps, backend, activation)
-    module = _back_end(q, k, backend, activation)
-    if _is_empty(q, backend):
-        return _fake_forward(q, k, u, v)
-    return module.gated_forward(q, k, u, v, w, eps, Settings(_resolve(deterministic), activation=activation))
-
-
-def _backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
-    _check_backward(grad_out, q, k, u, v, r, backend, activation)
-    module = _back_end(q, k, backend, activation)
-    if _is_empty(q, backend):
-        return _zeros(_fake_backward(grad_out, q, k, u, v, r, needs=needs))
-    return module.backward(grad_out, q, k, u, v, r, Settings(deterministic, tuple(needs), activation))
-
-
-def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
-    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend, activation)
-    module = _back_end(q, k, backend, activation)
-    if _is_empty(q, backend):
-        return _zeros(_fake_gated_backward(grad_out, q, k, u, v, w, eps, needs=needs))
-    return module.gated_backward(grad_out, q, k, u, v, w, eps, Settings(deterministic, tuple(needs), activation))
-
-
-def _backward_accumulate(
-    grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"
-):
-    _check_backward(grad_out, q, k, u, v, r, backend, activation)
-    checks.accumulators(k, dk=dk, du=du, dv=dv)
-    module = _back_end(q, k, backend, activation)
-    if _is_empty(q, backend):
-        return _fake_backward_accumulate(grad_out, q, k, u, v, r, dk, du, dv, needs=needs)
-    return module.backward_accumulate_(grad_out, q, k, u, v, r, (dk, du, dv), Settings(deterministic, tuple(needs), activation))
-
-
-# Fake kernels: the same checks, then the results' shapes
-
-
-def _fake_forward(q, k, u, v, r=None, *, deterministic=None, backend="auto", activation="silu"):
-    _check_forward(q, k, u, v, r, backend, activation)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _fake_gated_forward(q, k, u, v, w, eps, *, deterministic=None, backend="auto", activation="silu"):
-    _check_gated(q, k, u, v, w, eps, backend, activation)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _empty(like: Tensor | None, q: Tensor, needed: bool) -> Tensor:
-    """An uninitialised contiguous tensor of ``like``'s shape; without elements where there is nothing to return."""
-    if like is None or not needed:
-        return q.new_empty(0)
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-
-def _zeros(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.zero_() for x in results)
-
-
-def _fake_backward(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
-    _check_backward(grad_out, q, k, u, v, r, backend, activation)
-    return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v)), _empty(r, q, needs[0]))
-
-
-def _fake_gated_backward(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
-    _check_gated_backward(grad_out, q, k, u, v, w, eps, backend, activation)
-    return (_empty(q, q, needs[0]), *(_empty(x, q, needs[1]) for x in (k, u, v, w)))
-
-
-def _fake_backward_accumulate(
-    grad_out, q, k, u, v, r, dk, du, dv, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"
-):
-    _check_backward(grad_out, q, k, u, v, r, backend, activation)
-    checks.accumulators(k, dk=dk, du=du, dv=dv)
-    return _empty(q, q, needs[0]), _empty(r, q, needs[0])
+    of_gate = gradient(call.gate[0], weights if len(call.gate) == 2 else tokens)
+    if call.sums:
+        return gradient(q, tokens), of_gate
+    return gradient(q, tokens), *(gradient(x, weights) for x in (call.k, call.u, call.v)), of_gate
 
 
 # Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here, above autograd
@@ -174,24 +104,24 @@ class _FirstOrder(torch.autograd.Function):
     """An operator call as one node; ``differentiate(saved tensors, needs_input_grad, *grads)`` gives the inputs' gradients."""
 
     @staticmethod
-    def forward(ctx, call, differentiate, *tensors):
+    def forward(ctx: Any, run: Callable[..., Result], differentiate: Callable[..., Sequence[Tensor]], *tensors: Tensor | None) -> Result:
         ctx.save_for_backward(*tensors)
         ctx.differentiate = differentiate
         with torch_private.below_autograd():
-            return call(*tensors)
+            return run(*tensors)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         results = ctx.differentiate(ctx.saved_tensors, needed, *grads)
         return (None, None, *(grad if need else None for grad, need in zip(results, needed, strict=True)))
 
 
-def _refuse_second_derivative(saved, needed, *grads):
+def _refuse_second_derivative(*_: object) -> Sequence[Tensor]:
     raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a second derivative"))
 
 
-def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+def _refuse_transforms(tensors: Sequence[Tensor | None]) -> None:
     """torch.func.grad and forward mode would otherwise fail obscurely, or drop the tangent silently."""
     if torch_private.differentiated_by_functorch(*tensors):
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a torch.func transform (grad, vjp, jvp, hessian, ...)"))
@@ -199,114 +129,147 @@ def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="forward mode (jvp)"))
 
 
-def _call_differentiable(call: Callable, differentiate: Callable, *tensors: Tensor | None):
-    _refuse_transforms(tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _FirstOrder.apply(call, differentiate, *tensors)
-    with torch_private.below_autograd():
-        return call(*tensors)
+def _autograd(name: str, operands: int, describe: Callable[..., _Call]) -> Callable[..., Result]:
+    """Return the kernel above autograd of operator ``name``, whose first ``operands`` arguments are its tensors."""
+
+    def kernel(*args: Any, **settings: Any) -> Result:
+        if settings.get("backend") == REFERENCE and name != "backward_accumulate_":
+            return _values(describe(*args, **settings))
+        tensors, rest = (*args[:operands], *[None] * (operands - len(args))), args[operands:]
+        _refuse_transforms(tensors)
+        if "forward" in name:  # the flag is read now: in backward the caller's setting may be another
+            settings["deterministic"] = _resolve(settings.get("deterministic"))
+
+        def run(*tensors: Tensor | None) -> Result:
+            return getattr(torch.ops.flashmhf, name)(*tensors, *rest, **settings)
+
+        if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
+            with torch_private.below_autograd():
+                return run(*tensors)
+        if name == "backward_accumulate_":
+            _refuse_second_derivative()
+        differentiate = _differentiate(name, *rest, **settings) if "forward" in name else _refuse_second_derivative
+        return _FirstOrder.apply(run, differentiate, *tensors)
+
+    return kernel
 
 
-def _forward_autograd(q, k, u, v, r=None, *, deterministic=None, backend="auto", activation="silu"):
-    if backend == REFERENCE:
-        return _forward(q, k, u, v, r, backend=backend, activation=activation)
-    # The flag is read now: in backward the caller's setting may be another.
-    deterministic = _resolve(deterministic)
+def _differentiate(name: str, *eps: float, deterministic: bool, **settings: str) -> Callable[..., Sequence[Tensor]]:
+    """Return the gradients' function of operator ``name``."""
+    is_gated, backward = bool(eps), getattr(torch.ops.flashmhf, name.replace("forward", "backward"))
 
-    def call(*tensors):
-        return torch.ops.flashmhf.forward(*tensors, deterministic=deterministic, backend=backend, activation=activation)
+    def differentiate(saved: Sequence[Tensor | None], needed: Sequence[bool], grad_out: Tensor) -> Sequence[Tensor]:
+        q, k, u, v, gate = needed
+        needs = [q or (gate and not is_gated), k or u or v or (gate and is_gated)]
+        return backward(grad_out, *saved, *eps, deterministic, needs=needs, **settings)
 
-    def differentiate(saved, needed, grad_out):
-        needs = [needed[0] or needed[4], any(needed[1:4])]
-        return torch.ops.flashmhf.backward(grad_out, *saved, deterministic, backend=backend, needs=needs, activation=activation)
-
-    return _call_differentiable(call, differentiate, q, k, u, v, r)
+    return differentiate
 
 
-def _gated_forward_autograd(q, k, u, v, w, eps, *, deterministic=None, backend="auto", activation="silu"):
-    if backend == REFERENCE:
-        return _gated_forward(q, k, u, v, w, eps, backend=backend, activation=activation)
-    deterministic = _resolve(deterministic)
-
-    def call(*tensors):
-        return torch.ops.flashmhf.gated_forward(*tensors, eps, deterministic=deterministic, backend=backend, activation=activation)
-
-    def differentiate(saved, needed, grad_out):
-        needs = [needed[0], any(needed[1:])]
-        return torch.ops.flashmhf.gated_backward(grad_out, *saved, eps, deterministic, backend=backend, needs=needs, activation=activation)
-
-    return _call_differentiable(call, differentiate, q, k, u, v, w)
+# The operators' arguments. The dispatcher leaves out those that have their default values
 
 
-def _backward_autograd(grad_out, q, k, u, v, r=None, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
-    if backend == REFERENCE:
-        return _backward(grad_out, q, k, u, v, r, backend=backend, needs=needs, activation=activation)
-
-    def call(*tensors):
-        return torch.ops.flashmhf.backward(*tensors, deterministic, backend=backend, needs=needs, activation=activation)
-
-    return _call_differentiable(call, _refuse_second_derivative, grad_out, q, k, u, v, r)
+def _resolve(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
 
-def _gated_backward_autograd(grad_out, q, k, u, v, w, eps, deterministic=False, *, backend="auto", needs=(True, True), activation="silu"):
-    if backend == REFERENCE:
-        return _gated_backward(grad_out, q, k, u, v, w, eps, backend=backend, needs=needs, activation=activation)
-
-    def call(*tensors):
-        return torch.ops.flashmhf.gated_backward(*tensors, eps, deterministic, backend=backend, needs=needs, activation=activation)
-
-    return _call_differentiable(call, _refuse_second_derivative, grad_out, q, k, u, v, w)
+def _describe(
+    *operands: Any, deterministic: bool | None, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu"
+) -> _Call:
+    tokens, weights = needs
+    return _Call(*operands, backend, Settings(_resolve(deterministic), (tokens, weights), activation))
 
 
-def _backward_accumulate_autograd(*args, **kwargs):
-    tensors = tuple(x for x in args if isinstance(x, Tensor))
-    _refuse_transforms(tensors)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        _refuse_second_derivative(None, None)
-    with torch_private.below_autograd():
-        return torch.ops.flashmhf.backward_accumulate_(*args, **kwargs)
+def _forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, deterministic: bool | None = None, **how: str
+) -> _Call:
+    return _describe("forward", (), q, k, u, v, (r,), (), deterministic=deterministic, **how)
 
 
-for _name, _kernel, _fake, _autograd in (
-    ("forward", _forward, _fake_forward, _forward_autograd),
-    ("backward", _backward, _fake_backward, _backward_autograd),
-    ("gated_forward", _gated_forward, _fake_gated_forward, _gated_forward_autograd),
-    ("gated_backward", _gated_backward, _fake_gated_backward, _gated_backward_autograd),
-    ("backward_accumulate_", _backward_accumulate, _fake_backward_accumulate, _backward_accumulate_autograd),
-):
-    # Under autocast q, k, u and v go to its dtype; r and w keep theirs. In backward nothing is cast.
-    define(_SCHEMAS[_name], _kernel, _fake, _autograd, casts="qkuv" if "forward" in _name else ())
+def _gated_forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool | None = None, **how: str
+) -> _Call:
+    return _describe("gated_forward", (), q, k, u, v, (w, eps), (), deterministic=deterministic, **how)
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False, **how: Any
+) -> _Call:
+    return _describe("backward", (grad_out,), q, k, u, v, (r,), (), deterministic=deterministic, **how)
+
+
+def _gated_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, **how: Any
+) -> _Call:
+    return _describe("gated_backward", (grad_out,), q, k, u, v, (w, eps), (), deterministic=deterministic, **how)
+
+
+def _backward_accumulate(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *sums_and_flag: Any, **how: Any
+) -> _Call:
+    dk, du, dv, deterministic = (*sums_and_flag, False)[:4]
+    return _describe("backward_accumulate_", (grad_out,), q, k, u, v, (r,), ((dk, du, dv),), deterministic=deterministic, **how)
+
+
+def _define(schema: str, describe: Callable[..., _Call], casts: str = "") -> None:
+    """Define the operator whose arguments ``describe`` takes."""
+    name, operands = schema.partition("(")[0], schema.partition("->")[0].count("Tensor")
+
+    def kernel(*args: Any, **settings: Any) -> Result:
+        return _values(describe(*args, **settings))
+
+    def fake(*args: Any, **settings: Any) -> Result:
+        return _shapes(describe(*args, **settings))
+
+    define(schema, kernel, fake, _autograd(name, operands, describe), casts)
+
+
+_NETWORKS = "Tensor q, Tensor k, Tensor u, Tensor v"
+_FORWARD = '*, bool? deterministic=None, str backend="auto", str activation="silu") -> Tensor'
+_BACKWARD = 'bool deterministic=False, *, str backend="auto", bool[2] needs=[True, True], str activation="silu") -> (Tensor dq, '
+_WEIGHT_GRADS = "Tensor dk, Tensor du, Tensor dv, "
+# Under autocast q, k, u and v go to its dtype; r and w keep theirs. In backward nothing is cast.
+_define(f"forward({_NETWORKS}, Tensor? r=None, {_FORWARD}", _forward, casts="qkuv")
+_define(f"gated_forward({_NETWORKS}, Tensor w, float eps, {_FORWARD}", _gated_forward, casts="qkuv")
+_define(f"backward(Tensor grad_out, {_NETWORKS}, Tensor? r=None, {_BACKWARD}{_WEIGHT_GRADS}Tensor dr)", _backward)
+_define(f"gated_backward(Tensor grad_out, {_NETWORKS}, Tensor w, float eps, {_BACKWARD}{_WEIGHT_GRADS}Tensor dw)", _gated_backward)
+_define(
+    f"backward_accumulate_(Tensor grad_out, {_NETWORKS}, Tensor? r, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv, {_BACKWARD}Tensor dr)",
+    _backward_accumulate,
+)
 
 
 # vmap: a batch over tokens joins the leading dimensions; a batch over weights is one call per entry
 
 
-def _leading_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
+def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     """The batch as the first dimension; copied where the tokens would lie at more strides than every back end reads in place."""
+    if x is None:
+        return None
     if dim is None:
         return x.expand(size, *x.shape).contiguous()
     x = x.movedim(dim, 0)
     return x if len(collapse(x)) <= 2 else x.contiguous()
 
 
-def _vmap_forward(info, in_dims, q, k, u, v, r=None, **kwargs):
-    args, dims = (q, k, u, v, r), (*in_dims, None)[:5]  # PyTorch leaves out trailing arguments that have their default value
-    if any(dim is not None for dim in dims[1:4]):
-        return vmap_loop(torch.ops.flashmhf.forward)(info, dims, *args, **kwargs)
-    q, r = _leading_batch(q, dims[0], info.batch_size), None if r is None else _leading_batch(r, dims[4], info.batch_size)
-    return torch.ops.flashmhf.forward(q, k, u, v, r, **kwargs), 0
+def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *args: Any, **settings: Any) -> tuple[Tensor, int]:
+    if any(dim is not None for dim in in_dims[1:4]):
+        return vmap_loop(torch.ops.flashmhf.forward)(info, in_dims, *args, **settings)
+    q, k, u, v, *r = args
+    q, *r = (_leading_batch(x, dim, info.batch_size) for x, dim in zip((q, *r), (in_dims[0], *in_dims[4:]), strict=True))
+    return torch.ops.flashmhf.forward(q, k, u, v, *r, **settings), 0
 
 
-def _vmap_gated_forward(info, in_dims, q, k, u, v, w, eps, **kwargs):
-    if any(dim is not None for dim in in_dims[1:5]):
-        return vmap_loop(torch.ops.flashmhf.gated_forward)(info, in_dims, q, k, u, v, w, eps, **kwargs)
-    return torch.ops.flashmhf.gated_forward(_leading_batch(q, in_dims[0], info.batch_size), k, u, v, w, eps, **kwargs), 0
+def _vmap_gated_forward(info: Any, in_dims: tuple[int | None, ...], q: Tensor, *weights: Any, **settings: Any) -> tuple[Tensor, int]:
+    if any(dim is not None for dim in in_dims[1:]):
+        return vmap_loop(torch.ops.flashmhf.gated_forward)(info, in_dims, q, *weights, **settings)
+    return torch.ops.flashmhf.gated_forward(_leading_batch(q, in_dims[0], info.batch_size), *weights, **settings), 0
 
 
-def vmap_loop(op: Callable) -> Callable:
+def vmap_loop(op: Callable[..., Result]) -> Callable[..., Any]:
     """One call of the operator for every entry of the batch."""
 
-    def call(info, in_dims, *args, **kwargs):
+    def call(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def entry(i: int) -> tuple[Tensor, ...]:
             result = op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)), **kwargs)
             return (result,) if isinstance(result, Tensor) else result
@@ -335,13 +298,13 @@ for _name, _batched in (
 # What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation by operation
 
 
-def _without_dispatcher(kernel: Callable, q: Tensor, k: Tensor, u: Tensor, v: Tensor, *rest, activation: str) -> Tensor:
+def _definition(describe: Callable[..., _Call], q: Tensor, k: Tensor, u: Tensor, v: Tensor, *gate: Any, activation: str) -> Tensor:
     device_type = q.device.type
     if not torch_private.autocasts(device_type):
-        return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
+        return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
     q, k, u, v = (cast(x, torch.get_autocast_dtype(device_type)) for x in (q, k, u, v))
     with torch.autocast(device_type, enabled=False):
-        return kernel(q, k, u, v, *rest, backend=REFERENCE, activation=activation)
+        return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
 
 
 def flash_mhf(
@@ -377,7 +340,7 @@ def flash_mhf(
     if deterministic is not None:
         checks.options(deterministic=(deterministic, bool))
     if backend == REFERENCE:
-        return _without_dispatcher(_forward, q, k, u, v, r, activation=activation)
+        return _definition(_forward, q, k, u, v, r, activation=activation)
     return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation)
 
 
@@ -395,5 +358,5 @@ def gated_flash_mhf(
 ) -> Tensor:
     """:func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H, d_h, E]."""
     if backend == REFERENCE:
-        return _without_dispatcher(_gated_forward, q, k, u, v, w, eps, activation=activation)
+        return _definition(_gated_forward, q, k, u, v, w, eps, activation=activation)
     return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)
