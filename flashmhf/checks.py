@@ -52,12 +52,12 @@ def real(**arguments: object) -> None:
             raise TypeError(f"{name} must be a float, got {type(value).__name__}")
 
 
-def _same_device(name: str, tensor: Tensor, q: Tensor, *, of: str = "q") -> None:
+def expect_device(name: str, tensor: Tensor, q: Tensor, *, of: str = "q") -> None:
     if tensor.device != q.device:
         raise ValueError(f"{name} is on {tensor.device} but {of} is on {q.device}; all tensors must be on one device")
 
 
-def _same_dtype(name: str, tensor: Tensor, q: Tensor, *, or_float32: bool = False, of: str = "q") -> None:
+def expect_dtype(name: str, tensor: Tensor, q: Tensor, *, or_float32: bool = False, of: str = "q") -> None:
     if tensor.dtype == q.dtype or (or_float32 and tensor.dtype == torch.float32):
         return
     alternative = "float32 or " if or_float32 and q.dtype != torch.float32 else ""
@@ -65,12 +65,12 @@ def _same_dtype(name: str, tensor: Tensor, q: Tensor, *, or_float32: bool = Fals
     raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {supported}")
 
 
-def _shape(name: str, tensor: Tensor, expected: tuple, meaning: str) -> None:
+def expect_shape(name: str, tensor: Tensor, expected: tuple, meaning: str) -> None:
     if tuple(tensor.shape) != tuple(expected):
         raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(expected)} ({meaning})")
 
 
-def _contiguous(name: str, tensor: Tensor) -> None:
+def expect_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
 
@@ -93,10 +93,10 @@ def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
     floating("k", k)
     weight_shape(k)
     for name, tensor in (("k", k), ("u", u), ("v", v)):
-        _same_dtype(name, tensor, k, of="k")
-        _same_device(name, tensor, k, of="k")
-        _shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
-        _contiguous(name, tensor)
+        expect_dtype(name, tensor, k, of="k")
+        expect_device(name, tensor, k, of="k")
+        expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
+        expect_contiguous(name, tensor)
 
 
 def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
@@ -115,17 +115,16 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
             f"d_h = {q.shape[-1]} from q {list(q.shape)}"
         )
     for name, tensor in (("k", k), ("u", u), ("v", v)):
-        _same_dtype(name, tensor, q)
-        _same_device(name, tensor, q)
+        expect_dtype(name, tensor, q)
+        expect_device(name, tensor, q)
         if tensor is not k:
-            _shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
+            expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
         if contiguous:
-            _contiguous(name, tensor)
+            expect_contiguous(name, tensor)
 
 
 def activation(value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"activation must be a str, got {type(value).__name__}")
+    options(activation=(value, str))
     if value not in ACTIVATIONS:
         raise ValueError(f"activation is {value!r}; supported: {', '.join(map(repr, ACTIVATIONS))}")
 
@@ -134,9 +133,9 @@ def weights(q: Tensor, k: Tensor, r: Tensor | None) -> None:
     """r [..., H, E] with q's leading dimensions, float32 or q's dtype."""
     if r is None:
         return
-    _same_dtype("r", r, q, or_float32=True)
-    _same_device("r", r, q)
-    _shape("r", r, (*q.shape[:-1], k.shape[1]), "q's leading dimensions and H, then E")
+    expect_dtype("r", r, q, or_float32=True)
+    expect_device("r", r, q)
+    expect_shape("r", r, (*q.shape[:-1], k.shape[1]), "q's leading dimensions and H, then E")
 
 
 def epsilon(name: str, value: float) -> None:
@@ -148,24 +147,24 @@ def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contigu
     """w [H, d_h, E], float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k where given."""
     tensors(w=w)
     epsilon("eps", eps)
-    _same_dtype("w", w, q, or_float32=True)
-    _same_device("w", w, q)
+    expect_dtype("w", w, q, or_float32=True)
+    expect_device("w", w, q)
     if w.dim() != 3:
         raise ValueError(f"w has shape {list(w.shape)}; expected three dimensions [H, d_h, E]")
     subnets = w.shape[2] if k is None else k.shape[1]
-    _shape("w", w, (q.shape[-2], q.shape[-1], subnets), "[H, d_h, E]")
+    expect_shape("w", w, (q.shape[-2], q.shape[-1], subnets), "[H, d_h, E]")
     if contiguous:
-        _contiguous("w", w)
+        expect_contiguous("w", w)
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
     """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its device."""
     given = {f"{name}_w": weight} | ({} if bias is None else {f"{name}_bias": bias})
     for argument, tensor in given.items():
-        _same_dtype(argument, tensor, x, of="x")
-        _same_device(argument, tensor, x, of="x")
+        expect_dtype(argument, tensor, x, of="x")
+        expect_device(argument, tensor, x, of="x")
     if bias is not None:
-        _shape(f"{name}_bias", bias, (weight.shape[0],), f"the rows of {name}_w")
+        expect_shape(f"{name}_bias", bias, (weight.shape[0],), f"the rows of {name}_w")
 
 
 def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> None:
@@ -173,16 +172,16 @@ def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> No
     if q_norm is None:
         return
     floating("q_norm", q_norm)
-    _same_device("q_norm", q_norm, x, of="x")
-    _shape("q_norm", q_norm, (heads, head_dim), "[H, d_h]")
+    expect_device("q_norm", q_norm, x, of="x")
+    expect_shape("q_norm", q_norm, (heads, head_dim), "[H, d_h]")
 
 
 def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
     """grad_out with q's shape, dtype and device; any strides."""
     tensors(grad_out=grad_out)
-    _same_dtype("grad_out", grad_out, q)
-    _same_device("grad_out", grad_out, q)
-    _shape("grad_out", grad_out, q.shape, "q's shape")
+    expect_dtype("grad_out", grad_out, q)
+    expect_device("grad_out", grad_out, q)
+    expect_shape("grad_out", grad_out, q.shape, "q's shape")
 
 
 def accumulators(k: Tensor, **buffers: Tensor) -> None:
@@ -192,7 +191,6 @@ def accumulators(k: Tensor, **buffers: Tensor) -> None:
     for name, buffer in buffers.items():
         if buffer.dtype != expected:
             raise TypeError(f"{name} has dtype {name_of(buffer.dtype)}; supported: {name_of(expected)} for {name_of(k.dtype)} operands")
-        if buffer.device != k.device:
-            raise ValueError(f"{name} is on {buffer.device} but k is on {k.device}; all tensors must be on one device")
-        _shape(name, buffer, k.shape, "k's shape [H_kv, E, d_e, d_h]")
-        _contiguous(name, buffer)
+        expect_device(name, buffer, k, of="k")
+        expect_shape(name, buffer, k.shape, "k's shape [H_kv, E, d_e, d_h]")
+        expect_contiguous(name, buffer)

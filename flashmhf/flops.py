@@ -6,6 +6,7 @@ for its own attention. An operator that meets a counter makes its formula known 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
@@ -63,45 +64,12 @@ def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
     return 2 * math.prod(x) * w[0]
 
 
-def _layer(x: Shape, in_w: Shape, k: Shape, w: Shape | None, out_w: Shape) -> int:
+def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: bool = False, **kwargs: object) -> int:
+    """:func:`gated_forward` (without a router :func:`forward`) and both projections. ``fp8``: of ``fp8_layer``, which has scales too."""
+    w, _, out_w = rest[3:6] if fp8 else rest[2:5]
     q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
     mixed = forward(q, k) if w is None else gated_forward(q, k)
     return projection(x, in_w) + mixed + projection(q, out_w)
-
-
-def layer(
-    x: Shape,
-    in_w: Shape,
-    in_bias: object,
-    k: Shape,
-    u: object,
-    v: object,
-    w: Shape | None,
-    eps: float,
-    out_w: Shape,
-    *args: object,
-    **kwargs: object,
-) -> int:
-    """:func:`gated_forward` (w None: :func:`forward`) and both projections."""
-    return _layer(x, in_w, k, w, out_w)
-
-
-def fp8_layer(
-    x: Shape,
-    in_w: Shape,
-    in_bias: object,
-    k8: Shape,
-    u8: object,
-    v8: object,
-    scales: object,
-    w: Shape,
-    eps: float,
-    out_w: Shape,
-    *args: object,
-    **kwargs: object,
-) -> int:
-    """:func:`layer` with e4m3 weights."""
-    return _layer(x, in_w, k8, w, out_w)
 
 
 _FORMULAE: dict[str, Callable[..., int]] = {
@@ -113,7 +81,7 @@ _FORMULAE: dict[str, Callable[..., int]] = {
     "fp8_forward": forward,
     "fp8_gated_forward": gated_forward,
     "layer": layer,
-    "fp8_layer": fp8_layer,
+    "fp8_layer": functools.partial(layer, fp8=True),
 }
 
 

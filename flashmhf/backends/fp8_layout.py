@@ -36,21 +36,13 @@ def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
             raise TypeError(f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn (flashmhf.quantize.pack_fp8 packs)")
     if scales.dtype != torch.float32:
         raise TypeError(f"scales has dtype {checks.name_of(scales.dtype)}; supported: float32")
-    if k8.dim() != 4 or min(k8.shape) < 1:
-        raise ValueError(f"k8 has shape {list(k8.shape)}; expected four dimensions [H_kv, E, d_e, d_h] of at least 1")
+    checks.weight_shape(k8, "k8")
     heads, subnets, subnet_dim, head_dim = k8.shape
     if subnet_dim % BLOCK or head_dim % BLOCK:
         raise ValueError(f"k8 has shape {list(k8.shape)}; supported: d_e and d_h that are multiples of {BLOCK}")
-    expected = {
-        "u8": (u8, (heads, subnets, subnet_dim, head_dim), "k8's shape [H_kv, E, d_e, d_h]"),
-        "v8": (v8, (heads, subnets, head_dim, subnet_dim), "[H_kv, E, d_h, d_e]"),
-        "scales": (scales, (3, heads, subnets), "[3, H_kv, E]"),
-    }
-    for name, (tensor, shape, meaning) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)} ({meaning})")
+    checks.expect_shape("u8", u8, k8.shape, "k8's shape [H_kv, E, d_e, d_h]")
+    checks.expect_shape("v8", v8, (heads, subnets, head_dim, subnet_dim), "[H_kv, E, d_h, d_e]")
+    checks.expect_shape("scales", scales, (3, heads, subnets), "[3, H_kv, E]")
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8), ("scales", scales)):
-        if tensor.device != k8.device:
-            raise ValueError(f"{name} is on {tensor.device} but k8 is on {k8.device}; all tensors must be on one device")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+        checks.expect_device(name, tensor, k8, of="k8")
+        checks.expect_contiguous(name, tensor)

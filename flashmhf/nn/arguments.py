@@ -5,7 +5,6 @@ Each names the argument, what it got and what is supported.
 
 from __future__ import annotations
 
-import numbers
 import operator
 
 import torch
@@ -34,24 +33,18 @@ def divisor(name: str, size: object, of: str, total: int) -> int:
     return value
 
 
-def activation(value: object) -> str:
-    """Return the name of an activation. Raises TypeError if it is not a str, ValueError if it is unknown."""
-    checks.activation(value)
-    return value
-
-
 def epsilon(name: str, value: object) -> float:
     """Return `value` as a float. Raises TypeError if it is not a real number, ValueError if it is negative or not finite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a float, got bool")
+    checks.real(**{name: value})
     checks.epsilon(name, value)
     return float(value)
 
 
 def flag(name: str, value: object) -> bool:
     """Return `value`. Raises TypeError if it is not a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    checks.options(**{name: (value, bool)})
     return value
 
 

@@ -84,8 +84,8 @@ def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional
 
 def _check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
     for name, (shape, meaning) in expected.items():
-        if name in state and tuple(state[name].shape) != shape:
-            raise ValueError(f"{name} has shape {list(state[name].shape)}; expected {list(shape)} ({meaning})")
+        if name in state:
+            checks.expect_shape(name, state[name], shape, meaning)
 
 
 def _shared_shapes(heads: int, subnets: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from .. import checks
 from .arguments import epsilon, flag, positive
 
 INITIALIZER_RANGE = 0.02
@@ -64,8 +65,7 @@ class Scheme:
     official: OfficialInit = OfficialInit()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.init, str):
-            raise TypeError(f"init must be a str, got {type(self.init).__name__}")
+        checks.options(init=(self.init, str))
         if self.init not in INITS:
             raise ValueError(f"init is {self.init!r}; supported: {', '.join(map(repr, INITS))}")
         if not isinstance(self.official, OfficialInit):

@@ -8,7 +8,6 @@ from torch.types import Device
 
 from .. import checks, reference, torch_private
 from ..backends.contract import ProjectionWeights
-from .arguments import activation as checked_activation
 from .arguments import divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
 from .network import Network
@@ -169,7 +168,8 @@ class GroupedHeads(MultiHead):
     ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype, skip_linear=skip_linear)
         self.num_kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)
-        self.activation = checked_activation(activation)
+        checks.activation(activation)
+        self.activation = activation
         q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
         self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, device, dtype) if flag("q_norm", q_norm) else None
 
