@@ -46,6 +46,16 @@ class LayerWeights(NamedTuple):
                 yield value
 
 
+class Router(NamedTuple):
+    """A gate by its weights: R = gate(Q, w, eps) with w [H, d_h, E] in float32 or q's dtype."""
+
+    w: Tensor
+    eps: float
+
+
+Gate = Tensor | Router | None  # R [..., H, E] itself, what it follows from, or None for weights 1
+
+
 class Settings(NamedTuple):
     """How a back end computes.
 
@@ -66,30 +76,23 @@ WeightSums = tuple[Tensor, Tensor, Tensor]
 class Backend(Protocol):
     """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``.
 
-    ``backends.gating`` composes ``gated_forward`` and ``gated_backward`` from ``forward`` and ``backward`` for a back end without a fused
-    router. This module's :func:`layer` serves a back end without an operator for the whole layer, :func:`why_not` one without limits.
+    ``backends.gating`` serves a back end without a fused router, this module's :func:`layer` one without an operator for the whole layer,
+    and :func:`why_not` one without limits.
     """
 
     def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
         """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
         """S [..., H, d_h] in q's dtype, contiguous."""
         ...
 
-    def backward(self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Gradients:
-        """(dq, dk, du, dv, dr); an empty tensor for what ``settings.needs`` leaves out, and for dr where r is None."""
-        ...
+    def backward(self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
+        """(dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
 
-    def gated_forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
-        """``forward`` with R = gate(q, w, eps)."""
-        ...
-
-    def gated_backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings
-    ) -> Gradients:
-        """(dq, dk, du, dv, dw); dq includes the gradient through the router."""
+        An empty tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
+        """
         ...
 
     def backward_accumulate_(
@@ -113,12 +116,8 @@ class Fp8Backend(Protocol):
         """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
         ...
 
-    def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
         """S [..., H, d_h] in q's dtype, contiguous."""
-        ...
-
-    def gated_forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
-        """``forward`` with R = gate(q, w, eps)."""
         ...
 
     def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .contract import Gradients, Settings
+from .contract import DEFAULTS, Gate, Gradients, Router, Settings
 from .tokens import TokenRows, token_count
 
 TOKENS = 4096
@@ -41,29 +41,34 @@ def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, 
     return total.to(w.dtype) if needs_weights else w.new_empty(0)
 
 
-def forward_by(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A back end's ``gated_forward`` from its ``forward``: R is computed first."""
-
-    def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
-        return forward(q, k, u, v, gate(q, w, eps), settings)
-
-    return gated_forward
+def values(q: Tensor, r: Gate) -> Tensor | None:
+    """R, computed if the gate is a router."""
+    return gate(q, *r) if isinstance(r, Router) else r
 
 
-def backward_by(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """A back end's ``gated_backward`` from its ``backward``, which takes ``dq_dtype``.
+def through_router(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A back end's ``backward`` from one that takes R and ``dq_dtype``.
 
     dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
     """
 
-    def gated_backward(
-        grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings
+    def routed(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        u: Tensor,
+        v: Tensor,
+        r: Gate,
+        settings: Settings = DEFAULTS,
+        dq_dtype: torch.dtype | None = None,
     ) -> Gradients:
+        if not isinstance(r, Router):
+            return backward(grad_out, q, k, u, v, r, settings, dq_dtype=dq_dtype)
         needs_tokens, needs_weights = settings.needs
         settings = settings._replace(needs=(True, needs_weights))
         dq_dtype = reference.accumulate_dtype(q.dtype)
-        dq, dk, du, dv, dr = backward(grad_out, q, k, u, v, gate(q, w, eps), settings, dq_dtype=dq_dtype)
-        dw = gate_backward(dr, q, w, eps, dq, needs_weights)
+        dq, dk, du, dv, dr = backward(grad_out, q, k, u, v, gate(q, *r), settings, dq_dtype=dq_dtype)
+        dw = gate_backward(dr, q, *r, dq, needs_weights)
         return dq.to(q.dtype) if needs_tokens else q.new_empty(0), dk, du, dv, dw
 
-    return gated_backward
+    return routed

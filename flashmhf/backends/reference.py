@@ -9,18 +9,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import reference
-from .contract import Gradients, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
+from .contract import Gate, Gradients, Router, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
+    r = reference.gate(q, *r) if isinstance(r, Router) else r
     return reference.forward(q, k, u, v, r, activation=settings.activation).contiguous()
 
 
-def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Gradients:
-    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor."""
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r, activation=settings.activation)
-    return _select(q, settings.needs, (dq, dr), (dk, du, dv))
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
+    """(dq, dk, du, dv, dr), or dw in place of dr; what ``settings.needs`` leaves out is an empty tensor."""
+    values = reference.gate(q, *r) if isinstance(r, Router) else r
+    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, values, activation=settings.activation)
+    if not isinstance(r, Router):
+        return _select(q, settings.needs, (dq, dr), (dk, du, dv))
+    dq_gate, dw = reference.gate_backward(dr, q, *r)
+    return _select(q, settings.needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(r.w.dtype)))
 
 
 def _select(q: Tensor, needs: tuple[bool, bool], tokens: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -39,15 +44,3 @@ def backward_accumulate_(
         for total, grad in zip(sums, weight_grads, strict=True):
             total += grad
     return dq, dr
-
-
-def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
-    """:func:`forward` with R = gate(q, w, eps)."""
-    return forward(q, k, u, v, reference.gate(q, w, eps), settings)
-
-
-def gated_backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Gradients:
-    """(dq, dk, du, dv, dw); dq includes the gradient through the router."""
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, reference.gate(q, w, eps), activation=settings.activation)
-    dq_gate, dw = reference.gate_backward(dr, q, w, eps)
-    return _select(q, settings.needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(w.dtype)))

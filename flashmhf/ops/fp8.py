@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import backends, checks
-from ..backends.contract import Fp8Backend
+from ..backends.contract import Gate, Router
 from ..backends.fp8_layout import check_packed
 from .library import define
-
-_OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
 
 
 def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
@@ -18,50 +19,35 @@ def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor
     checks.tensors(q=q)
     check_packed(k8, u8, v8, scales)
     checks.floating("q", q)
-    if q.device != k8.device:
-        raise ValueError(f"q is on {q.device} but k8 is on {k8.device}; all tensors must be on one device")
+    checks.expect_device("q", q, k8, of="k8")
     if q.dim() < 2 or q.shape[-2] < 1 or q.shape[-2] % k8.shape[0] or q.shape[-1] != k8.shape[3]:
         raise ValueError(
             f"q has shape {list(q.shape)}; expected [..., H, d_h] with H a multiple of H_kv = {k8.shape[0]} and d_h = {k8.shape[3]} from k8"
         )
 
 
-def _back_end(q: Tensor, k8: Tensor, backend: str) -> Fp8Backend:
-    return backends.select_fp8(backend, q.device, q.dtype, k8.shape[3], k8.shape[2])
+def _check(q: Tensor, packed: tuple[Tensor, ...], r: Gate) -> None:
+    check_operands(q, *packed)
+    if isinstance(r, Router):
+        checks.router(q, *r, packed[0])
+    else:
+        checks.weights(q, packed[0], r)
 
 
-def _forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    check_operands(q, k8, u8, v8, scales)
-    checks.weights(q, k8, r)
-    chosen = _back_end(q, k8, backend)
-    return chosen.forward(q, k8, u8, v8, scales, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _define(schema: str, gate: Callable[..., Gate]) -> None:
+    def kernel(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto") -> Tensor:
+        packed, r = (k8, u8, v8, scales), gate(*operands)
+        _check(q, packed, r)
+        chosen = backends.select_fp8(backend, q.device, q.dtype, k8.shape[3], k8.shape[2])
+        return chosen.forward(q, *packed, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+    def fake(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto") -> Tensor:
+        _check(q, (k8, u8, v8, scales), gate(*operands))
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+    define(schema, kernel, fake, casts="q")
 
 
-def _fake_forward(
-    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None = None, *, backend: str = "auto"
-) -> Tensor:
-    check_operands(q, k8, u8, v8, scales)
-    checks.weights(q, k8, r)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
-    """Run the kernel of ``fp8_gated_forward``: the operator without the dispatcher."""
-    check_operands(q, k8, u8, v8, scales)
-    checks.router(q, w, eps, k8)
-    chosen = _back_end(q, k8, backend)
-    return chosen.gated_forward(q, k8, u8, v8, scales, w, eps) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _fake_gated_forward(
-    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float, *, backend: str = "auto"
-) -> Tensor:
-    check_operands(q, k8, u8, v8, scales)
-    checks.router(q, w, eps, k8)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-define(f'fp8_forward({_OPERANDS}, Tensor? r=None, *, str backend="auto") -> Tensor', _forward, _fake_forward, casts="q")
-define(
-    f'fp8_gated_forward({_OPERANDS}, Tensor w, float eps, *, str backend="auto") -> Tensor', gated_forward, _fake_gated_forward, casts="q"
-)
+_OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
+_define(f'fp8_forward({_OPERANDS}, Tensor? r=None, *, str backend="auto") -> Tensor', lambda r=None: r)
+_define(f'fp8_gated_forward({_OPERANDS}, Tensor w, float eps, *, str backend="auto") -> Tensor', Router)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Backend, Settings, WeightSums
+from ..backends.contract import Backend, Gate, Router, Settings, WeightSums
 from ..backends.tokens import collapse
 from .library import LIBRARY, cast, define
 
@@ -22,15 +22,15 @@ Result: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
 class _Call(NamedTuple):
-    """One call. The groups of operands stand in the order in which the back ends' functions take them."""
+    """One call: the back ends' function and its operands."""
 
-    name: str  # of the operator, and of the back ends' function
-    upstream: tuple[()] | tuple[Tensor]  # grad_out in backward
+    function: str
+    upstream: tuple[()] | tuple[Tensor]  # grad_out of a backward function
     q: Tensor
     k: Tensor
     u: Tensor
     v: Tensor
-    gate: tuple[Tensor | None] | tuple[Tensor, float]  # r, or the router's w and eps
+    r: Gate
     sums: tuple[()] | tuple[WeightSums]  # dk, du, dv of backward_accumulate_
     backend: str
     settings: Settings
@@ -44,14 +44,14 @@ def _back_end(call: _Call) -> Backend:
 
 def _check(call: _Call) -> None:
     """Raise for operands that do not belong together. The definition reads weights of any strides, such as vmap's slices of a batch."""
-    _, upstream, q, k, u, v, gate, sums, backend, settings = call
+    _, upstream, q, k, u, v, r, sums, backend, settings = call
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
     checks.operands(q, k, u, v, contiguous=contiguous)
-    if len(gate) == 2:
-        checks.router(q, *gate, k, contiguous=contiguous)
+    if isinstance(r, Router):
+        checks.router(q, *r, k, contiguous=contiguous)
     else:
-        checks.weights(q, k, *gate)
+        checks.weights(q, k, r)
     for grad_out in upstream:
         checks.upstream_gradient(grad_out, q)
     for dk, du, dv in sums:
@@ -61,10 +61,10 @@ def _check(call: _Call) -> None:
 def _values(call: _Call) -> Result:
     """What every operator's kernel runs."""
     _check(call)
-    name, upstream, q, k, u, v, gate, sums, backend, settings = call
-    run = getattr(_back_end(call), name)
+    function, upstream, q, k, u, v, r, sums, backend, settings = call
+    run = getattr(_back_end(call), function)
     if q.numel() or backend == REFERENCE:  # the definition takes empty tensors as they are, and keeps them differentiable
-        return run(*upstream, q, k, u, v, *gate, *sums, settings)
+        return run(*upstream, q, k, u, v, r, *sums, settings)
     result = _empty(call)
     for x in (result,) if isinstance(result, Tensor) else result:
         x.zero_()
@@ -86,7 +86,7 @@ def _empty(call: _Call) -> Result:
     def gradient(x: Tensor | None, needed: bool) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else q.new_empty(0)
 
-    of_gate = gradient(call.gate[0], weights if len(call.gate) == 2 else tokens)
+    of_gate = gradient(call.r.w, weights) if isinstance(call.r, Router) else gradient(call.r, tokens)
     if call.sums:
         return gradient(q, tokens), of_gate
     return gradient(q, tokens), *(gradient(x, weights) for x in (call.k, call.u, call.v)), of_gate
@@ -183,32 +183,32 @@ def _describe(
 def _forward(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, deterministic: bool | None = None, **how: str
 ) -> _Call:
-    return _describe("forward", (), q, k, u, v, (r,), (), deterministic=deterministic, **how)
+    return _describe("forward", (), q, k, u, v, r, (), deterministic=deterministic, **how)
 
 
 def _gated_forward(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool | None = None, **how: str
 ) -> _Call:
-    return _describe("gated_forward", (), q, k, u, v, (w, eps), (), deterministic=deterministic, **how)
+    return _describe("forward", (), q, k, u, v, Router(w, eps), (), deterministic=deterministic, **how)
 
 
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False, **how: Any
 ) -> _Call:
-    return _describe("backward", (grad_out,), q, k, u, v, (r,), (), deterministic=deterministic, **how)
+    return _describe("backward", (grad_out,), q, k, u, v, r, (), deterministic=deterministic, **how)
 
 
 def _gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, **how: Any
 ) -> _Call:
-    return _describe("gated_backward", (grad_out,), q, k, u, v, (w, eps), (), deterministic=deterministic, **how)
+    return _describe("backward", (grad_out,), q, k, u, v, Router(w, eps), (), deterministic=deterministic, **how)
 
 
 def _backward_accumulate(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *sums_and_flag: Any, **how: Any
 ) -> _Call:
     dk, du, dv, deterministic = (*sums_and_flag, False)[:4]
-    return _describe("backward_accumulate_", (grad_out,), q, k, u, v, (r,), ((dk, du, dv),), deterministic=deterministic, **how)
+    return _describe("backward_accumulate_", (grad_out,), q, k, u, v, r, ((dk, du, dv),), deterministic=deterministic, **how)
 
 
 def _define(schema: str, describe: Callable[..., _Call], casts: str = "") -> None:

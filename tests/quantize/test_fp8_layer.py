@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 import flashmhf
 from flashmhf import backends, quantize, reference
+from flashmhf.backends.contract import Router
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.graphs import capturing
 from flashmhf.testing import poisoned_memory, relative_l2
@@ -41,7 +42,7 @@ def defined(served: quantize.Fp8FlashMHF, x: Tensor) -> Tensor:
     q = linear(x, served.in_proj.weight, served.in_proj.bias).unflatten(-1, (served.num_heads, served.head_dim))
     if served.q_norm is not None:
         q = reference.normalise_heads(q, served.q_norm.weight, served.q_norm.eps)
-    mixed = eager.gated_forward(q, *served.packed.tensors, served.router, served.router_eps)
+    mixed = eager.forward(q, *served.packed.tensors, Router(served.router, served.router_eps))
     return linear(mixed.flatten(-2), served.out_proj.weight, served.out_proj.bias)
 
 

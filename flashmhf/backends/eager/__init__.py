@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import reference
 from ...reference import accumulate_dtype
 from .. import gating
-from ..contract import DEFAULTS, Gradients, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 from ..tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger
@@ -66,8 +66,9 @@ def _by_subnet(x: Tensor, subnet_dim: int) -> Tensor:
     return x.unflatten(1, (-1, min(subnet_dim, x.shape[1])))
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings = DEFAULTS) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
+    r = gating.values(q, r)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kv_heads, subnets, subnet_dim, head_dim = k.shape
     heads, tokens = q.shape[-2], token_count(q)
@@ -98,6 +99,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settin
     return out
 
 
+@gating.through_router
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype | None = None
 ) -> Gradients:
@@ -188,10 +190,6 @@ def _backward(
                 if total is not target:
                     target += total
     return dq, dr
-
-
-gated_forward = gating.forward_by(forward)
-gated_backward = gating.backward_by(backward)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..contract import layer, why_not
+from ..contract import Gate, Router, layer, why_not
 from ..fp8_layout import E4M3_MAX, permutation, to_e4m3
 from ..tokens import token_count
 
-__all__ = ["forward", "gated_forward", "layer", "why_not"]
+__all__ = ["forward", "layer", "why_not"]
 Q_NORM = 4.0  # of q8, at most
 TINIEST = 1e-18  # instead of max |q| of a row of zeros
 BLOCK_ELEMENTS = 1 << 22  # of a block's intermediate [tokens, d_e]
@@ -41,14 +41,10 @@ def inter(q8: Tensor, unit: Tensor, k: Tensor, u: Tensor, k_scale: Tensor) -> Te
     return m * (1 + torch.tanh(0.5 * unit * k_scale * m)) * n
 
 
-def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate, dtype: torch.dtype = torch.float32) -> Tensor:
     """S [..., H, d_h] in q's dtype; ``dtype``: of products and sums."""
-    total, _ = _forward(q, k8, u8, v8, scales, r, dtype)
+    total, _ = _forward(q, k8, u8, v8, scales, reference.gate(q, *r) if isinstance(r, Router) else r, dtype)
     return total.to(q.dtype)
-
-
-def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
-    return forward(q, k8, u8, v8, scales, reference.gate(q, w, eps))
 
 
 def saturated(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import name_of
 from ...version import __version__
 from .. import driver
-from ..contract import Gradients, LayerWeights, Settings, WeightSums
+from ..contract import Gate, Gradients, LayerWeights, Router, Settings, WeightSums
 from ..tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
@@ -106,24 +106,20 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
+    if isinstance(r, Router):
+        check_layout(q, None, k=k, u=u, v=v)
+        return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, *r, settings.deterministic)
     check_layout(q, r, k=k, u=u, v=v)
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, settings.deterministic)
 
 
-def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Tensor:
-    check_layout(q, None, k=k, u=u, v=v)
-    return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, w, eps, settings.deterministic)
-
-
-def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings) -> Gradients:
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
+    if isinstance(r, Router):
+        check_layout(q, None, k=k, u=u, v=v)
+        return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, *r, settings.deterministic, *settings.needs)
     check_layout(q, r, k=k, u=u, v=v)
     return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, settings.deterministic, *settings.needs)
-
-
-def gated_backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, settings: Settings) -> Gradients:
-    check_layout(q, None, k=k, u=u, v=v)
-    return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, w, eps, settings.deterministic, *settings.needs)
 
 
 def backward_accumulate_(

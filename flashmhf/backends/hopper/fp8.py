@@ -6,21 +6,16 @@ import torch
 from torch import Tensor
 
 from .. import hopper
-from ..contract import LayerWeights
+from ..contract import Gate, LayerWeights, Router
 from ..hopper import why_not
 
-__all__ = ["forward", "gated_forward", "layer", "why_not"]
+__all__ = ["forward", "layer", "why_not"]
 
 
-def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
+    r, w, eps = (None, *r) if isinstance(r, Router) else (r, None, 0.0)
     hopper.check_layout(q, r, k8=k8, u8=u8, v8=v8)
-    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, r, None, 0.0)
-
-
-def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
-    """The kernel computes the gate itself."""
-    hopper.check_layout(q, None, k8=k8, u8=u8, v8=v8)
-    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, None, w, eps)
+    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, r, w, eps)
 
 
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checks import name_of
 from .. import gating
-from ..contract import DEFAULTS, Gradients, Settings, WeightSums, layer  # noqa: F401  (layer is this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightSums, layer  # noqa: F401  (layer is this back end's too)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
@@ -58,11 +58,12 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     return None
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings = DEFAULTS) -> Tensor:
+def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
-    return _launch().forward(q, k, u, v, r, settings.activation)
+    return _launch().forward(q, k, u, v, gating.values(q, r), settings.activation)
 
 
+@gating.through_router
 def backward(
     grad_out: Tensor,
     q: Tensor,
@@ -96,7 +97,3 @@ def _token_grads(
     if not settings.needs[0]:
         return q.new_empty(0), q.new_empty(0)
     return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, settings.deterministic, settings.activation)
-
-
-gated_forward = gating.forward_by(forward)
-gated_backward = gating.backward_by(backward)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from .. import gating
 from .. import triton as plain
-from ..contract import layer
+from ..contract import Gate, layer
 
-__all__ = ["HEAD_DIMS", "MIN_CAPABILITY", "forward", "gated_forward", "layer", "why_not"]
+__all__ = ["HEAD_DIMS", "MIN_CAPABILITY", "forward", "layer", "why_not"]
 
 HEAD_DIMS = tuple(size for size in plain.HEAD_DIMS if size >= 32)  # a product of e4m3 operands sums at least 32 terms
 MIN_CAPABILITY = (8, 9)
@@ -29,12 +29,8 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     return None
 
 
-def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous."""
     from . import fp8_kernels as fp8  # imports Triton, which need not be installed
 
-    return fp8.forward(q, k8, u8, v8, scales, r)
-
-
-def gated_forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float) -> Tensor:
-    return forward(q, k8, u8, v8, scales, gating.gate(q, w, eps))
+    return fp8.forward(q, k8, u8, v8, scales, gating.values(q, r))
