@@ -59,6 +59,7 @@ class Preset:
     heads: int | None = None
     subnets: int | None = None
     printed_parameters: float | None = field(default=None, compare=False)
+    settings: dict[str, object] = field(default_factory=dict, compare=False)  # arguments of FlashMHFConfig beside the sizes
 
     def config(self, **overrides) -> FlashMHFConfig:
         """Return the model's configuration; ``overrides`` are FlashMHFConfig arguments."""
@@ -79,7 +80,7 @@ class Preset:
             bos_token_id=0,
             eos_token_id=0,
         )
-        return FlashMHFConfig(**{**settings, **overrides})
+        return FlashMHFConfig(**{**settings, **self.settings, **overrides})
 
 
 def _table() -> dict[str, Preset]:
@@ -119,56 +120,24 @@ def _table() -> dict[str, Preset]:
 PRESETS = _table()
 
 
-@dataclass(frozen=True)
-class OfficialPreset(Preset):
-    """A configuration that the official repository ships, by the name of its file; trained like the preset of its scale."""
-
-    official: dict = field(default_factory=dict, compare=False)
-
-    def config(self, **overrides) -> FlashMHFConfig:
-        """Return the configuration of the official file, converted; ``overrides`` are FlashMHFConfig arguments."""
-        from .conversion import config_from_official  # not above: it imports the models
-
-        return FlashMHFConfig(**{**config_from_official(self.official).to_dict(), **overrides})
-
-
-def _shipped() -> dict[str, OfficialPreset]:
+def _shipped() -> dict[str, Preset]:
     presets = {}
-    ffns = {"mhffnmoe": "flashmhf", "mhffn": "mh_ffn", "llama": "swiglu"}
 
-    def add(name: str, model_type: str, scale: str, layers: int, intermediate: int, heads=None, experts=None, q_norm=False, gain=0.707):
-        chosen, official = SCALES[scale], {"model_type": model_type}
-        official |= {
-            "vocab_size": chosen.vocabulary,
-            "hidden_size": chosen.d_model,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": chosen.attention_heads,
-            "num_key_value_heads": chosen.attention_heads,
-            "hidden_act": "silu",
-            "max_position_embeddings": chosen.context,
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10_000.0,
-            "rope_scaling": None,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "tie_word_embeddings": chosen.tied,
-        }
-        if heads:
-            settings = {"num_heads": heads, "num_kuv_heads": heads, "apply_rmsnorm": q_norm, "custom_init": True}
-            settings |= {"init_w_self_gain": gain, "init_w_self_2_gain": gain} | ({"num_experts": experts} if experts else {})
-            official |= {f"{model_type}_{setting}": value for setting, value in settings.items()}
-        presets[name] = OfficialPreset(name, ffns[model_type], chosen, layers, intermediate, heads, experts, official=official)
+    def add(
+        name: str, ffn: str, scale: str, layers: int, intermediate: int, heads=None, subnets=None, q_norm=False, **gains: float
+    ) -> None:
+        init = {"ffn_init": "official", "ffn_official_init": gains} if heads else {"ffn_init": "normal"}
+        settings = {"ffn_q_norm": q_norm, **init}
+        presets[name] = Preset(name, ffn, SCALES[scale], layers, intermediate, heads, subnets, settings=settings)
 
-    add("configure-1-tinymhffnmoe", "mhffnmoe", "128m", 10, 2048, 8, 8)
-    add("configure-2-mhffnmoe-TriDao-350M", "mhffnmoe", "370m", 20, 2816, 8, 11, q_norm=True)
-    add("configure-3-mhffnmoe-TriDao-1.3B", "mhffnmoe", "1.3b", 20, 5632, 16, 22, q_norm=True)
-    add("configure7-tinymhffn", "mhffn", "128m", 10, 2048, 8, gain=1.0)
-    add("configure8-TriDao-350M-noskip", "mhffn", "370m", 20, 2752, 8, q_norm=True)
-    add("configure8-tinyllama", "llama", "128m", 12, 2048)
-    add("configure9-TriDao-350M-bf16-pile", "llama", "370m", 24, 2752)
-    add("configure10-TriDao-1.3B-bf16-pile", "llama", "1.3b", 24, 5504)
+    add("configure-1-tinymhffnmoe", "flashmhf", "128m", 10, 2048, 8, 8)
+    add("configure-2-mhffnmoe-TriDao-350M", "flashmhf", "370m", 20, 2816, 8, 11, q_norm=True)
+    add("configure-3-mhffnmoe-TriDao-1.3B", "flashmhf", "1.3b", 20, 5632, 16, 22, q_norm=True)
+    add("configure7-tinymhffn", "mh_ffn", "128m", 10, 2048, 8, in_proj=1.0, out_proj=1.0)
+    add("configure8-TriDao-350M-noskip", "mh_ffn", "370m", 20, 2752, 8, q_norm=True)
+    add("configure8-tinyllama", "swiglu", "128m", 12, 2048)
+    add("configure9-TriDao-350M-bf16-pile", "swiglu", "370m", 24, 2752)
+    add("configure10-TriDao-1.3B-bf16-pile", "swiglu", "1.3b", 24, 5504)
     return presets
 
 
