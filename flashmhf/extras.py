@@ -26,10 +26,9 @@ def advice(user: str, module: str | None) -> str | None:
     return f"{user} needs {package}: pip install 'flashmhf[{extra}]'" if extra else None
 
 
-def require(user: str, *modules: str) -> None:
-    """Imports the modules. Raises ModuleNotFoundError with :func:`advice` for the first that is not installed."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(advice(user, error.name) or str(error), name=error.name) from None
+def require(user: str, module: str) -> None:
+    """Import the module. Raises ModuleNotFoundError with :func:`advice` if it is not installed."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(advice(user, error.name) or str(error), name=error.name) from None

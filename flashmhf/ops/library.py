@@ -5,7 +5,7 @@ A call is check -> select the back end -> run it on the current stream, without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -38,19 +38,16 @@ def define(schema: str, kernel: Callable, fake: Callable, autograd: Callable | N
         LIBRARY.impl(name, _autocast(op, device_type, cast_arguments), key)
 
 
-def refuse_gradients(name: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raise NotImplementedError if one of ``tensors`` requires a gradient or is transformed by torch.func."""
-    given = [x for x in tensors if x is not None]
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if differentiated or torch_private.differentiated_by_functorch(*given) or torch_private.has_tangent(*given):
-        raise NotImplementedError(
-            f"{name}: an input requires a gradient, and it has no gradient; supported: inference, under torch.no_grad()"
-        )
-
-
 def _without_gradients(name: str, op: Callable) -> Callable:
+    """Refuse inputs that require a gradient or are transformed by torch.func."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        refuse_gradients(name, (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        if differentiated or torch_private.differentiated_by_functorch(*given) or torch_private.has_tangent(*given):
+            raise NotImplementedError(
+                f"{name}: an input requires a gradient, and it has no gradient; supported: inference, under torch.no_grad()"
+            )
         with torch_private.below_autograd():
             return op(*args, **kwargs)
 
