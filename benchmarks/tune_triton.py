@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from flashmhf import reference, testing
+from flashmhf.backends.contract import DEFAULTS
 from flashmhf.backends.triton import HEAD_DIMS, configs, launch
 from flashmhf.backends.triton.configs import Config
 
@@ -56,7 +57,7 @@ def run(kernel: str, x: dict[str, torch.Tensor], config: Config) -> tuple[torch.
     if kernel == "forward":
         return (launch.forward(*(x[name] for name in ("q", "k", "u", "v", "r"))),)
     if kernel == "token_grads":
-        return launch.token_grads(*x.values(), x["q"].dtype, False)
+        return launch.token_grads(*x.values(), DEFAULTS, x["q"].dtype)
     return launch.weight_grads(*x.values(), None)
 
 

@@ -73,16 +73,27 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 WeightSums = tuple[Tensor, Tensor, Tensor]
 
 
-class Backend(Protocol):
+class AnyBackend(Protocol):
+    """What 16-bit and FP8 back ends have in common."""
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
+        """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
+        ...
+
+    def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
+        """The whole layer at inference by one call, [..., d_model] -> [..., d_model], without autograd.
+
+        Returns None if the back end has no such operator or cannot read these tensors as they are. The caller then runs the parts.
+        """
+        ...
+
+
+class Backend(AnyBackend, Protocol):
     """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``.
 
     ``backends.gating`` serves a back end without a fused router, this module's :func:`layer` one without an operator for the whole layer,
     and :func:`why_not` one without limits.
     """
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-        """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
-        ...
 
     def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
         """S [..., H, d_h] in q's dtype, contiguous."""
@@ -101,27 +112,12 @@ class Backend(Protocol):
         """(dq, dr); adds the weight gradients into ``sums`` (dk, du, dv), which are fp32 (fp64 for fp64 operands)."""
         ...
 
-    def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
-        """The whole layer at inference by one call, [..., d_model] -> [..., d_model], without autograd.
 
-        Returns None if the back end has no such operator or cannot read these tensors as they are. The caller then runs the parts.
-        """
-        ...
-
-
-class Fp8Backend(Protocol):
+class Fp8Backend(AnyBackend, Protocol):
     """A back end for K, U and V in e4m3. Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``; activations are SiLU."""
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-        """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
-        ...
 
     def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
         """S [..., H, d_h] in q's dtype, contiguous."""
-        ...
-
-    def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
-        """As :meth:`Backend.layer`."""
         ...
 
 

@@ -47,27 +47,17 @@ def values(q: Tensor, r: Gate) -> Tensor | None:
 
 
 def through_router(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """A back end's ``backward`` from one that takes R and ``dq_dtype``.
+    """A back end's ``backward`` from one that takes R and the dtype of dq.
 
     dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
     """
 
-    def routed(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor,
-        v: Tensor,
-        r: Gate,
-        settings: Settings = DEFAULTS,
-        dq_dtype: torch.dtype | None = None,
-    ) -> Gradients:
+    def routed(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Gradients:
         if not isinstance(r, Router):
-            return backward(grad_out, q, k, u, v, r, settings, dq_dtype=dq_dtype)
+            return backward(grad_out, q, k, u, v, r, settings, q.dtype)
         needs_tokens, needs_weights = settings.needs
-        settings = settings._replace(needs=(True, needs_weights))
-        dq_dtype = reference.accumulate_dtype(q.dtype)
-        dq, dk, du, dv, dr = backward(grad_out, q, k, u, v, gate(q, *r), settings, dq_dtype=dq_dtype)
+        settings, dq_dtype = settings._replace(needs=(True, needs_weights)), reference.accumulate_dtype(q.dtype)
+        dq, dk, du, dv, dr = backward(grad_out, q, k, u, v, gate(q, *r), settings, dq_dtype)
         dw = gate_backward(dr, q, *r, dq, needs_weights)
         return dq.to(q.dtype) if needs_tokens else q.new_empty(0), dk, du, dv, dw
 

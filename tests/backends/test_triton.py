@@ -184,13 +184,15 @@ def test_weights_and_tokens_off_alignment():
 
 @runs_kernels
 def test_needs_and_dq_dtype():
+    from flashmhf.backends.triton import launch
+
     p = make(70, 2, 32, 2, 48, HALF)
     full = run(p)[1:]
     for tokens, weights in ((True, False), (False, True), (False, False)):
         parts = back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(tokens, weights)))
         for part, whole, needed in zip(parts, full, (tokens, weights, weights, weights, tokens), strict=True):
             assert torch.equal(part, whole) if needed else part.shape == (0,)
-    dq = back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(True, False)), dq_dtype=torch.float32)[0]
+    dq, _ = launch.token_grads(p.grad_out, *p.operands, p.r, Settings(), torch.float32)
     assert dq.dtype == torch.float32 and torch.equal(dq.to(HALF), full[0])
     assert back_end.backward(p.grad_out, *p.operands, None)[4].shape == (0,)
 

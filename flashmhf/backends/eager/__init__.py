@@ -101,11 +101,11 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype | None = None
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
 ) -> Gradients:
-    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
+    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor."""
     weight_grads = tuple(torch.zeros_like(k) for _ in range(3)) if settings.needs[1] else None
-    dq, dr = _backward(grad_out, q, k, u, v, r, weight_grads, settings, dq_dtype or q.dtype)
+    dq, dr = _backward(grad_out, q, k, u, v, r, weight_grads, settings, dq_dtype)
     return dq, *(weight_grads or (q.new_empty(0),) * 3), dr
 
 

@@ -136,7 +136,8 @@ def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     tokens the host's time is longer than the GPU's. Returns None if x has no token, the network has no gate, or a tensor's dtype, shape or
     layout is not what the kernels read.
     """
-    (in_w, in_bias), (k, u, v), router, eps, (out_w, out_bias), q_norm, q_norm_eps = weights
+    in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
     if router is None:
         return None
-    return torch.ops.flashmhf_hopper.layer(x, in_w, in_bias, q_norm, q_norm_eps, k, u, v, router, eps, out_w, out_bias)
+    op = torch.ops.flashmhf_hopper.fp8_layer if weights.is_fp8 else torch.ops.flashmhf_hopper.layer
+    return op(x, *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj)

@@ -65,18 +65,10 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    settings: Settings = DEFAULTS,
-    *,
-    dq_dtype: torch.dtype | None = None,
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
 ) -> Gradients:
-    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor. dq is in ``dq_dtype`` or q's."""
-    dq, dr = _token_grads(grad_out, q, k, u, v, r, settings, dq_dtype or q.dtype)
+    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor."""
+    dq, dr = _launch().token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)
     if settings.needs[1]:
         return dq, *_launch().weight_grads(grad_out, q, k, u, v, r, None, settings.activation), dr
     return dq, *(q.new_empty(0) for _ in range(3)), dr
@@ -88,12 +80,4 @@ def backward_accumulate_(
     """(dq, dr); the weight gradients are added to ``sums``."""
     if settings.needs[1]:
         _launch().weight_grads(grad_out, q, k, u, v, r, sums, settings.activation)
-    return _token_grads(grad_out, q, k, u, v, r, settings, q.dtype)
-
-
-def _token_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if not settings.needs[0]:
-        return q.new_empty(0), q.new_empty(0)
-    return _launch().token_grads(grad_out, q, k, u, v, r, dq_dtype, settings.deterministic, settings.activation)
+    return _launch().token_grads(grad_out, q, k, u, v, r, settings, q.dtype)

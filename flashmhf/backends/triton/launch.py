@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import driver
+from ..contract import Settings, WeightSums
 from ..tokens import collapse, token_count
 from . import kernels
 from .configs import Config, lookup
@@ -189,37 +190,24 @@ def _gate_arguments(r: Tensor | None) -> dict[str, object]:
 
 
 def token_grads(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    dq_dtype: torch.dtype,
-    deterministic: bool,
-    activation: str = "silu",
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dr); dr is empty when r is None."""
+    """(dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
+    if not settings.needs[0]:
+        return q.new_empty(0), q.new_empty(0)
     with _launching(q.device):
         config = _config(q, "token_grads", k.shape[2])
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
-        arguments = {"grad_out": grad_out, "q": q, "dr": dr, "ACTIVATION": activation, **_gate_arguments(r)}
+        arguments = {"grad_out": grad_out, "q": q, "dr": dr, "ACTIVATION": settings.activation, **_gate_arguments(r)}
         arguments |= _Rows(grad_out, "g").arguments() | _Rows(q, "q").arguments()
-        arguments |= _Weights(k, u, v, config.inter, ordered=deterministic).arguments()
+        arguments |= _Weights(k, u, v, config.inter, ordered=settings.deterministic).arguments()
         dq = _token_result(kernels.token_grads_kernel, q, k, config, arguments, "dq", dq_dtype)
         return dq, q.new_empty(0) if dr is None else dr
 
 
 def weight_grads(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    buffers: tuple[Tensor, Tensor, Tensor] | None,
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, buffers: WeightSums | None, activation: str = "silu"
+) -> WeightSums:
     """(dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
     with _launching(q.device):
         config = _config(q, "weight_grads", k.shape[2])
