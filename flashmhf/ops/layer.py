@@ -7,7 +7,6 @@ number, and calls with a fixed number launch the same kernels every time, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .. import backends, checks, reference
-from ..backends.contract import Fp8Backend, LayerWeights, ProjectionWeights
-from . import mix
-from .library import LIBRARY, define
+from ..backends.contract import LayerWeights, ProjectionWeights
+from .library import define
+from .mix import register_vmap
 
 CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
 _TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
@@ -55,28 +54,25 @@ def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
-def _mix(q: Tensor, weights: LayerWeights, settings: dict[str, str]) -> Tensor:
+def _mix(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
     """Q -> S, both [..., H d_h]."""
     heads = q.unflatten(-1, (-1, weights.mix[0].shape[3]))
     if weights.q_norm is not None:
         heads = reference.normalise_heads(heads, weights.q_norm, weights.q_norm_eps)
     if weights.is_fp8:
-        mixed = torch.ops.flashmhf.fp8_gated_forward(heads, *weights.mix, weights.router, weights.eps, **settings)
+        mixed = torch.ops.flashmhf.fp8_gated_forward(heads, *weights.mix, weights.router, weights.eps, backend=backend)
     elif weights.router is None:
-        mixed = torch.ops.flashmhf.forward(heads, *weights.mix, **settings)
+        mixed = torch.ops.flashmhf.forward(heads, *weights.mix, backend=backend, activation=activation)
     else:
-        mixed = torch.ops.flashmhf.gated_forward(heads, *weights.mix, weights.router, weights.eps, **settings)
+        gate = (weights.router, weights.eps)
+        mixed = torch.ops.flashmhf.gated_forward(heads, *weights.mix, *gate, backend=backend, activation=activation)
     return mixed.flatten(-2)
-
-
-def _settings(weights: LayerWeights, backend: str, activation: str) -> dict[str, str]:
-    return {"backend": backend} if weights.is_fp8 else {"backend": backend, "activation": activation}
 
 
 def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, out: Tensor | None = None) -> Tensor:
     """The layer by its parts. ``out`` [T, d_model] takes the result and, where it is as wide, Q before it."""
     q_out = out if out is not None and out.shape[1] == weights.in_proj.w.shape[0] else None
-    mixed = _mix(_project(x, weights.in_proj, q_out), weights, _settings(weights, backend, activation))
+    mixed = _mix(_project(x, weights.in_proj, q_out), weights, backend, activation)
     return _project(mixed, weights.out_proj, out)
 
 
@@ -84,20 +80,15 @@ def _layer(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> T
     """The layer's values: what both operators run on every device."""
     if x.shape[:-1].numel() > CHUNK_TOKENS:
         return _by_chunks(x, weights, backend, activation)
-    k = weights.mix[0]
-    if k.dim() == 4:
-        y = _select(x, weights, backend, activation).layer(x, weights)
+    if weights.mix[0].dim() == 4:
+        _, _, d_e, d_h = weights.mix[0].shape
+        case = (backend, x.device, x.dtype, d_h, d_e)
+        chosen = backends.select_fp8(*case) if weights.is_fp8 else backends.select(*case, activation)
+        y = chosen.layer(x, weights)
         if y is not None:
             return y
     _check(x, weights)
     return _by_parts(x, weights, backend, activation)
-
-
-def _select(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> backends.Backend | Fp8Backend:
-    _, _, d_e, d_h = weights.mix[0].shape
-    if weights.is_fp8:
-        return backends.select_fp8(backend, x.device, x.dtype, d_h, d_e)
-    return backends.select(backend, x.device, x.dtype, d_h, d_e, activation)
 
 
 def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
@@ -113,11 +104,17 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
 
 def _fake(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
     _check(x, weights)
-    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, _settings(weights, backend, activation))
+    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, backend, activation)
     return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
 
 
-def _define(name: str, operands: str, last: str, weights_of: Callable[..., LayerWeights], casts: tuple[str, ...]) -> None:
+def _define(name: str, networks: str, count: int, casts: tuple[str, ...], last: str = "") -> None:
+    """Define the operator whose weights of the heads' networks are ``count`` tensors."""
+
+    def weights_of(in_w: Tensor, in_bias: Tensor | None, *operands: Any) -> LayerWeights:
+        w, eps, out_w, out_bias, *norm = operands[count:]
+        return LayerWeights(ProjectionWeights(in_w, in_bias), operands[:count], w, eps, ProjectionWeights(out_w, out_bias), *norm)
+
     def kernel(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
         weights = weights_of(*operands)
         checks.tensors(x=x, in_w=weights.in_proj.w, out_w=weights.out_proj.w)
@@ -128,40 +125,14 @@ def _define(name: str, operands: str, last: str, weights_of: Callable[..., Layer
     def fake(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
         return _fake(x, weights_of(*operands), backend, activation)
 
-    def batched(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *operands: Any, **settings: str) -> tuple[Tensor, int]:
-        op = getattr(torch.ops.flashmhf, name)
-        if any(dim is not None for dim in in_dims[1:]):
-            return mix.vmap_loop(op)(info, in_dims, x, *operands, **settings)
-        return op(x.movedim(in_dims[0], 0), *operands, **settings), 0
-
-    define(f"{name}(Tensor x, {operands}, {_TAIL}{last}) -> Tensor", kernel, fake, casts=casts)
-    torch.library.register_vmap(f"flashmhf::{name}", batched, lib=LIBRARY)
-
-
-def _weights(in_w, in_bias, k, u, v, w, eps, out_w, out_bias, q_norm=None, q_norm_eps=0.0) -> LayerWeights:
-    return LayerWeights(ProjectionWeights(in_w, in_bias), (k, u, v), w, eps, ProjectionWeights(out_w, out_bias), q_norm, q_norm_eps)
-
-
-def _fp8_weights(in_w, in_bias, k8, u8, v8, scales, w, eps, out_w, out_bias, q_norm=None, q_norm_eps=0.0) -> LayerWeights:
-    ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
-    return LayerWeights(ends[0], (k8, u8, v8, scales), w, eps, ends[1], q_norm, q_norm_eps)
+    operands = f"Tensor x, Tensor in_w, Tensor? in_bias, {networks}, float eps, Tensor out_w, Tensor? out_bias"
+    define(f"{name}({operands}, {_TAIL}{last}) -> Tensor", kernel, fake, casts=casts)
+    register_vmap(name, 0)
 
 
 _ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
-_define(
-    "layer",
-    "Tensor in_w, Tensor? in_bias, Tensor k, Tensor u, Tensor v, Tensor? w, float eps, Tensor out_w, Tensor? out_bias",
-    ', str activation="silu"',
-    _weights,
-    (*_ENDS, *"kuv"),
-)
-_define(
-    "fp8_layer",
-    "Tensor in_w, Tensor? in_bias, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias",
-    "",
-    _fp8_weights,
-    _ENDS,
-)
+_define("layer", "Tensor k, Tensor u, Tensor v, Tensor? w", 3, (*_ENDS, *"kuv"), ', str activation="silu"')
+_define("fp8_layer", "Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w", 4, _ENDS)
 
 
 def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:

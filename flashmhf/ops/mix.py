@@ -252,47 +252,39 @@ def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | Non
     return x if len(collapse(x)) <= 2 else x.contiguous()
 
 
-def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *args: Any, **settings: Any) -> tuple[Tensor, int]:
-    if any(dim is not None for dim in in_dims[1:4]):
-        return vmap_loop(torch.ops.flashmhf.forward)(info, in_dims, *args, **settings)
-    q, k, u, v, *r = args
-    q, *r = (_leading_batch(x, dim, info.batch_size) for x, dim in zip((q, *r), (in_dims[0], *in_dims[4:]), strict=True))
-    return torch.ops.flashmhf.forward(q, k, u, v, *r, **settings), 0
+def register_vmap(name: str, *tokens: int) -> None:
+    """Register the vmap rule of an operator whose operands at the places ``tokens`` have leading dimensions."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **settings: Any) -> tuple[Any, Any]:
+        op = getattr(torch.ops.flashmhf, name)
+        if any(dim is not None for place, dim in enumerate(in_dims) if place not in tokens):
+            return _one_by_one(op, info.batch_size, in_dims, args, settings)
+        places = enumerate(zip(args, in_dims, strict=True))
+        args = [_leading_batch(x, dim, info.batch_size) if place in tokens else x for place, (x, dim) in places]
+        return op(*args, **settings), 0
+
+    torch.library.register_vmap(f"flashmhf::{name}", rule, lib=LIBRARY)
 
 
-def _vmap_gated_forward(info: Any, in_dims: tuple[int | None, ...], q: Tensor, *weights: Any, **settings: Any) -> tuple[Tensor, int]:
-    if any(dim is not None for dim in in_dims[1:]):
-        return vmap_loop(torch.ops.flashmhf.gated_forward)(info, in_dims, q, *weights, **settings)
-    return torch.ops.flashmhf.gated_forward(_leading_batch(q, in_dims[0], info.batch_size), *weights, **settings), 0
+def _one_by_one(
+    op: Callable[..., Result], size: int, in_dims: tuple[int | None, ...], args: Sequence[Any], settings: dict[str, Any]
+) -> tuple[Any, Any]:
+    def entry(i: int) -> tuple[Tensor, ...]:
+        result = op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)), **settings)
+        return (result,) if isinstance(result, Tensor) else result
+
+    if size:
+        results = [torch.stack(x) for x in zip(*map(entry, range(size)), strict=True)]
+    else:  # one entry of zeros shows the results' shapes
+        args = [x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) for x, dim in zip(args, in_dims, strict=True)]
+        results = [x.new_empty((0, *x.shape)) for x in entry(0)]
+    return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
 
 
-def vmap_loop(op: Callable[..., Result]) -> Callable[..., Any]:
-    """One call of the operator for every entry of the batch."""
-
-    def call(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def entry(i: int) -> tuple[Tensor, ...]:
-            result = op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)), **kwargs)
-            return (result,) if isinstance(result, Tensor) else result
-
-        if info.batch_size:
-            results = [torch.stack(x) for x in zip(*map(entry, range(info.batch_size)), strict=True)]
-        else:  # one entry of zeros shows the results' shapes
-            args = [
-                x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) for x, dim in zip(args, in_dims, strict=True)
-            ]
-            results = [x.new_empty((0, *x.shape)) for x in entry(0)]
-        return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
-
-    return call
-
-
-for _name, _batched in (
-    ("forward", _vmap_forward),
-    ("gated_forward", _vmap_gated_forward),
-    ("backward", vmap_loop(torch.ops.flashmhf.backward)),
-    ("gated_backward", vmap_loop(torch.ops.flashmhf.gated_backward)),
-):
-    torch.library.register_vmap(f"flashmhf::{_name}", _batched, lib=LIBRARY)
+register_vmap("forward", 0, 4)
+register_vmap("gated_forward", 0)
+register_vmap("backward")
+register_vmap("gated_backward")
 
 
 # What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation by operation
