@@ -125,7 +125,7 @@ def main() -> None:
                 print(f"{bits} {head_dim} {kernel}: " + "; ".join(f"{ms:.2f} ms {c}" for ms, c in timed[:3]), flush=True)
     text = rewrite(best)
     if args.dry_run:
-        print(text[text.index("TABLE") : text.index("def lookup")])
+        print(text[text.index("TABLE") :])
     else:
         pathlib.Path(configs.__file__).write_text(text)
 

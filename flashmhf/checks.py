@@ -21,11 +21,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def instance(name: str, value: object, kind: type | tuple[type, ...], shown: str) -> None:
+    """TypeError for a value of another type than ``kind``, which the message calls ``shown``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {shown}, got {type(value).__name__}")
+
+
 def tensors(**arguments: object) -> None:
     """TypeError for the first argument that is not a tensor."""
     for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        instance(name, value, Tensor, "a torch.Tensor")
 
 
 def strided(**arguments: object) -> None:
@@ -41,15 +46,13 @@ def strided(**arguments: object) -> None:
 def options(**arguments: tuple[object, type]) -> None:
     """TypeError for the first argument (value, type) whose value is no instance of its type; the dispatcher would say RuntimeError."""
     for name, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+        instance(name, value, kind, f"a {kind.__name__}")
 
 
 def real(**arguments: object) -> None:
-    """TypeError for the first argument that is no real number."""
+    """TypeError for the first argument that is not a real number."""
     for name, value in arguments.items():
-        if not isinstance(value, Real):
-            raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+        instance(name, value, Real, "a float")
 
 
 def expect_device(name: str, tensor: Tensor, q: Tensor, *, of: str = "q") -> None:
@@ -88,15 +91,20 @@ def weight_shape(k: Tensor, name: str = "k") -> None:
             raise ValueError(f"{name} has shape {list(k.shape)}; {dimension} must be at least 1")
 
 
+def _networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous: bool = True) -> None:
+    for name, tensor in (("k", k), ("u", u), ("v", v)):
+        expect_dtype(name, tensor, like, of=of)
+        expect_device(name, tensor, like, of=of)
+        expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
+        if contiguous:
+            expect_contiguous(name, tensor)
+
+
 def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
     """k, u, v [H_kv, E, d_e, d_h], contiguous, of one floating dtype on one device."""
     floating("k", k)
     weight_shape(k)
-    for name, tensor in (("k", k), ("u", u), ("v", v)):
-        expect_dtype(name, tensor, k, of="k")
-        expect_device(name, tensor, k, of="k")
-        expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
-        expect_contiguous(name, tensor)
+    _networks(k, u, v, k, "k")
 
 
 def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
@@ -114,13 +122,7 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
             f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with an H_kv that divides H = {q.shape[-2]} and "
             f"d_h = {q.shape[-1]} from q {list(q.shape)}"
         )
-    for name, tensor in (("k", k), ("u", u), ("v", v)):
-        expect_dtype(name, tensor, q)
-        expect_device(name, tensor, q)
-        if tensor is not k:
-            expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
-        if contiguous:
-            expect_contiguous(name, tensor)
+    _networks(k, u, v, q, "q", contiguous)
 
 
 def activation(value: object) -> None:

@@ -111,24 +111,28 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _gate_terms(q: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """sigmoid(P) [..., H, E] and its sum over the sub-networks plus eps, in the accumulation dtype."""
+    dtype = accumulate_dtype(q.dtype)
+    score = torch.sigmoid(torch.einsum("...hd,hde->...he", q.to(dtype), w.to(dtype)))
+    return score, score.sum(-1, keepdim=True) + eps
+
+
 def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
     """R[t,h,e] = sigmoid(P) / (sum_e sigmoid(P) + eps), P = Q_h W_h (paper, equation for the gating weights).
 
     q [..., H, D], w [H, D, E]. Returns [..., H, E] in float32 (float64 for float64 inputs).
     """
-    dtype = accumulate_dtype(q.dtype)
-    score = torch.sigmoid(torch.einsum("...hd,hde->...he", q.to(dtype), w.to(dtype)))
-    return score / (score.sum(-1, keepdim=True) + eps)
+    score, total = _gate_terms(q, w, eps)
+    return score / total
 
 
 def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float = 1e-20) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`gate`: (dq [..., H, D], dw [H, D, E]), both in the accumulation dtype."""
-    dtype = accumulate_dtype(q.dtype)
-    score = torch.sigmoid(torch.einsum("...hd,hde->...he", q.to(dtype), w.to(dtype)))
-    total = score.sum(-1, keepdim=True) + eps
-    grad_r = grad_r.to(dtype)
+    score, total = _gate_terms(q, w, eps)
+    grad_r = grad_r.to(score.dtype)
     grad_score = (grad_r - (grad_r * score).sum(-1, keepdim=True) / total) / total
     grad_p = grad_score * score * (1 - score)
-    dq = torch.einsum("...he,hde->...hd", grad_p, w.to(dtype))
-    dw = torch.einsum("...he,...hd->hde", grad_p, q.to(dtype))
+    dq = torch.einsum("...he,hde->...hd", grad_p, w.to(score.dtype))
+    dw = torch.einsum("...he,...hd->hde", grad_p, q.to(score.dtype))
     return dq, dw

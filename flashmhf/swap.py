@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from . import checks
 from .nn.arguments import positive
 from .nn.flashmhf import FlashMHF, default_subnet_dim, uses_silu
 from .nn.init import INITIALIZER_RANGE, Projection
@@ -64,8 +65,7 @@ def replace_ffn(
     Raises TypeError if ``model`` is not a module, ValueError if there is nothing to replace, if ``model`` itself is the network to replace,
     and if sizes do not fit.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     shared: dict[int, list[str]] = {}  # the names of each network; ids, so that a replaced network's memory is free at once

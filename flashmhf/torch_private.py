@@ -81,6 +81,12 @@ def has_function_mode() -> bool:
     )
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor, without importing their module: only who has imported it has DTensors."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
 def has_global_hooks() -> bool:
     """Whether forward hooks are registered for all modules."""
     return bool(module._global_forward_pre_hooks or module._global_forward_hooks)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from .. import checks
 from ..nn import MHFFN, FlashMHF, SwiGLU
 from ..nn.arguments import positive
 from . import sharding  # noqa: F401  (its import registers the rules)
@@ -187,10 +188,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
     The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
     Raises ValueError for a mesh of several dimensions, for a mesh whose size does not divide H, and for a model without any such network.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
+    checks.instance("module", module, nn.Module, "a torch.nn.Module")
+    checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; supported: 1, such as mesh['tp']")
     if isinstance(module, (FlashMHF, MHFFN)):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import checks
 from ..nn import FlashMHF
 from ..nn.arguments import flag
 
@@ -18,8 +19,7 @@ def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
     State dicts hold four dimensions in either case. The parameters are new objects: call this before an optimizer takes them.
     Raises TypeError if ``network`` is not a FlashMHF or ``stacked`` not a bool.
     """
-    if not isinstance(network, FlashMHF):
-        raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
+    checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
     shape = network.weight_shape
     if flag("stacked", stacked) and network.k.dim() == 4:
         network.register_state_dict_post_hook(_unstack)

@@ -67,8 +67,7 @@ def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
 
 
 def _check_tensors(state: object) -> None:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be a mapping of names to tensors, got {type(state).__name__}")
+    checks.instance("state", state, Mapping, "a mapping of names to tensors")
     checks.tensors(**state)
 
 

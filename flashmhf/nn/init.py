@@ -68,8 +68,7 @@ class Scheme:
         checks.options(init=(self.init, str))
         if self.init not in INITS:
             raise ValueError(f"init is {self.init!r}; supported: {', '.join(map(repr, INITS))}")
-        if not isinstance(self.official, OfficialInit):
-            raise TypeError(f"official must be an OfficialInit, got {type(self.official).__name__}")
+        checks.instance("official", self.official, OfficialInit, "an OfficialInit")
         epsilon("initializer_range", self.initializer_range)
         positive("num_layers", self.num_layers)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOAT_DTYPES, name_of
+from ..torch_private import is_dtensor
 from .arguments import epsilon
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
@@ -37,14 +37,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return (x.mT if tall else x).reshape(matrices.shape)
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
-    distributed = sys.modules.get("torch.distributed.tensor")  # only who imported it has DTensors
-    return distributed is not None and isinstance(tensor, distributed.DTensor)
-
-
 def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """The shard of a DTensor, placed as ``like`` is; any other tensor as it is."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return tensor
     if like is not None and tensor.placements != like.placements:
         tensor = tensor.redistribute(placements=like.placements)
@@ -52,7 +47,7 @@ def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> Hashable:
-    return (tensor.device_mesh, tensor.placements) if _is_dtensor(tensor) else None
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
@@ -61,7 +56,7 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
     Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are. Where the matrices themselves are sharded,
     an all-to-all gives each rank whole matrices of some of the N tensors, and a second one takes the results back.
     """
-    if not _is_dtensor(parameter):
+    if not is_dtensor(parameter):
         return orthogonalise(shards)
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import checks
 from .arguments import epsilon
 from .flashmhf import FlashMHF
 from .multihead import MultiHead
@@ -58,8 +59,7 @@ def param_groups(
 
     Raises TypeError if ``model`` is not a module or a rate not a number, ValueError for a negative rate and a projection_rate of 0.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.instance("model", model, nn.Module, "a torch.nn.Module")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
     if not epsilon("projection_rate", projection_rate) > 0:
         raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")

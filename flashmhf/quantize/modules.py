@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from .. import checks, torch_private
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import HeadRMSNorm, check_input, is_ordinary, is_plain, only_values_matter, plain_linear
@@ -53,15 +52,13 @@ class Fp8FlashMHF(Contiguous):
     out_proj: nn.Module | None
 
     def __init__(self, network: FlashMHF) -> None:
-        if not isinstance(network, FlashMHF):
-            raise TypeError(f"network must be a flashmhf.FlashMHF, got {type(network).__name__}")
+        checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
         if type(network).forward is not FlashMHF.forward:
             raise NotImplementedError(f"network is a {type(network).__name__} with a forward of its own; supported: FlashMHF's forward")
         activation = getattr(network, "activation", "silu")
         if activation != "silu":
             raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
-        distributed = sys.modules.get("torch.distributed.tensor")  # only who imported it has DTensors
-        if distributed is not None and any(isinstance(parameter, distributed.DTensor) for parameter in network.parameters()):
+        if any(map(torch_private.is_dtensor, network.parameters())):
             raise NotImplementedError("network has DTensor parameters; supported: plain ones, before parallelize or fully_shard")
         super().__init__()
         self.d_model, self.num_heads, self.head_dim = network.d_model, network.num_heads, network.head_dim
@@ -161,8 +158,7 @@ def quantize_(model: nn.Module) -> list[str]:
     ``flashmhf.models`` is imported. Raises TypeError for what is no module, and ValueError where ``model`` holds no FlashMHF or is one
     itself: take :func:`to_fp8`.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, FlashMHF):
         raise ValueError("model is a FlashMHF, which cannot be replaced in place; supported: to_fp8(model)")
     found = {name: module for name, module in model.named_modules(remove_duplicate=False) if is_flashmhf(module)}

@@ -41,8 +41,7 @@ class PackedWeights:
 
     def to(self, device: torch.device | str) -> PackedWeights:
         """The same weights on ``device``; TypeError for what is no device, such as a dtype."""
-        if not isinstance(device, (torch.device, str)):
-            raise TypeError(f"device must be a torch.device or a str, got {type(device).__name__}")
+        checks.instance("device", device, (torch.device, str), "a torch.device or a str")
         return PackedWeights(*(x.to(device) for x in self.tensors), layout=self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -55,8 +54,7 @@ class PackedWeights:
         """Raises TypeError for what is no mapping and for dtypes, KeyError for a missing tensor, ValueError for another layout and for
         shapes that do not belong together.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"state must be a mapping of tensors, got {type(state).__name__}")
+        checks.instance("state", state, Mapping, "a mapping of tensors")
         missing = [entry.name for entry in fields(cls) if entry.name not in state]
         if missing:
             raise KeyError(f"state has no {', '.join(missing)}")
@@ -75,8 +73,7 @@ def check_layout(stored: Tensor) -> None:
 
 def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of ``packed``; TypeError for another type, ValueError for another layout."""
-    if not isinstance(packed, PackedWeights):
-        raise TypeError(f"packed must be a flashmhf.quantize.PackedWeights, got {type(packed).__name__}")
+    checks.instance("packed", packed, PackedWeights, "a flashmhf.quantize.PackedWeights")
     if packed.layout != LAYOUT:
         raise ValueError(f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack the weights again with this version")
     return packed.tensors

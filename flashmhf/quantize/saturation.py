@@ -60,8 +60,7 @@ def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
 
     Raises TypeError for what is no module, and ValueError where ``model`` holds no Fp8FlashMHF.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.instance("model", model, nn.Module, "a torch.nn.Module")
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Fp8FlashMHF)}
     if not modules:
         raise ValueError("model holds no Fp8FlashMHF; supported: models after to_fp8 or quantize_")

@@ -56,7 +56,3 @@ TABLE: dict[tuple[str, int, int], dict[str, Config]] = {
     ("other", 32, 192): _row(Config(32, 16, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
     ("other", 32, 256): _row(Config(32, 16, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
 }
-
-
-def lookup(arch: str, bits: int, head_dim: int) -> dict[str, Config]:
-    return TABLE[arch, bits, head_dim]

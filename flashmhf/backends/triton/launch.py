@@ -16,7 +16,7 @@ from .. import driver
 from ..contract import Settings, WeightSums
 from ..tokens import collapse, token_count
 from . import kernels
-from .configs import Config, lookup
+from .configs import TABLE, Config
 
 _LOCK = threading.RLock()
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
@@ -53,7 +53,7 @@ def _launching(device: torch.device) -> Iterator[None]:
 
 
 def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
-    config = lookup(_architecture(q.device)[0], 8 * q.element_size(), q.shape[-1])[kernel]
+    config = TABLE[_architecture(q.device)[0], 8 * q.element_size(), q.shape[-1]][kernel]
     return Config(**{**vars(config), "inter": min(config.inter, triton.next_power_of_2(subnet_dim))})
 
 
@@ -90,12 +90,6 @@ class _Rows:
         if self.layout != "rows" or column != 1 or head < 0 or block[1] != width or not _tma_strides(self.x, self.inner):
             return None
         return TensorDescriptor(self.x, [token_count(self.x), columns], [self.inner, 1], list(block)) if columns < TMA_SIZE_LIMIT else None
-
-
-def _no_rows(name: str) -> dict[str, object]:
-    """The arguments of :class:`_Rows` for a tensor that is None."""
-    keys = ("table", "length", "outer", "inner", "head", "column")
-    return {f"{name}_{key}": None for key in keys} | {f"{name.upper()}_LAYOUT": "rows"}
 
 
 def _tma_strides(x: Tensor, *strides: int) -> bool:
@@ -186,7 +180,10 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activa
 
 
 def _gate_arguments(r: Tensor | None) -> dict[str, object]:
-    return {"r": r, **(_no_rows("r") if r is None else _Rows(r, "r").arguments())}
+    if r is not None:
+        return {"r": r, **_Rows(r, "r").arguments()}
+    names = ("r", "r_table", "r_length", "r_outer", "r_inner", "r_head", "r_column")
+    return {**dict.fromkeys(names), "R_LAYOUT": "rows"}
 
 
 def token_grads(
