@@ -78,6 +78,13 @@ def expect_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
 
 
+def expect_like(name: str, tensor: Tensor, like: Tensor, size: tuple, meaning: str, *, or_float32: bool = False, of: str = "q") -> None:
+    """Refuse another dtype or device than those of ``like``, which is called ``of``, and another shape than ``size``."""
+    expect_dtype(name, tensor, like, or_float32=or_float32, of=of)
+    expect_device(name, tensor, like, of=of)
+    expect_shape(name, tensor, size, meaning)
+
+
 def floating(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
@@ -93,9 +100,7 @@ def weight_shape(k: Tensor, name: str = "k") -> None:
 
 def _networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous: bool = True) -> None:
     for name, tensor in (("k", k), ("u", u), ("v", v)):
-        expect_dtype(name, tensor, like, of=of)
-        expect_device(name, tensor, like, of=of)
-        expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
+        expect_like(name, tensor, like, k.shape, "k's shape [H_kv, E, d_e, d_h]", of=of)
         if contiguous:
             expect_contiguous(name, tensor)
 
@@ -131,15 +136,6 @@ def activation(value: object) -> None:
         raise ValueError(f"activation is {value!r}; supported: {', '.join(map(repr, ACTIVATIONS))}")
 
 
-def weights(q: Tensor, k: Tensor, r: Tensor | None) -> None:
-    """r [..., H, E] with q's leading dimensions, float32 or q's dtype."""
-    if r is None:
-        return
-    expect_dtype("r", r, q, or_float32=True)
-    expect_device("r", r, q)
-    expect_shape("r", r, (*q.shape[:-1], k.shape[1]), "q's leading dimensions and H, then E")
-
-
 def epsilon(name: str, value: float) -> None:
     if not 0 <= value < math.inf:  # false for NaN
         raise ValueError(f"{name} is {value}; supported: finite numbers from 0")
@@ -157,6 +153,14 @@ def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contigu
     expect_shape("w", w, (q.shape[-2], q.shape[-1], subnets), "[H, d_h, E]")
     if contiguous:
         expect_contiguous("w", w)
+
+
+def gate(q: Tensor, k: Tensor, r: Tensor | tuple[Tensor, float] | None, *, contiguous: bool = True) -> None:
+    """r [..., H, E] with q's leading dimensions, float32 or q's dtype; a router's w and eps; or None."""
+    if isinstance(r, tuple):
+        router(q, *r, k, contiguous=contiguous)
+    elif r is not None:
+        expect_like("r", r, q, (*q.shape[:-1], k.shape[1]), "q's leading dimensions and H, then E", or_float32=True)
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
@@ -181,9 +185,7 @@ def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> No
 def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
     """grad_out with q's shape, dtype and device; any strides."""
     tensors(grad_out=grad_out)
-    expect_dtype("grad_out", grad_out, q)
-    expect_device("grad_out", grad_out, q)
-    expect_shape("grad_out", grad_out, q.shape, "q's shape")
+    expect_like("grad_out", grad_out, q, q.shape, "q's shape")
 
 
 def accumulators(k: Tensor, **buffers: Tensor) -> None:

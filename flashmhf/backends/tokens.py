@@ -33,15 +33,10 @@ class TokenRows:
 
     def __init__(self, x: Tensor):
         self.x = x
-        self.leading = x.shape[:-2]
-        axes = collapse(x)
-        self.flat = None
-        if len(axes) <= 1:
-            stride = axes[0][1] if axes else 0
-            self.flat = x.as_strided((token_count(x), *x.shape[-2:]), (stride, *x.stride()[-2:]))
+        self.flat = x.view(token_count(x), *x.shape[-2:]) if len(collapse(x)) <= 1 else None
 
     def __getitem__(self, block: slice) -> Tensor:
         if self.flat is not None:
             return self.flat[block]
         index = torch.arange(block.start, block.stop, device=self.x.device)
-        return self.x[torch.unravel_index(index, self.leading)]
+        return self.x[torch.unravel_index(index, self.x.shape[:-2])]

@@ -30,11 +30,14 @@ def placement_of(name: str) -> Placement:
     return Shard(0) if name in HEADS_FIRST else Replicate()
 
 
+def _check_divides(size: int, name: str, count: int, what: str, of: str) -> None:
+    if count % size:
+        raise ValueError(f"{name} has {what} and the mesh has size {size}; supported: sizes that divide {of}")
+
+
 def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
     heads = module.num_kv_heads
-    if heads % size:
-        of = "" if heads == module.num_heads else " of K, U and V"
-        raise ValueError(f"{name} has H = {heads} heads{of} and the mesh has size {size}; supported: sizes that divide H")
+    _check_divides(size, name, heads, f"H = {heads} heads{'' if heads == module.num_heads else ' of K, U and V'}", "H")
 
 
 class HeadParallel(ParallelStyle):
@@ -125,14 +128,11 @@ def _path(prefix: str, name: str) -> str:
 
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
     """Llama's attention by heads; transformers' forward takes the number of local heads from the projections' results."""
-    heads, head_dim = {}, module.head_dim
-    for name in ("q_proj", "k_proj", "v_proj"):
-        heads[name] = module.get_submodule(name).out_features // head_dim
-        if heads[name] % size:
-            raise ValueError(
-                f"{_path(prefix, name)} has {heads[name]} heads and the mesh has size {size}; supported: sizes that divide them"
-            )
-    return {**{_path(prefix, name): ColwiseParallel() for name in heads}, _path(prefix, "o_proj"): RowwiseParallel()}
+    projections = ("q_proj", "k_proj", "v_proj")
+    for name in projections:
+        heads = module.get_submodule(name).out_features // module.head_dim
+        _check_divides(size, _path(prefix, name), heads, f"{heads} heads", "them")
+    return {**{_path(prefix, name): ColwiseParallel() for name in projections}, _path(prefix, "o_proj"): RowwiseParallel()}
 
 
 def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
@@ -159,10 +159,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             styles |= _attention_styles(name, module, size)
         elif isinstance(module, SwiGLU) or {"gate_proj", "up_proj", "down_proj"} <= children.keys():
             width = module.get_submodule("gate_proj").out_features
-            if width % size:
-                raise ValueError(
-                    f"{name or 'module'} has a width of {width} and the mesh has size {size}; supported: sizes that divide the width"
-                )
+            _check_divides(size, name or "module", width, f"a width of {width}", "the width")
             styles |= {_path(name, part): ColwiseParallel() for part in ("gate_proj", "up_proj")}
             styles[_path(name, "down_proj")] = RowwiseParallel()
         elif module is embedding:

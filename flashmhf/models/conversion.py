@@ -47,8 +47,6 @@ _SHARED = (
 _OF_HEADS = ("id2label", "label2id", "problem_type", "classifier_dropout", "hidden_dropout")  # of classification
 _ROUTER_EPS = 1e-20  # the official code's, a constant
 _ANSWERING = "transformer."  # in place of "model." in the names of a model for question answering
-# Official settings that choose an implementation, not the function; the rest is handled or refused by name.
-_WITHOUT_EFFECT = {"use_flash", "use_legacy_flash"}
 _GAINS = {
     "init_w_self_gain": "in_proj",
     "init_w_self_2_gain": "out_proj",
@@ -57,7 +55,9 @@ _GAINS = {
     "init_down_gain": "v",
     "init_router_gain": "router",
 }
-_HANDLED = {
+_KNOWN = {  # other official settings are refused by name
+    "use_flash",  # these two choose an implementation, not the function
+    "use_legacy_flash",
     "num_heads",
     "num_kuv_heads",
     "num_experts",
@@ -88,7 +88,7 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     if official.get("model_type") == "llama":
         return FlashMHFConfig(**shared, rope_parameters=rope, ffn_type="swiglu", ffn_init="normal")
     settings = convert.official_settings(official)
-    unknown = sorted(settings.keys() - _WITHOUT_EFFECT - _HANDLED)
+    unknown = sorted(settings.keys() - _KNOWN)
     if unknown:
         raise NotImplementedError(f"unknown settings of the official configuration: {unknown}")
     mixture, kv_heads = "mhffn" != official.get("model_type"), settings.get("num_kuv_heads")

@@ -7,6 +7,7 @@ queues every kernel of every token from Python, or compiles the model first; wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -143,21 +144,9 @@ class _Step:
         self.token.copy_(tokens.clamp(min=0)[:, None])
 
 
-def _likeliest(scores: Tensor) -> Tensor:
-    return scores.argmax(-1)
-
-
 def _drawn(scores: Tensor) -> Tensor:
     """A draw from softmax(scores): argmax of p / Exp(1). torch.multinomial looks at its input from the host."""
     return (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
-
-
-def _captured(step: _Step) -> Callable[[], None]:
-    """``step.run`` as a replay of a CUDA graph; capturing runs nothing."""
-    graph = torch.cuda.CUDAGraph()
-    with capturing(graph):
-        step.run()
-    return graph.replay
 
 
 class _Reports:
@@ -202,7 +191,7 @@ def decode(
     Raises ValueError where the model's logits are not finite, and for a cache that is too short.
     """
     warpers = [processor for processor in processors if not isinstance(processor, RefuseNotFinite)]
-    pick = _drawn if config.do_sample else _likeliest
+    pick = _drawn if config.do_sample else partial(torch.argmax, dim=-1)
 
     def choose(scores: Tensor) -> Tensor:
         for warper in warpers:
@@ -223,7 +212,10 @@ def decode(
     for number in range(1, count + 1):
         if number < count:
             if number == WARM_UP + 1 and input_ids.is_cuda:
-                run = _captured(step)
+                graph = torch.cuda.CUDAGraph()
+                with capturing(graph):  # which runs nothing
+                    step.run()
+                run = graph.replay
             run()
             reports.queue()
         chosen, ended = reports.next()

@@ -13,7 +13,7 @@ from ..backends.contract import LayerWeights
 from ..ops import layer
 from ..ops.mix import gated_flash_mhf
 from .arguments import backend_and_deterministic, epsilon, positive
-from .multihead import GroupedHeads, HeadRMSNorm, check_input, is_ordinary, is_plain, only_values_matter, plain_linear
+from .multihead import GroupedHeads, check_input, only_values_matter, plain_layer
 
 
 def default_subnet_dim(head_dim: int) -> int:
@@ -147,12 +147,9 @@ class FlashMHF(GroupedHeads):
             module.in_proj.bias.zero_()
             module.out_proj.bias.copy_(bias)
         shape = (1, num_subnets, width // num_subnets, d_model)
-        for parameter, value in (
-            (module.k, swiglu.gate_proj.weight.view(shape)),
-            (module.u, swiglu.up_proj.weight.view(shape)),
-            (module.v, num_subnets * swiglu.down_proj.weight.T.reshape(shape)),
-        ):
-            parameter.copy_(value)
+        module.k.copy_(swiglu.gate_proj.weight.view(shape))
+        module.u.copy_(swiglu.up_proj.weight.view(shape))
+        module.v.copy_(num_subnets * swiglu.down_proj.weight.T.reshape(shape))
         module.router.zero_()
         return module
 
@@ -181,22 +178,15 @@ class FlashMHF(GroupedHeads):
         return layer.run(x, weights, self.backend, self.activation)
 
     def _plain_weights(self, x: Tensor) -> LayerWeights | None:
-        """Return the weights if the module is what its class says, no part of it hooked, replaced, patched or computed, and fits x."""
-        modules, parameters = self._modules, self._parameters  # not their attributes, each of which takes the host a microsecond
-        in_proj, out_proj, q_norm = plain_linear(modules.get("in_proj")), plain_linear(modules.get("out_proj")), modules.get("q_norm")
-        if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)) or not _keeps_parts(self):
+        """Return the weights if the module is what its class says and fits x; its projections refuse x by the module's names."""
+        if not _keeps_parts(self) or (self.backend == REFERENCE and torch.compiler.is_compiling()):
+            return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
+        parameters = self._parameters
+        k, u, v = parameters.get("k"), parameters.get("u"), parameters.get("v")
+        weights = plain_layer(self, (k, u, v), parameters.get("router"))
+        if weights is None or x.dtype != weights.in_proj.w.dtype or x.device != weights.in_proj.w.device:
             return None
-        if self.backend == REFERENCE and torch.compiler.is_compiling():
-            return None  # its graphs and exported programs consist of PyTorch's own operations
-        router, k, u, v = parameters.get("router"), parameters.get("k"), parameters.get("u"), parameters.get("v")
-        if not (is_ordinary(k) and is_ordinary(u) and is_ordinary(v) and is_ordinary(router)):
-            return None
-        if x.dtype != in_proj.w.dtype or x.device != in_proj.w.device:
-            return None  # split_heads refuses x by the module's names
-        if k.dim() != 4:
-            k, u, v = self._weights()
-        norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
-        return LayerWeights(in_proj, (k, u, v), router, self.router_eps, out_proj, *norm)
+        return weights if k.dim() == 4 else weights._replace(mix=self._weights())
 
     def _mix(self, q: Tensor) -> Tensor:
         """Q -> S, both [..., H, d_h]. The caller keeps no reference to Q, so it is released before out_proj where no gradient needs it."""

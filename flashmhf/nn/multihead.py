@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import checks, reference, torch_private
-from ..backends.contract import ProjectionWeights
+from ..backends.contract import LayerWeights, ProjectionWeights
 from .arguments import divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
 from .network import Network
@@ -96,6 +96,18 @@ class HeadRMSNorm(nn.Module):
 
     def forward(self, q: Tensor) -> Tensor:
         return reference.normalise_heads(q, self.weight, self.eps)
+
+
+def plain_layer(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor) -> LayerWeights | None:
+    """Return the weights of a whole layer if no part of it is hooked, replaced, patched or computed, else None."""
+    modules = module._modules  # not attributes, each of which takes the host a microsecond
+    in_proj, out_proj, q_norm = plain_linear(modules.get("in_proj")), plain_linear(modules.get("out_proj")), modules.get("q_norm")
+    if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)):
+        return None
+    if not (is_ordinary(router) and all(map(is_ordinary, networks))):
+        return None
+    norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
+    return LayerWeights(in_proj, networks, router, module.router_eps, out_proj, *norm)
 
 
 class MultiHead(Network):

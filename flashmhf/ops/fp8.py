@@ -28,10 +28,7 @@ def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor
 
 def _check(q: Tensor, packed: tuple[Tensor, ...], r: Gate) -> None:
     check_operands(q, *packed)
-    if isinstance(r, Router):
-        checks.router(q, *r, packed[0])
-    else:
-        checks.weights(q, packed[0], r)
+    checks.gate(q, packed[0], r)
 
 
 def _define(schema: str, gate: Callable[..., Gate]) -> None:

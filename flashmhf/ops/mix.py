@@ -48,10 +48,7 @@ def _check(call: _Call) -> None:
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
     checks.operands(q, k, u, v, contiguous=contiguous)
-    if isinstance(r, Router):
-        checks.router(q, *r, k, contiguous=contiguous)
-    else:
-        checks.weights(q, k, r)
+    checks.gate(q, k, r, contiguous=contiguous)
     for grad_out in upstream:
         checks.upstream_gradient(grad_out, q)
     for dk, du, dv in sums:

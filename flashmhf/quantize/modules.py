@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import checks, torch_private
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
-from ..nn.multihead import HeadRMSNorm, check_input, is_ordinary, is_plain, only_values_matter, plain_linear
+from ..nn.multihead import check_input, only_values_matter, plain_layer
 from ..nn.network import Contiguous
 from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
@@ -87,14 +87,9 @@ class Fp8FlashMHF(Contiguous):
 
     def _plain_weights(self) -> LayerWeights | None:
         """As that of :class:`flashmhf.FlashMHF`."""
-        in_proj, out_proj, q_norm = plain_linear(self.in_proj), plain_linear(self.out_proj), self.q_norm
-        if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)):
+        if type(self) is not Fp8FlashMHF or any(name in self.__dict__ for name in _PARTS):
             return None
-        packed, router = (self.k8, self.u8, self.v8, self.scales), self.router
-        if type(self) is not Fp8FlashMHF or any(name in self.__dict__ for name in _PARTS) or not all(map(is_ordinary, (*packed, router))):
-            return None
-        norm = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.eps)
-        return LayerWeights(in_proj, packed, router, self.router_eps, out_proj, *norm)
+        return plain_layer(self, (self.k8, self.u8, self.v8, self.scales), self.router)
 
     def query(self, x: Tensor) -> Tensor:
         """The operator's q [..., H, d_h] of x [..., d_model]."""
