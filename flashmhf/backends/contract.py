@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 
 DEFAULTS = Settings()
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-WeightSums = tuple[Tensor, Tensor, Tensor]
+WeightGrads = tuple[Tensor, Tensor, Tensor]
 
 
 class AnyBackend(Protocol):
@@ -99,17 +99,14 @@ class Backend(AnyBackend, Protocol):
         """S [..., H, d_h] in q's dtype, contiguous."""
         ...
 
-    def backward(self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: WeightGrads | None = None
+    ) -> Gradients:
         """(dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
 
-        An empty tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
+        dk, du and dv are new tensors in k's dtype, or are added to those of ``into``, which are fp32 (fp64 for fp64 operands). An empty
+        tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
         """
-        ...
-
-    def backward_accumulate_(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings
-    ) -> tuple[Tensor, Tensor]:
-        """(dq, dr); adds the weight gradients into ``sums`` (dk, du, dv), which are fp32 (fp64 for fp64 operands)."""
         ...
 
 

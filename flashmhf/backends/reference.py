@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import reference
-from .contract import Gate, Gradients, Router, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
+from .contract import Gate, Gradients, Router, Settings, WeightGrads, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
@@ -18,14 +18,20 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     return reference.forward(q, k, u, v, r, activation=settings.activation).contiguous()
 
 
-def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
-    """(dq, dk, du, dv, dr), or dw in place of dr; what ``settings.needs`` leaves out is an empty tensor."""
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: WeightGrads | None = None
+) -> Gradients:
     values = reference.gate(q, *r) if isinstance(r, Router) else r
     dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, values, activation=settings.activation)
-    if not isinstance(r, Router):
-        return _select(q, settings.needs, (dq, dr), (dk, du, dv))
-    dq_gate, dw = reference.gate_backward(dr, q, *r)
-    return _select(q, settings.needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(r.w.dtype)))
+    if isinstance(r, Router):
+        dq_gate, dw = reference.gate_backward(dr, q, *r)
+        return _select(q, settings.needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(r.w.dtype)))
+    results = _select(q, settings.needs, (dq, dr), (dk, du, dv))
+    if into is None or not settings.needs[1]:
+        return results
+    for total, grad in zip(into, results[1:4], strict=True):
+        total += grad
+    return results[0], *into, results[4]
 
 
 def _select(q: Tensor, needs: tuple[bool, bool], tokens: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -33,14 +39,3 @@ def _select(q: Tensor, needs: tuple[bool, bool], tokens: tuple[Tensor, ...], wei
     none = q.new_empty(0)
     first, *rest = (x.contiguous() if needs[0] else none for x in tokens)
     return (first, *(x.contiguous() if needs[1] else none for x in weights), *rest)
-
-
-def backward_accumulate_(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """(dq, dr); the weight gradients are added to ``sums``."""
-    dq, *weight_grads, dr = backward(grad_out, q, k, u, v, r, settings)
-    if settings.needs[1]:
-        for total, grad in zip(sums, weight_grads, strict=True):
-            total += grad
-    return dq, dr

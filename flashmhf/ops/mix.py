@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Backend, Gate, Router, Settings, WeightSums
+from ..backends.contract import Backend, Gate, Router, Settings, WeightGrads
 from ..backends.tokens import collapse
 from .library import LIBRARY, cast, define
 
@@ -22,16 +22,15 @@ Result: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
 class _Call(NamedTuple):
-    """One call: the back ends' function and its operands."""
+    """One call: the operands of a back end's ``forward``, or with ``upstream`` of its ``backward``."""
 
-    function: str
-    upstream: tuple[()] | tuple[Tensor]  # grad_out of a backward function
+    upstream: tuple[()] | tuple[Tensor]  # grad_out
     q: Tensor
     k: Tensor
     u: Tensor
     v: Tensor
     r: Gate
-    sums: tuple[()] | tuple[WeightSums]  # dk, du, dv of backward_accumulate_
+    into: WeightGrads | None  # dk, du, dv of backward_accumulate_
     backend: str
     settings: Settings
 
@@ -44,24 +43,27 @@ def _back_end(call: _Call) -> Backend:
 
 def _check(call: _Call) -> None:
     """Raise for operands that do not belong together. The definition reads weights of any strides, such as vmap's slices of a batch."""
-    _, upstream, q, k, u, v, r, sums, backend, settings = call
+    upstream, q, k, u, v, r, into, backend, settings = call
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
     checks.operands(q, k, u, v, contiguous=contiguous)
     checks.gate(q, k, r, contiguous=contiguous)
     for grad_out in upstream:
         checks.upstream_gradient(grad_out, q)
-    for dk, du, dv in sums:
-        checks.accumulators(k, dk=dk, du=du, dv=dv)
+    if into is not None:
+        checks.accumulators(k, **dict(zip(("dk", "du", "dv"), into, strict=True)))
 
 
 def _values(call: _Call) -> Result:
     """What every operator's kernel runs."""
     _check(call)
-    function, upstream, q, k, u, v, r, sums, backend, settings = call
-    run = getattr(_back_end(call), function)
+    upstream, q, k, u, v, r, into, backend, settings = call
+    back_end = _back_end(call)
     if q.numel() or backend == REFERENCE:  # the definition takes empty tensors as they are, and keeps them differentiable
-        return run(*upstream, q, k, u, v, r, *sums, settings)
+        if not upstream:
+            return back_end.forward(q, k, u, v, r, settings)
+        dq, *weight_grads, of_gate = back_end.backward(*upstream, q, k, u, v, r, settings, into)
+        return (dq, *weight_grads, of_gate) if into is None else (dq, of_gate)
     result = _empty(call)
     for x in (result,) if isinstance(result, Tensor) else result:
         x.zero_()
@@ -84,7 +86,7 @@ def _empty(call: _Call) -> Result:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else q.new_empty(0)
 
     of_gate = gradient(call.r.w, weights) if isinstance(call.r, Router) else gradient(call.r, tokens)
-    if call.sums:
+    if call.into is not None:
         return gradient(q, tokens), of_gate
     return gradient(q, tokens), *(gradient(x, weights) for x in (call.k, call.u, call.v)), of_gate
 
@@ -180,32 +182,32 @@ def _describe(
 def _forward(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, deterministic: bool | None = None, **how: str
 ) -> _Call:
-    return _describe("forward", (), q, k, u, v, r, (), deterministic=deterministic, **how)
+    return _describe((), q, k, u, v, r, None, deterministic=deterministic, **how)
 
 
 def _gated_forward(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool | None = None, **how: str
 ) -> _Call:
-    return _describe("forward", (), q, k, u, v, Router(w, eps), (), deterministic=deterministic, **how)
+    return _describe((), q, k, u, v, Router(w, eps), None, deterministic=deterministic, **how)
 
 
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False, **how: Any
 ) -> _Call:
-    return _describe("backward", (grad_out,), q, k, u, v, r, (), deterministic=deterministic, **how)
+    return _describe((grad_out,), q, k, u, v, r, None, deterministic=deterministic, **how)
 
 
 def _gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, **how: Any
 ) -> _Call:
-    return _describe("backward", (grad_out,), q, k, u, v, Router(w, eps), (), deterministic=deterministic, **how)
+    return _describe((grad_out,), q, k, u, v, Router(w, eps), None, deterministic=deterministic, **how)
 
 
 def _backward_accumulate(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *sums_and_flag: Any, **how: Any
 ) -> _Call:
     dk, du, dv, deterministic = (*sums_and_flag, False)[:4]
-    return _describe("backward_accumulate_", (grad_out,), q, k, u, v, r, ((dk, du, dv),), deterministic=deterministic, **how)
+    return _describe((grad_out,), q, k, u, v, r, (dk, du, dv), deterministic=deterministic, **how)
 
 
 def _define(schema: str, describe: Callable[..., _Call], casts: str = "") -> None:

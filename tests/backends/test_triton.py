@@ -194,7 +194,7 @@ def test_needs_and_dq_dtype():
             assert torch.equal(part, whole) if needed else part.shape == (0,)
     dq, _ = launch.token_grads(p.grad_out, *p.operands, p.r, Settings(), torch.float32)
     assert dq.dtype == torch.float32 and torch.equal(dq.to(HALF), full[0])
-    assert back_end.backward(p.grad_out, *p.operands, None)[4].shape == (0,)
+    assert back_end.backward(p.grad_out, *p.operands, None, Settings())[4].shape == (0,)
 
 
 @runs_kernels
@@ -203,12 +203,13 @@ def test_accumulate_adds_to_the_buffers():
     exact = p.backward()[1]
     start = [torch.randn(p.k.shape, device=DEVICE) for _ in range(3)]
     buffers = [x.clone() for x in start]
-    dq, dr = back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, buffers)
-    expected = back_end.backward(p.grad_out, *p.operands, p.r)
+    dq, *results, dr = back_end.backward(p.grad_out, *p.operands, p.r, Settings(), buffers)
+    expected = back_end.backward(p.grad_out, *p.operands, p.r, Settings())
     assert torch.equal(dq, expected[0]) and torch.equal(dr, expected[4])
+    assert all(result is buffer for result, buffer in zip(results, buffers, strict=True))
     for before, after, grad in zip(start, buffers, exact[1:4], strict=True):
         assert relative_l2(after - before, grad) < 2.6e-3
-    assert back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, buffers, Settings(needs=(False, True)))[0].shape == (0,)
+    assert back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(False, True)), buffers)[0].shape == (0,)
 
 
 @runs_kernels
@@ -221,7 +222,7 @@ def test_split_and_unsplit_sums(waves, monkeypatch):
     p = make(200, 1, 32, 3, 48, HALF)
     check(p)
     buffers = [torch.ones(p.k.shape, device=DEVICE) for _ in range(3)]
-    back_end.backward_accumulate_(p.grad_out, *p.operands, p.r, buffers)
+    back_end.backward(p.grad_out, *p.operands, p.r, Settings(), buffers)
     for buffer, exact in zip(buffers, p.backward()[1][1:4], strict=True):
         assert relative_l2(buffer - 1, exact) < 2.6e-3
 

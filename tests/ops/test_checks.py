@@ -201,11 +201,11 @@ def test_hopper_refuses_accumulators_off_alignment(monkeypatch):
     """Views of one flat buffer, as Megatron's main_grad are; the kernels add to them in vectors of 16 bytes."""
     p = problem(3, 1, 64, 1, 16, torch.bfloat16)
     buffers = {name: torch.zeros(p.k.numel() + 1)[name == "du" :][: p.k.numel()].view(p.k.shape) for name in ("dk", "du", "dv")}
-    arguments = (p.grad_out, p.q, p.k, p.u, p.v, p.r, tuple(buffers.values()))
+    arguments, into = (p.grad_out, p.q, p.k, p.u, p.v, p.r), tuple(buffers.values())
     with pytest.raises(ValueError, match="du has storage offset 1; the hopper back end supports multiples of 16 bytes"):
-        hopper.backward_accumulate_(*arguments, Settings())
-    monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(backward_accumulate_=lambda *arguments: "called"))
-    assert hopper.backward_accumulate_(*arguments, Settings(needs=(True, False))) == "called"
+        hopper.backward(*arguments, Settings(), into)
+    monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(backward_accumulate_=lambda *arguments: ("dq", "dr")))
+    assert hopper.backward(*arguments, Settings(needs=(True, False)), into) == ("dq", *into, "dr")
 
 
 @pytest.mark.gpu

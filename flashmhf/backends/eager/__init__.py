@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import reference
 from ...reference import accumulate_dtype
 from .. import gating
-from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightSums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightGrads, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 from ..tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger
@@ -101,37 +101,23 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
-) -> Gradients:
-    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor."""
-    weight_grads = tuple(torch.zeros_like(k) for _ in range(3)) if settings.needs[1] else None
-    dq, dr = _backward(grad_out, q, k, u, v, r, weight_grads, settings, dq_dtype)
-    return dq, *(weight_grads or (q.new_empty(0),) * 3), dr
-
-
-def backward_accumulate_(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """(dq, dr); the weight gradients are added to ``sums``."""
-    return _backward(grad_out, q, k, u, v, r, sums if settings.needs[1] else None, settings, q.dtype)
-
-
-def _backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     u: Tensor,
     v: Tensor,
     r: Tensor | None,
-    weight_grads: WeightSums | None,
     settings: Settings,
+    into: WeightGrads | None,
     dq_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Adds into ``weight_grads`` and returns (dq, dr). m = q k, n = q u, a = activation(m), g = grad_out v:
+) -> Gradients:
+    """(dq, dk, du, dv, dr). With m = q k, n = q u, a = activation(m), g = grad_out v:
     dr = sum g a n, dn = g a r, dm = g n r a'(m), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
     """
     _, activate_backward = _ACTIVATIONS[settings.activation]
-    needs_tokens = settings.needs[0]
+    needs_tokens, needs_weights = settings.needs
+    if into is None:
+        into = tuple(torch.zeros_like(k) if needs_weights else q.new_empty(0) for _ in range(3))
     kv_heads, subnets, subnet_dim, head_dim = k.shape
     heads, tokens = q.shape[-2], token_count(q)
     group = heads // kv_heads
@@ -149,8 +135,8 @@ def _backward(
         members = slice(kv * group, (kv + 1) * group)
         # fp32 sums of one head at a time: the only buffers that grow with d_ff.
         sums = None
-        if weight_grads is not None:
-            targets = [x.view(k.shape)[kv] for x in weight_grads]
+        if needs_weights:
+            targets = [x.view(k.shape)[kv] for x in into]
             sums = [x if x.dtype == dtype else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in targets]
         for start in range(0, tokens, step):
             block = slice(start, min(start + step, tokens))
@@ -189,7 +175,7 @@ def _backward(
             for target, total in zip(targets, sums, strict=True):
                 if total is not target:
                     target += total
-    return dq, dr
+    return dq, *into, dr
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

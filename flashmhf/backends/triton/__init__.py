@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checks import name_of
 from .. import gating
-from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightSums, layer  # noqa: F401  (layer is this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightGrads, layer  # noqa: F401  (layer is this back end's too)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
@@ -65,19 +65,17 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    settings: Settings,
+    into: WeightGrads | None,
+    dq_dtype: torch.dtype,
 ) -> Gradients:
-    """(dq, dk, du, dv, dr); what ``settings.needs`` leaves out is an empty tensor."""
     dq, dr = _launch().token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)
     if settings.needs[1]:
-        return dq, *_launch().weight_grads(grad_out, q, k, u, v, r, None, settings.activation), dr
-    return dq, *(q.new_empty(0) for _ in range(3)), dr
-
-
-def backward_accumulate_(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, sums: WeightSums, settings: Settings = DEFAULTS
-) -> tuple[Tensor, Tensor]:
-    """(dq, dr); the weight gradients are added to ``sums``."""
-    if settings.needs[1]:
-        _launch().weight_grads(grad_out, q, k, u, v, r, sums, settings.activation)
-    return _launch().token_grads(grad_out, q, k, u, v, r, settings, q.dtype)
+        return dq, *_launch().weight_grads(grad_out, q, k, u, v, r, into, settings.activation), dr
+    return dq, *(into or (q.new_empty(0) for _ in range(3))), dr

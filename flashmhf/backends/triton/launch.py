@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import driver
-from ..contract import Settings, WeightSums
+from ..contract import Settings, WeightGrads
 from ..tokens import collapse, token_count
 from . import kernels
 from .configs import TABLE, Config
@@ -203,8 +203,8 @@ def token_grads(
 
 
 def weight_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, buffers: WeightSums | None, activation: str = "silu"
-) -> WeightSums:
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, buffers: WeightGrads | None, activation: str = "silu"
+) -> WeightGrads:
     """(dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
     with _launching(q.device):
         config = _config(q, "weight_grads", k.shape[2])
