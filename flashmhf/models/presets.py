@@ -16,6 +16,7 @@ paper's.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 from ..nn import default_subnet_dim
@@ -80,7 +81,7 @@ class Preset:
             bos_token_id=0,
             eos_token_id=0,
         )
-        return FlashMHFConfig(**{**settings, **self.settings, **overrides})
+        return FlashMHFConfig(**{**settings, **copy.deepcopy(self.settings), **overrides})
 
 
 def _table() -> dict[str, Preset]:
@@ -120,28 +121,21 @@ def _table() -> dict[str, Preset]:
 PRESETS = _table()
 
 
-def _shipped() -> dict[str, Preset]:
-    presets = {}
-
-    def add(
-        name: str, ffn: str, scale: str, layers: int, intermediate: int, heads=None, subnets=None, q_norm=False, **gains: float
-    ) -> None:
-        init = {"ffn_init": "official", "ffn_official_init": gains} if heads else {"ffn_init": "normal"}
-        settings = {"ffn_q_norm": q_norm, **init}
-        presets[name] = Preset(name, ffn, SCALES[scale], layers, intermediate, heads, subnets, settings=settings)
-
-    add("configure-1-tinymhffnmoe", "flashmhf", "128m", 10, 2048, 8, 8)
-    add("configure-2-mhffnmoe-TriDao-350M", "flashmhf", "370m", 20, 2816, 8, 11, q_norm=True)
-    add("configure-3-mhffnmoe-TriDao-1.3B", "flashmhf", "1.3b", 20, 5632, 16, 22, q_norm=True)
-    add("configure7-tinymhffn", "mh_ffn", "128m", 10, 2048, 8, in_proj=1.0, out_proj=1.0)
-    add("configure8-TriDao-350M-noskip", "mh_ffn", "370m", 20, 2752, 8, q_norm=True)
-    add("configure8-tinyllama", "swiglu", "128m", 12, 2048)
-    add("configure9-TriDao-350M-bf16-pile", "swiglu", "370m", 24, 2752)
-    add("configure10-TriDao-1.3B-bf16-pile", "swiglu", "1.3b", 24, 5504)
-    return presets
-
-
-OFFICIAL = _shipped()
+_INIT = {"ffn_init": "official", "ffn_official_init": {}}
+_SMALL_MHFFN = {"ffn_init": "official", "ffn_official_init": {"in_proj": 1.0, "out_proj": 1.0}}
+OFFICIAL = {
+    name: Preset(name, ffn, SCALES[scale], layers, intermediate, heads, subnets, settings=settings)
+    for name, ffn, scale, layers, intermediate, heads, subnets, settings in (
+        ("configure-1-tinymhffnmoe", "flashmhf", "128m", 10, 2048, 8, 8, _INIT),
+        ("configure-2-mhffnmoe-TriDao-350M", "flashmhf", "370m", 20, 2816, 8, 11, _INIT | {"ffn_q_norm": True}),
+        ("configure-3-mhffnmoe-TriDao-1.3B", "flashmhf", "1.3b", 20, 5632, 16, 22, _INIT | {"ffn_q_norm": True}),
+        ("configure7-tinymhffn", "mh_ffn", "128m", 10, 2048, 8, None, _SMALL_MHFFN),
+        ("configure8-TriDao-350M-noskip", "mh_ffn", "370m", 20, 2752, 8, None, _INIT | {"ffn_q_norm": True}),
+        ("configure8-tinyllama", "swiglu", "128m", 12, 2048, None, None, {"ffn_init": "normal"}),
+        ("configure9-TriDao-350M-bf16-pile", "swiglu", "370m", 24, 2752, None, None, {"ffn_init": "normal"}),
+        ("configure10-TriDao-1.3B-bf16-pile", "swiglu", "1.3b", 24, 5504, None, None, {"ffn_init": "normal"}),
+    )
+}
 
 
 def preset(name: str) -> Preset:
