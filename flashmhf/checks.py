@@ -30,7 +30,8 @@ def instance(name: str, value: object, kind: type | tuple[type, ...], shown: str
 def tensors(**arguments: object) -> None:
     """TypeError for the first argument that is not a tensor."""
     for name, value in arguments.items():
-        instance(name, value, Tensor, "a torch.Tensor")
+        if not isinstance(value, Tensor):  # on every call's way: without another call
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def strided(**arguments: object) -> None:
@@ -100,7 +101,10 @@ def weight_shape(k: Tensor, name: str = "k") -> None:
 
 def _networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous: bool = True) -> None:
     for name, tensor in (("k", k), ("u", u), ("v", v)):
-        expect_like(name, tensor, like, k.shape, "k's shape [H_kv, E, d_e, d_h]", of=of)
+        expect_dtype(name, tensor, like, of=of)
+        expect_device(name, tensor, like, of=of)
+        if tensor is not k:
+            expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
         if contiguous:
             expect_contiguous(name, tensor)
 

@@ -95,8 +95,7 @@ class FlashMHFDecoderLayer(LlamaDecoderLayer):
         scheme = Scheme(config.ffn_init, config.initializer_range, config.num_hidden_layers, config.official_init)
         self.mlp.set_scheme(scheme)  # for whichever of its weights a checkpoint leaves out
         self.input_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        norm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
-        self.post_attention_layernorm = norm
+        self.post_attention_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
 
 
 class FlashMHFPreTrainedModel(LlamaPreTrainedModel):

@@ -7,7 +7,7 @@ current stream, without synchronising and without copying q; shapes for fake ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..backends.contract import Backend, Gate, Router, Settings, WeightGrads
 from ..backends.tokens import collapse
 from .library import LIBRARY, cast, define
 
-Result: TypeAlias = "Tensor | tuple[Tensor, ...]"
+Result = Tensor | tuple[Tensor, ...]
 
 
 class _Call(NamedTuple):
@@ -35,10 +35,10 @@ class _Call(NamedTuple):
     settings: Settings
 
 
-def _back_end(call: _Call) -> Backend:
-    if call.backend == REFERENCE:
+def _back_end(q: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
+    if backend == REFERENCE:
         return backends.reference  # without the cache of select, which Dynamo would trace
-    return backends.select(call.backend, call.q.device, call.q.dtype, call.k.shape[3], call.k.shape[2], call.settings.activation)
+    return backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], activation)
 
 
 def _check(call: _Call) -> None:
@@ -58,12 +58,12 @@ def _values(call: _Call) -> Result:
     """What every operator's kernel runs."""
     _check(call)
     upstream, q, k, u, v, r, into, backend, settings = call
-    back_end = _back_end(call)
+    back_end = _back_end(q, k, backend, settings.activation)
     if q.numel() or backend == REFERENCE:  # the definition takes empty tensors as they are, and keeps them differentiable
         if not upstream:
             return back_end.forward(q, k, u, v, r, settings)
-        dq, *weight_grads, of_gate = back_end.backward(*upstream, q, k, u, v, r, settings, into)
-        return (dq, *weight_grads, of_gate) if into is None else (dq, of_gate)
+        gradients = back_end.backward(*upstream, q, k, u, v, r, settings, into)
+        return gradients if into is None else (gradients[0], gradients[4])
     result = _empty(call)
     for x in (result,) if isinstance(result, Tensor) else result:
         x.zero_()

@@ -53,8 +53,6 @@ def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backen
     Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf` does, NotImplementedError also where an input
     requires a gradient.
     """
-    checks.strided(q=q)
+    checks.strided(q=q, **({} if r is None else {"r": r}))
     checks.options(backend=(backend, str))
-    if r is not None:
-        checks.strided(r=r)
     return torch.ops.flashmhf.fp8_forward(q, *operands(packed), r, backend=backend)

@@ -55,9 +55,8 @@ class Fp8FlashMHF(Contiguous):
         checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
         if type(network).forward is not FlashMHF.forward:
             raise NotImplementedError(f"network is a {type(network).__name__} with a forward of its own; supported: FlashMHF's forward")
-        activation = getattr(network, "activation", "silu")
-        if activation != "silu":
-            raise ValueError(f"activation is {activation!r}; supported in FP8: 'silu'")
+        if network.activation != "silu":
+            raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
             raise NotImplementedError("network has DTensor parameters; supported: plain ones, before parallelize or fully_shard")
         super().__init__()

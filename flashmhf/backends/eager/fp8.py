@@ -41,10 +41,9 @@ def inter(q8: Tensor, unit: Tensor, k: Tensor, u: Tensor, k_scale: Tensor) -> Te
     return m * (1 + torch.tanh(0.5 * unit * k_scale * m)) * n
 
 
-def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate, dtype: torch.dtype = torch.float32) -> Tensor:
-    """S [..., H, d_h] in q's dtype; ``dtype``: of products and sums."""
-    total, _ = _forward(q, k8, u8, v8, scales, reference.gate(q, *r) if isinstance(r, Router) else r, dtype)
-    return total.to(q.dtype)
+def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
+    """S [..., H, d_h] in q's dtype."""
+    return _forward(q, k8, u8, v8, scales, reference.gate(q, *r) if isinstance(r, Router) else r, torch.float32)[0].to(q.dtype)
 
 
 def saturated(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> int:
