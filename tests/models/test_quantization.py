@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -132,24 +129,6 @@ def test_replaced_networks(tmp_path):
     assert type(again) is transformers.LlamaForCausalLM
     same_bits(again, model)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
-
-
-LOADED_ELSEWHERE = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-assert model.hf_quantizer.pre_quantized
-torch.save(model(torch.arange(9)[None]).logits, sys.argv[2])
-"""
-
-
-def test_loads_where_flashmhf_is_not_imported(packed, tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(flashmhf.__file__).parents[1]), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", LOADED_ELSEWHERE, packed, tmp_path / "logits.pt"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), FlashMHFForCausalLM.from_pretrained(packed)(IDS).logits)
 
 
 def copy(directory: Path, to: Path, change=lambda state: None, **quantization) -> Path:

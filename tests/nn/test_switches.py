@@ -137,12 +137,6 @@ def test_gains_of_the_official_initialisation_are_checked(gains, error, message)
         OfficialInit(**gains)
 
 
-def test_replaced_networks_of_grouped_heads_have_equal_parameters():
-    swiglu = flashmhf.SwiGLU(256, 704)
-    model = nn.Sequential(swiglu)
-    assert flashmhf.replace_ffn(model, num_heads=4, num_kv_heads=1) == ["0"]
-    counts = [sum(p.numel() for p in network.parameters()) for network in (swiglu, model[0])]
-    assert counts[1] == pytest.approx(counts[0], rel=0.03) and model[0].num_kv_heads == 1
 
 
 def test_padded_subnets_are_the_same_function_and_stay_padded():

@@ -162,48 +162,14 @@ def test_modules_refuse_what_is_no_dense_tensor_of_floats():
 # Conversion
 
 
-def test_a_model_that_is_itself_a_swiglu_is_not_replaced_in_place():
-    model = flashmhf.SwiGLU(64, 192)
-    with pytest.raises(ValueError, match=r"model is itself a SwiGLU network .*FlashMHF.from_swiglu\(model\)"):
-        flashmhf.replace_ffn(model)
-    assert "" not in model._modules and list(model._modules) == ["gate_proj", "up_proj", "down_proj"]
-    assert flashmhf.replace_ffn(torch.nn.Sequential(model)) == ["0"]
-    assert flashmhf.FlashMHF.from_swiglu(model).k.shape == (1, 1, 192, 64)
 
 
-def test_from_swiglu_refuses_a_normalisation_that_a_swiglu_has_not():
-    with pytest.raises(ValueError, match="q_norm is True; .*supports q_norm=False"):
-        flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(64, 192), q_norm=True)
-    assert flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(64, 192), q_norm=False).q_norm is None
 
 
-def test_from_swiglu_refuses_what_has_not_three_linear_layers():
-    class Adapter(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    adapted = flashmhf.SwiGLU(64, 192)
-    adapted.up_proj = Adapter(64, 192, bias=False)
-    for module, message in (
-        (torch.nn.Linear(64, 64), "swiglu.gate_proj must be a torch.nn.Linear, got none"),
-        (None, "swiglu.gate_proj must be a torch.nn.Linear, got none"),
-        (adapted, "swiglu.up_proj must be a torch.nn.Linear, got Adapter"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            flashmhf.FlashMHF.from_swiglu(module)
 
 
-def test_replacement_checks_the_number_of_heads():
-    for heads, exception in ((0, ValueError), (2.0, TypeError)):
-        with pytest.raises(exception, match="num_heads"):
-            flashmhf.replace_ffn(torch.nn.Sequential(flashmhf.SwiGLU(64, 192)), num_heads=heads)
 
 
-def test_a_refused_replacement_leaves_the_model_as_it_was():
-    model = torch.nn.Sequential(flashmhf.SwiGLU(64, 192), flashmhf.SwiGLU(50, 192))
-    with pytest.raises(ValueError, match="d_model is 50; it must be a multiple of num_heads = 4"):
-        flashmhf.replace_ffn(model, num_heads=4)
-    assert all(type(module) is flashmhf.SwiGLU for module in model)
 
 
 @pytest.mark.parametrize(
