@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
+from conftest import run_interpreted
 
 import flashmhf
 from flashmhf import backends, quantize
@@ -33,10 +31,7 @@ runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 @pytest.mark.timeout(600)  # all tests of this file in one
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 def make(tokens=40, heads=2, subnets=3, subnet_dim=48, head_dim=32, *, group=1, dtype=HALF, seed=0):
@@ -60,45 +55,27 @@ def check(q, packed, r):
     assert relative_l2(out, points) <= (DISTANCE[q.dtype] if INTERPRETED else HOPPER_SUMS)
 
 
-@runs_kernels
-@pytest.mark.parametrize("head_dim", triton.HEAD_DIMS)
-def test_head_dims(head_dim):
-    check(*make(head_dim=head_dim, subnets=2))
+CASES = [
+    *({"head_dim": head_dim, "subnets": 2} for head_dim in triton.HEAD_DIMS),
+    *({"subnet_dim": subnet_dim, "dtype": dtype} for subnet_dim in (16, 32, 80, 144) for dtype in (torch.float32, HALF)),
+    *({"tokens": tokens} for tokens in (1, 63, 64, 65)),
+    *({"heads": heads, "group": group} for heads, group in ((4, 2), (3, 3))),
+]
 
 
 @runs_kernels
-@pytest.mark.parametrize("subnet_dim", [16, 32, 80, 144])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_subnet_dims(subnet_dim, dtype):
-    check(*make(subnet_dim=subnet_dim, dtype=dtype))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values(case):
+    q, packed, r = make(**case)
+    for gate in (r, None, r.to(q.dtype)) if "tokens" in case else (r,):
+        check(q, packed, gate)
 
 
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65])
-def test_token_tails(tokens):
-    q, packed, r = make(tokens)
-    check(q, packed, r)
-    check(q, packed, None)
-    check(q, packed, r.to(q.dtype))
-
-
-@runs_kernels
-@pytest.mark.parametrize(("heads", "group"), [(4, 2), (3, 3)])
-def test_grouped_heads(heads, group):
-    check(*make(heads=heads, group=group))
-
-
-@runs_kernels
-def test_negative_and_large_gates():
-    q, packed, r = make()
-    check(q, packed, -100 * r)
-
-
-@runs_kernels
-@pytest.mark.parametrize("scale", [1e-6, 1e4])
-def test_magnitudes(scale):
+def test_magnitudes_and_negative_gates():
     q, packed, r = make(dtype=torch.float32)
-    check(q * scale, packed, r)
+    for scale, factor in ((1e-6, 1), (1e4, 1), (1, -100)):
+        check(q * scale, packed, factor * r)
 
 
 @runs_kernels

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
+from conftest import run_interpreted
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
@@ -31,10 +31,7 @@ gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 @pytest.mark.timeout(900)  # all tests of this file in one
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 def make(*args, **kwargs):
@@ -63,60 +60,40 @@ def same(left, right):
         assert torch.equal(a, b), f"{name}: {relative_l2(a, b.double()):.3e}"
 
 
-@runs_kernels
-@pytest.mark.parametrize("head_dim", back_end.HEAD_DIMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
-def test_values(head_dim, dtype):
-    check(make(70 if INTERPRETED else 130, 2, head_dim, 3, 80, dtype))  # the interpreter takes seconds for a hundred tokens
+CASES = [  # arguments of problem, and p.activation; the interpreter takes seconds for a hundred tokens
+    *(
+        {"shape": (70 if INTERPRETED else 130, 2, head_dim, 3, 80), "dtype": dtype}
+        for head_dim in back_end.HEAD_DIMS
+        for dtype in (torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16]))
+    ),
+    *({"shape": (tokens, 1, 32, 2, 48)} for tokens in (1, 63, 64, 65, 200 if INTERPRETED else 1000)),
+    *({"shape": (70, 2, 64, 2, subnet_dim)} for subnet_dim in (16, 32, 64, 112, 384)),
+    *({"shape": ((3, 23), 2, 64, subnets, 48), "gate": gate} for subnets in (1, 5) for gate in (None, "same")),
+    *(
+        {"shape": (70, 2, 32, 3, 48), "dtype": dtype, "activation": name}
+        for dtype in (torch.float32, HALF)
+        for name in ("gelu", "relu", "relu2")
+    ),
+    *(
+        {"shape": ((3, 50), heads, 32, 3, 48), "gate": gate, "num_kv_heads": kv_heads}
+        for heads, kv_heads in ((4, 2), (3, 1))
+        for gate in (None, "float32")
+    ),
+    *(  # fp16 has not the range
+        {"shape": (100 if INTERPRETED else 200, 2, 64, 2, 64), "dtype": torch.float32 if INTERPRETED else torch.bfloat16, "scale": scale}
+        for scale in (1e-3, 30.0)
+    ),
+    *({"shape": (100 if INTERPRETED else 300, 2, 64, 2, 64), "dtype": dtype, "mean_score": -6.0} for dtype in (torch.float32, HALF)),
+]
 
 
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200 if INTERPRETED else 1000])
-def test_token_tails(tokens):
-    check(make(tokens, 1, 32, 2, 48, HALF))
-
-
-@runs_kernels
-@pytest.mark.parametrize("subnet_dim", [16, 32, 64, 112, 384])
-def test_subnet_dims(subnet_dim):
-    check(make(70, 2, 64, 2, subnet_dim, HALF))
-
-
-@runs_kernels
-@pytest.mark.parametrize("gate", [None, "same"])
-@pytest.mark.parametrize("subnets", [1, 5])
-def test_gates(gate, subnets):
-    check(make((3, 23), 2, 64, subnets, 48, HALF, gate=gate))
-
-
-@runs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2"])
-def test_activations(activation, dtype):
-    p = make(70, 2, 32, 3, 48, dtype)
-    p.activation = activation
-    check(p)
-
-
-@runs_kernels
-@pytest.mark.parametrize("gate", [None, "float32"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
-def test_grouped_heads(heads, kv_heads, gate):
-    check(make((3, 50), heads, 32, 3, 48, HALF, gate=gate, num_kv_heads=kv_heads))
-
-
-@runs_kernels
-@pytest.mark.parametrize("scale", [1e-3, 30.0])
-def test_magnitudes(scale):
-    check(
-        make(100 if INTERPRETED else 200, 2, 64, 2, 64, torch.float32 if INTERPRETED else torch.bfloat16, scale=scale)
-    )  # fp16 has not the range
-
-
-@runs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_scores_around_minus_six(dtype):
-    check(make(100 if INTERPRETED else 300, 2, 64, 2, 64, dtype, mean_score=-6.0))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values(case):
+    """Head dimensions, tails of tokens and of d_e, gates, activations, grouped heads, magnitudes, scores in SiLU's exponential tail."""
+    case = {"dtype": HALF, "activation": "silu"} | case
+    activation = case.pop("activation")
+    check(dataclasses.replace(make(*case.pop("shape"), case.pop("dtype"), **case), activation=activation))
 
 
 def views(x):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from conftest import run_python
 
 from benchmarks.harness.training import covered
 
@@ -14,12 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_four_processes(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.distributed", "--smoke", "--ranks", "4", "--steps", "2", "--out", str(tmp_path / "run")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--parts", "module", "layouts"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ("-m", "benchmarks.distributed", "--smoke", "--ranks", 4, "--steps", 2, "--out", tmp_path / "run")
+    run_python(*command, "--parts", "module", "layouts", cwd=ROOT, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     record = json.loads((tmp_path / "run_x4_cpu.json").read_text())
     assert record["environment"]["ranks"] == 4 and {row["status"] for row in record["rows"]} == {"ok"}
     assert {row["tp"] for row in record["rows"] if row["part"] == "module"} == {1, 2, 4}

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +10,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from conftest import run_python
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import flashmhf
 from flashmhf import quantize
 from flashmhf.models import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.models.presets import MIB, PRESETS, preset
@@ -118,10 +114,7 @@ def test_a_saved_model_loads_where_flashmhf_is_not_imported(fp8, tmp_path):
         quantize.quantize_(model.requires_grad_(False))
     model.save_pretrained(saved)
     tokenizer.train(["text"], 300).save_pretrained(saved)
-    environment = os.environ | {"PYTHONPATH": str(Path(flashmhf.__file__).parents[1]), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", LOADED_ELSEWHERE, saved, again]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", LOADED_ELSEWHERE, saved, again, cwd=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
     with torch.no_grad():
         torch.testing.assert_close(torch.load(saved / "logits.pt"), model(torch.arange(9)[None]).logits, atol=1e-5, rtol=1e-5)
         assert torch.equal(AutoModelForCausalLM.from_pretrained(again)(tokens()).logits, model(tokens()).logits)

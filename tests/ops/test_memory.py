@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from conftest import run_python
 
 import flashmhf
 from benchmarks.harness import timing
@@ -60,9 +59,7 @@ os._exit(0)
 
 
 def measure(program: str, *arguments: str):
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_python("-c", program, *arguments).splitlines()[-1])
 
 
 @pytest.mark.parametrize(("backward", "most"), [(False, 1 / 20), (True, 1 / 12)])

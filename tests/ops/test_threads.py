@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 
 import flashmhf
 from flashmhf.backends import driver
@@ -211,11 +211,6 @@ def test_eight_threads_with_a_stream_each(name, gpu_backend):
 # In processes of their own: what comes first there
 
 
-def run_script(script: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-
-
 BACKWARD_FIRST = """
 import sys, torch
 import flashmhf
@@ -250,7 +245,7 @@ for a, e in zip(actual, expected, strict=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["operator", "gated"])
 def test_backward_is_the_first_thing_in_the_autograd_thread(gpu_backend, what):
-    run_script(BACKWARD_FIRST, gpu_backend, what, "cuda:0")
+    run_python("-c", BACKWARD_FIRST, gpu_backend, what, "cuda:0")
 
 
 @pytest.mark.gpu
@@ -258,7 +253,7 @@ def test_backward_is_the_first_thing_in_the_autograd_thread(gpu_backend, what):
 @two_gpus
 @pytest.mark.parametrize("what", ["operator", "gated"])
 def test_backward_is_the_first_thing_in_the_autograd_thread_of_another_device(gpu_backend, what):
-    run_script(BACKWARD_FIRST, gpu_backend, what, "cuda:1")
+    run_python("-c", BACKWARD_FIRST, gpu_backend, what, "cuda:1")
 
 
 EIGHT_AT_FIRST = """
@@ -295,14 +290,14 @@ for p, actual in zip(problems, results):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_eight_threads_are_the_first_to_use_the_back_end(gpu_backend):
-    run_script("import flashmhf.testing\n" + EIGHT_AT_FIRST, gpu_backend, "cuda")
+    run_python("-c", "import flashmhf.testing\n" + EIGHT_AT_FIRST, gpu_backend, "cuda")
 
 
 def test_eight_threads_under_tritons_interpreter(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    run_script("import flashmhf.testing\n" + EIGHT_AT_FIRST, "triton", "cpu")
+    run_python("-c", "import flashmhf.testing\n" + EIGHT_AT_FIRST, "triton", "cpu")
 
 
 FORK = """
@@ -341,7 +336,7 @@ use_cuda()
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_a_process_that_was_forked_before_cuda_was_used(gpu_backend):
-    run_script(FORK, gpu_backend)
+    run_python("-c", FORK, gpu_backend)
 
 
 NO_CUDA_CALLS = """
@@ -364,7 +359,7 @@ flashmhf.backends.hopper.library()
 
 def test_import_and_use_on_a_cpu_do_not_touch_cuda():
     """A process that forks workers must not have initialised CUDA before."""
-    run_script(NO_CUDA_CALLS)
+    run_python("-c", NO_CUDA_CALLS)
 
 
 # The helper that makes a context current, against a driver that records

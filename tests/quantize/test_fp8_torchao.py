@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from conftest import run_python
 from torch import nn
 
 import flashmhf
@@ -32,8 +30,7 @@ assert not any(name.partition(".")[0] == "torchao" for name in sys.modules)
 
 @pytest.mark.parametrize("code", [BLOCKED, NOT_IMPORTED])
 def test_torchao_is_no_dependency(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 def test_unknown_names():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from conftest import run_python
 from test_release import ROOT, script
 
 pytestmark = pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="the sources are not here")
@@ -51,21 +50,16 @@ def test_the_kernel_works_under_another_name(hub):
     folder = hub / "build" / "torch-cpu"
     name = json.loads((folder / "metadata.json").read_text())["id"]
     code = LOAD.format(name=name, path=str(folder / "__init__.py"))
-    done = subprocess.run(
-        [sys.executable, "-I", "-Wignore:Failed to initialize NumPy", "-c", code], capture_output=True, text=True, timeout=240, cwd=hub
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["eager", "[]"]
+    assert run_python("-I", "-Wignore:Failed to initialize NumPy", "-c", code, cwd=hub).split() == ["eager", "[]"]
 
 
 def test_the_tools_accept_it(hub):
     """With the package ``kernels``: its parser of build.toml, of the metadata, and its loader."""
-    kernels = pytest.importorskip("kernels")
+    pytest.importorskip("kernels")
     from kernels._rust import Backend, Build, Metadata
 
     assert Backend.CUDA in Build.open(hub).general.backends
     for folder in (hub / "build").iterdir():
         assert Metadata.read_from_file(folder / "metadata.json").name.python_name == "flashmhf"
     code = f"import kernels, pathlib\nprint(kernels.get_local_kernel(pathlib.Path({str(hub)!r}), backend='cpu').info().chosen)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, f"{kernels.__version__}: {done.stderr}"
+    run_python("-c", code)
