@@ -1,4 +1,4 @@
-"""Arguments of constructors, conversion and info: what is refused, where and how, and what is taken."""
+"""Arguments of modules: what constructors, calls, initialisation and state dicts refuse, by name, and what they take."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import flashmhf
+from flashmhf import convert
+from flashmhf.nn.init import OfficialInit
 
 FLASH = (48, 3, 2, 16)
 MAKERS = {
@@ -18,22 +21,26 @@ MAKERS = {
     "SwiGLU": lambda **kwargs: flashmhf.SwiGLU(48, 16, **kwargs),
     "ParametricKV": lambda **kwargs: flashmhf.ParametricKV(48, 3, 16, **kwargs),
 }
+MULTIHEAD = "FlashMHF MHFFN"
 
 
 @pytest.mark.parametrize(
     ("makers", "arguments", "exception", "message"),
     [
-        (
-            "FlashMHF MHFFN",
-            {"backend": "tritn"},
-            ValueError,
-            "backend is 'tritn'; supported: 'auto', 'hopper', 'triton', 'eager', 'reference'",
-        ),
-        ("FlashMHF MHFFN", {"backend": None}, TypeError, "backend must be a str, got NoneType"),
+        (MULTIHEAD, {"backend": "tritn"}, ValueError, "backend is 'tritn'; supported: 'auto', 'hopper', 'triton', 'eager', 'reference'"),
+        (MULTIHEAD, {"backend": None}, TypeError, "backend must be a str, got NoneType"),
         ("FlashMHF", {"backend": "naive"}, ValueError, "backend is 'naive'"),
-        ("FlashMHF MHFFN", {"deterministic": 1}, TypeError, "deterministic must be a bool or None, got int"),
-        ("FlashMHF MHFFN SwiGLU ParametricKV", {"bias": "no"}, TypeError, "bias must be a bool, got str"),
-        ("FlashMHF", {"q_norm": 1}, TypeError, "q_norm must be a bool, got int"),
+        (MULTIHEAD, {"deterministic": 1}, TypeError, "deterministic must be a bool or None, got int"),
+        (f"{MULTIHEAD} SwiGLU ParametricKV", {"bias": "no"}, TypeError, "bias must be a bool, got str"),
+        (MULTIHEAD, {"q_norm": 1}, TypeError, "q_norm must be a bool, got int"),
+        (MULTIHEAD, {"num_kv_heads": 4}, ValueError, "num_kv_heads is 4; it must divide num_heads = 3"),
+        (MULTIHEAD, {"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int"),
+        (MULTIHEAD, {"activation": "tanh"}, ValueError, "activation is 'tanh'; supported: 'silu'"),
+        (MULTIHEAD, {"activation": None}, TypeError, "activation must be a str"),
+        (MULTIHEAD, {"skip_linear": 1}, TypeError, "skip_linear must be a bool"),
+        (MULTIHEAD, {"skip_linear": True, "bias": True}, ValueError, "bias is True; .* skip_linear=True leaves out"),
+        (" ".join(MAKERS), {"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype or None, got str"),
+        (" ".join(MAKERS), {"dtype": torch.int8}, TypeError, "dtype is int8; supported: bfloat16"),
         *(
             (makers, {name: value}, exception, f"{name} {message}")
             for makers, name in (("FlashMHF DenseMoE", "router_eps"), ("FlashMHF", "q_norm_eps"))
@@ -54,16 +61,44 @@ def test_constructors_refuse(makers, arguments, exception, message):
             MAKERS[name](**arguments)
 
 
+@pytest.mark.parametrize(
+    ("call", "exception", "message"),
+    [
+        (lambda: flashmhf.FlashMHF(50, 3, 2), ValueError, "d_model is 50; it must be a multiple of num_heads = 3"),
+        (lambda: flashmhf.FlashMHF(48, 3, 0), ValueError, "num_subnets is 0"),
+        (lambda: flashmhf.FlashMHF(48, 3, 2, 1.5), TypeError, "subnet_dim must be an int"),
+        (lambda: flashmhf.MHFFN(48, 0, 8), ValueError, "num_heads is 0"),
+        (lambda: flashmhf.SwiGLU(48, -1), ValueError, "intermediate_dim is -1"),
+        (lambda: flashmhf.ParametricKV(48, 3, 0), ValueError, "num_kv is 0"),
+        (lambda: flashmhf.DenseMoE(48, 2, True), TypeError, "subnet_dim must be an int"),
+        (lambda: flashmhf.param_groups(nn.Linear(2, 2).parameters(), 1e-3, 0.1), TypeError, "model must be a .*Module, got generator"),
+        (lambda: flashmhf.param_groups(nn.Linear(2, 2), "1e-3", 0.1), TypeError, "lr must be a float, got str"),
+        (lambda: flashmhf.param_groups(nn.Linear(2, 2), 1e-3, -0.1), ValueError, "weight_decay is -0.1"),
+        (lambda: flashmhf.Muon([], lr="1e-3"), TypeError, "lr must be a float, got str"),
+        (lambda: flashmhf.distributed.parallelize(nn.Linear(2, 2), "tp"), TypeError, "mesh must be a .*DeviceMesh, got str"),
+        *(
+            (lambda call=call, size=size: call(size), error, name)
+            for call, name in ((flashmhf.nn.default_subnet_dim, "head_dim"), (flashmhf.distributed.shard_placement, "size"))
+            for size, error in ((0, ValueError), (-5, ValueError), (1.5, TypeError), ("64", TypeError))
+        ),
+    ],
+)
+def test_wrong_sizes_and_arguments(call, exception, message):
+    with pytest.raises(exception, match=message):
+        call()
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_initialisation_is_checked(name):
     module = MAKERS[name]()
-    with pytest.raises(TypeError, match="init must be a str, got int"):
-        module.reset_parameters(1)
+    for init, exception, message in ((1, TypeError, "init must be a str, got int"), ("xavier", ValueError, "init is 'xavier'")):
+        with pytest.raises(exception, match=message):
+            module.reset_parameters(init)
     for num_layers, exception in ((0, ValueError), (-1, ValueError), ("a", TypeError)):
         with pytest.raises(exception, match="num_layers"):
             module.reset_parameters(num_layers=num_layers)
-    for initializer_range, exception in ((-1.0, ValueError), (math.nan, ValueError)):
-        with pytest.raises(exception, match="initializer_range"):
+    for initializer_range in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="initializer_range"):
             module.reset_parameters(initializer_range=initializer_range)
 
 
@@ -80,36 +115,44 @@ def test_integers_of_other_libraries_are_sizes():
             flashmhf.FlashMHF(size, 3, 2, 16)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_input_is_a_tensor(name):
-    with pytest.raises(TypeError, match="x must be a torch.Tensor, got list"):
-        MAKERS[name]()([[0.0] * 48])
-    with pytest.raises(TypeError, match="x has dtype int64; supported: bfloat16, float16, float32, float64"):
-        MAKERS[name]()(torch.ones(1, 48, dtype=torch.int64))
+FLOATS = "supported: bfloat16, float16, float32, float64"
+INPUTS = {  # what is given for x, and the error; of every module, whatever it does with x
+    "width": (lambda x: x[:, 1:], ValueError, r"x has shape \[3, 47\]; expected"),
+    "half": (lambda x: x.bfloat16(), TypeError, "x has dtype bfloat16; supported: float32, the module's dtype"),
+    "double": (lambda x: x.double(), TypeError, "x has dtype float64; supported: float32"),
+    "integers": (lambda x: x.long(), TypeError, f"x has dtype int64; {FLOATS}"),
+    "complex": (lambda x: x.to(torch.complex64), TypeError, f"x has dtype complex64; {FLOATS}"),
+    "device": (lambda x: x.to("meta"), ValueError, "x is on meta but the module is on cpu"),
+    "array": (lambda x: x.numpy(), TypeError, "x must be a torch.Tensor, got ndarray"),
+    "list": (lambda x: x.tolist(), TypeError, "x must be a torch.Tensor, got list"),
+    "sparse": (lambda x: x.to_sparse(), TypeError, "x has layout torch.sparse_coo; supported: torch.strided"),
+    "jagged": (
+        lambda x: torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged),
+        TypeError,
+        "x is a nested tensor; supported: dense",
+    ),
+    "nested": (lambda x: torch.nested.nested_tensor([x[:2], x[2:]]), TypeError, "x is a nested tensor; supported: dense tensors"),
+}
+CALLED = MAKERS | {
+    "bare": lambda: flashmhf.FlashMHF(*FLASH, skip_linear=True),
+    "fp8": lambda: flashmhf.quantize.to_fp8(flashmhf.FlashMHF(*FLASH)),
+}
 
 
-@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
-def test_eps_of_the_router_and_of_the_gated_operators(eps):
-    q, k, w = torch.randn(5, 3, 8), torch.randn(3, 2, 4, 8), torch.randn(3, 8, 2)
-    with pytest.raises(ValueError, match=f"eps is {eps}; supported: finite numbers from 0"):
-        flashmhf.gate(q, w, eps)
-    with pytest.raises(ValueError, match=f"eps is {eps}"):
-        torch.ops.flashmhf.gated_forward(q, k, k, k, w, eps)
-    with pytest.raises(ValueError, match=f"eps is {eps}"):
-        torch.ops.flashmhf.gated_backward(q, q, k, k, k, w, eps)
-
-
-@pytest.mark.parametrize("eps", [None, "1e-6", [0.0], 1j])
-def test_eps_of_the_gate_is_a_number(eps):
-    with pytest.raises(TypeError, match=f"eps must be a float, got {type(eps).__name__}"):
-        flashmhf.gate(torch.randn(5, 3, 8), torch.randn(3, 8, 2), eps)
-
-
-def test_a_supported_dtype_is_named_once():
-    q, k, r = torch.randn(5, 3, 8), torch.randn(3, 2, 4, 8), torch.rand(5, 3, 2)
-    for dtype, supported in ((torch.float32, "float32"), (torch.float64, "float32 or float64")):
-        with pytest.raises(TypeError, match=rf"r has dtype int64; supported: {supported} \(q's dtype\)$"):
-            flashmhf.flash_mhf(*(x.to(dtype) for x in (q, k, k, k)), r.long())
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        (name, given) for name in CALLED for given in INPUTS if name != "fp8" or given not in ("half", "double", "device")
+    ],  # it takes any float
+)
+def test_a_wrong_input_is_refused_by_name(name, given):
+    module, x = CALLED[name](), torch.randn(3, 48)
+    spoil, error, message = INPUTS[given]
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), pytest.raises(error, match=message):
+            module(spoil(x))
+    assert module(x).shape == x.shape
 
 
 def test_state_dicts_hold_tensors():
@@ -121,127 +164,70 @@ def test_state_dicts_hold_tensors():
         served.load_state_dict(served.state_dict() | {"layout": 1})
 
 
-def test_sparse_and_nested_tensors_are_refused_by_name():
-    q, k, r, w = torch.randn(5, 4, 16), torch.randn(2, 3, 16, 16), torch.rand(5, 4, 3), torch.randn(4, 16, 3)
-    packed = flashmhf.quantize.pack_fp8(k, k, k)
-    jagged = torch.nested.nested_tensor([q[:2], q[2:]], layout=torch.jagged)
-    for backend in ("auto", "eager", "reference"):
-        for place, name in enumerate("qkuvr"):
-            operands = [x.to_sparse() if i == place else x for i, x in enumerate((q, k, k, k, r))]
-            with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; supported: torch.strided"):
-                flashmhf.flash_mhf(*operands, backend=backend)
-        with pytest.raises(TypeError, match="q is a nested tensor; supported: dense tensors"):
-            flashmhf.flash_mhf(jagged, k, k, k, backend=backend)
-    for call, name in (
-        (lambda: flashmhf.gate(q.to_sparse(), w), "q"),
-        (lambda: flashmhf.gate(q, w.to_sparse()), "w"),
-        (lambda: flashmhf.quantize.pack_fp8(k, k.to_sparse(), k), "u"),
-        (lambda: flashmhf.quantize.forward(q.to_sparse(), packed), "q"),
-        (lambda: flashmhf.quantize.forward(q, packed, r.to_sparse()), "r"),
-    ):
-        with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo"):
-            call()
+@pytest.mark.parametrize(
+    ("gains", "error", "message"),
+    [
+        ({"k": -1.0}, ValueError, "k is -1.0; supported: finite numbers from 0"),
+        ({"out_proj": math.nan}, ValueError, "out_proj is nan"),
+        ({"router": "2"}, TypeError, "router must be a float, got str"),
+        ({"identity": 1}, TypeError, "identity must be a bool, got int"),
+    ],
+)
+def test_gains_of_the_official_initialisation_are_checked(gains, error, message):
+    with pytest.raises(error, match=message):
+        OfficialInit(**gains)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_modules_refuse_what_is_no_dense_tensor_of_floats():
-    x = torch.randn(6, 64)
-    network = flashmhf.FlashMHF(64, 4, 2, 16)
-    for module in (network, flashmhf.MHFFN(64, 4, 48), flashmhf.SwiGLU(64, 96), flashmhf.quantize.to_fp8(network)):
-        for layout in (torch.jagged, torch.strided):
-            with pytest.raises(TypeError, match="x is a nested tensor; supported: dense tensors"):
-                module(torch.nested.nested_tensor([x[:2], x[2:]], layout=layout))
-        with pytest.raises(TypeError, match="x has layout torch.sparse_coo; supported: torch.strided"):
-            module(x.to_sparse())
-        for dtype in (torch.int64, torch.complex64):
-            with pytest.raises(TypeError, match=f"x has dtype {str(dtype)[6:]}; supported: bfloat16, float16, float32, float64"):
-                module(x.to(dtype))
-        assert module(x).shape == x.shape
+# The official layout
 
 
-# Conversion
-
-
-
-
-
-
-
-
-
-
+def without(state, name):
+    return {key: value for key, value in state.items() if key != name}
 
 
 @pytest.mark.parametrize(
-    ("change", "exception", "message"),
+    ("change", "sizes", "exception", "message"),
     [
-        (lambda s: s | {"gate_weight": s["gate_weight"][0]}, ValueError, r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]"),
+        (
+            lambda s: s | {"gate_weight": s["gate_weight"][0]},
+            (3, 2),
+            ValueError,
+            r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]",
+        ),
         (
             lambda s: s | {"up_weight": s["up_weight"][:16]},
+            (3, 2),
             ValueError,
             r"up_weight has shape \[16, 48\]; expected \[32, 48\] \(gate_weight",
         ),
-        (lambda s: {n: x for n, x in s.items() if n != "router"}, KeyError, r"missing from the official state dict: \['router'\]"),
+        (lambda s: without(s, "router"), (3, 2), KeyError, r"missing from the official state dict: \['router'\]"),
+        (lambda s: without(s, "up_weight"), (3, 2), KeyError, "up_weight"),
+        (lambda s: without(s, "w_self.weight"), (3, 2), KeyError, "w_self.weight"),
+        (lambda s: s | {"extra": torch.ones(1)}, (3, 2), ValueError, "unknown names .*extra"),
+        (lambda s: s, (3, 7), ValueError, "num_subnets = 7"),
+        (lambda s: s, (0, 2), ValueError, "num_heads"),
+        (lambda s: s, (3, 0), ValueError, "num_subnets"),
+        (lambda s: s, (3.0, 2), TypeError, "num_heads"),
+        (lambda s: [], (3, 2), TypeError, "state must be a mapping of names to tensors, got list"),
     ],
 )
-def test_what_does_not_convert_from_the_official_layout(change, exception, message):
-    official = flashmhf.convert.to_official(flashmhf.FlashMHF(*FLASH).state_dict())
+def test_what_does_not_convert_from_the_official_layout(change, sizes, exception, message):
+    official = convert.to_official(flashmhf.FlashMHF(*FLASH).state_dict())
     with pytest.raises(exception, match=message):
-        flashmhf.convert.from_official(change(official), 3, 2)
-
-
-@pytest.mark.parametrize(("heads", "subnets", "exception"), [(0, 2, ValueError), (3, 0, ValueError), (3.0, 2, TypeError)])
-def test_conversion_checks_its_sizes(heads, subnets, exception):
-    official = flashmhf.convert.to_official(flashmhf.FlashMHF(*FLASH).state_dict())
-    with pytest.raises(exception, match="num_heads|num_subnets"):
-        flashmhf.convert.from_official(official, heads, subnets)
-    assert flashmhf.convert.from_official(official, np.int64(3), np.int64(2))["k"].shape == (3, 2, 16, 16)
+        convert.from_official(change(official), *sizes)
+    assert convert.from_official(official, np.int64(3), np.int64(2))["k"].shape == (3, 2, 16, 16)
 
 
 @pytest.mark.parametrize(
     ("change", "exception", "message"),
     [
         (lambda s: s | {"extra": s["k"]}, ValueError, r"unknown names in the state dict: \['extra'\]"),
-        (lambda s: {n: x for n, x in s.items() if n != "u"}, KeyError, r"missing from the state dict: \['u'\]"),
+        (lambda s: without(s, "u"), KeyError, r"missing from the state dict: \['u'\]"),
         (lambda s: s | {"v": s["v"][:, :, :8]}, ValueError, r"v has shape \[3, 2, 8, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)"),
+        (lambda s: {"k": [1.0]}, TypeError, "k must be a torch.Tensor, got list"),
         (lambda s: s | {"v": s["v"][0]}, ValueError, r"v has shape \[2, 16, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)"),
     ],
 )
 def test_what_does_not_convert_to_the_official_layout(change, exception, message):
     with pytest.raises(exception, match=message):
-        flashmhf.convert.to_official(change(flashmhf.FlashMHF(*FLASH).state_dict()))
-
-
-# info
-
-
-@pytest.mark.parametrize(
-    ("q", "k", "exception", "message"),
-    [
-        ([1.0], torch.zeros(2, 3, 4, 8), TypeError, "q must be a torch.Tensor, got list"),
-        (torch.zeros(5, 2, 8), "k", TypeError, "k must be a torch.Tensor, got str"),
-        (torch.zeros(5, 2, 8).int(), torch.zeros(2, 3, 4, 8).int(), TypeError, "q has dtype int32"),
-        (torch.zeros(5, 2, 8), torch.zeros(2, 3, 4, 8).double(), TypeError, "k has dtype float64"),
-        (torch.zeros(5, 2, 8), torch.zeros(3, 4, 8), ValueError, r"k has shape \[3, 4, 8\]; expected four dimensions"),
-        (torch.zeros(5, 2, 8), torch.zeros(2, 3, 4, 16), ValueError, "k has shape .* d_h = 8"),
-        (torch.zeros(8), torch.zeros(2, 3, 4, 8), ValueError, r"q has shape \[8\]"),
-        (torch.zeros(5, 2, 8), torch.zeros(2, 3, 4, 8, device="meta"), ValueError, "k is on meta but q is on cpu"),
-        (None, torch.zeros(2, 3, 4, 8), ValueError, "q is None; info takes both q and k, or neither"),
-    ],
-)
-def test_info_checks_its_arguments(q, k, exception, message):
-    with pytest.raises(exception, match=message):
-        flashmhf.info(q, k)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": None}, "backend must be a str, got NoneType"),
-        ({"activation": None}, "activation must be a str, got NoneType"),
-        ({"deterministic": "yes"}, "deterministic must be a bool, got str"),
-    ],
-)
-def test_the_operator_checks_its_options(options, message):
-    with pytest.raises(TypeError, match=message):
-        flashmhf.flash_mhf(torch.zeros(5, 2, 8), *torch.zeros(3, 2, 3, 4, 8), **options)
+        convert.to_official(change(flashmhf.FlashMHF(*FLASH).state_dict()))

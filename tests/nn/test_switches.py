@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -23,6 +21,7 @@ SWITCHES = [
     {"skip_linear": True, "num_kv_heads": 3, "q_norm": True, "activation": "relu2"},
     {"activation": "gelu", "bias": True},
     {"activation": "relu"},
+    {"q_norm": True, "q_norm_eps": 1e-3, "bias": True},
 ]
 IDS = ["-".join(f"{name}={value}" for name, value in switches.items()) or "none" for switches in SWITCHES]
 
@@ -59,10 +58,11 @@ def networks(**switches):
     yield flashmhf.MHFFN(D_MODEL, HEADS, 50, backend="naive", **switches)
 
 
+@pytest.mark.parametrize("leading", [(), (7,), (2, 5), (2, 0)])
 @pytest.mark.parametrize("switches", SWITCHES, ids=IDS)
-def test_values_and_gradients(switches):
+def test_values_and_gradients(switches, leading):
     for module in map(randomised, networks(**switches)):
-        x = torch.randn(3, 5, D_MODEL, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(*leading, D_MODEL, dtype=torch.float64, requires_grad=True)
         actual, expected = module(x), formula(x, module)
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         inputs, grad = [x, *module.parameters()], torch.randn_like(expected)
@@ -78,24 +78,6 @@ def test_state_of_grouped_heads_without_projections():
     weights = (2, SUBNETS, SUBNET_DIM, HEAD_DIM)
     assert shapes == {"k": weights, "u": weights, "v": weights, "router": (HEADS, HEAD_DIM, SUBNETS)}
     assert "num_kv_heads=2" in repr(module)
-
-
-@pytest.mark.parametrize(
-    ("switches", "error", "message"),
-    [
-        ({"num_kv_heads": 4}, ValueError, "num_kv_heads is 4; it must divide num_heads = 6"),
-        ({"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int"),
-        ({"activation": "tanh"}, ValueError, "activation is 'tanh'; supported: 'silu'"),
-        ({"activation": None}, TypeError, "activation must be a str"),
-        ({"skip_linear": 1}, TypeError, "skip_linear must be a bool"),
-        ({"skip_linear": True, "bias": True}, ValueError, "bias is True; .* skip_linear=True leaves out"),
-        ({"q_norm": "yes"}, TypeError, "q_norm must be a bool"),
-    ],
-)
-def test_bad_arguments(switches, error, message):
-    for make in (lambda: flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, **switches), lambda: flashmhf.MHFFN(D_MODEL, HEADS, 50, **switches)):
-        with pytest.raises(error, match=message):
-            make()
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
@@ -121,22 +103,6 @@ def test_official_initialisation_with_gains():
         assert 0.99 * bound < linear.weight.abs().max().item() <= bound
     module.reset_parameters("official", official=OfficialInit(identity=True))
     assert torch.equal(module.in_proj.weight, torch.eye(256)) and torch.equal(module.out_proj.weight, torch.eye(256))
-
-
-@pytest.mark.parametrize(
-    ("gains", "error", "message"),
-    [
-        ({"k": -1.0}, ValueError, "k is -1.0; supported: finite numbers from 0"),
-        ({"out_proj": math.nan}, ValueError, "out_proj is nan"),
-        ({"router": "2"}, TypeError, "router must be a float, got str"),
-        ({"identity": 1}, TypeError, "identity must be a bool, got int"),
-    ],
-)
-def test_gains_of_the_official_initialisation_are_checked(gains, error, message):
-    with pytest.raises(error, match=message):
-        OfficialInit(**gains)
-
-
 
 
 def test_padded_subnets_are_the_same_function_and_stay_padded():

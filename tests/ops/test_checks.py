@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,7 @@ BAD = {
     "u of another dtype": (edited("u", torch.Tensor.half), TypeError, "u has dtype float16"),
     "v of another dtype": (edited("v", torch.Tensor.bfloat16), TypeError, "v has dtype bfloat16"),
     "H mismatch": (edited("q", lambda q: q[:, :1]), ValueError, "k has shape .* H = 1"),
+    "H no multiple of H_kv": (edited("q", lambda q: q.repeat(1, 2, 1)[:, :3]), ValueError, "k has shape .* divides H = 3"),
     "d_h mismatch": (edited("q", lambda q: q[..., :32]), ValueError, "k has shape .* d_h = 32"),
     "u of another shape": (edited("u", lambda u: u[:, :2]), ValueError, "u has shape"),
     "v of another shape": (edited("v", lambda v: v[:, :, :16]), ValueError, "v has shape"),
@@ -151,20 +153,48 @@ def test_accumulators_are_checked():
             ops.backward_accumulate_(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], *buffers.values())
 
 
-def test_flash_mhf_names_what_is_not_a_tensor():
-    x = good()
-    with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
-        flashmhf.flash_mhf(x["q"], [1, 2], x["u"], x["v"])
-    with pytest.raises(TypeError, match="r must be a torch.Tensor, got float"):
-        flashmhf.flash_mhf(x["q"], x["k"], x["u"], x["v"], 0.5)
+EPS = [(value, ValueError, f"eps is {value}; supported: finite numbers from 0") for value in (-1.0, math.nan, math.inf)]
+EPS += [(value, TypeError, f"eps must be a float, got {type(value).__name__}") for value in (None, "1e-6", [0.0], 1j)]
+K = torch.zeros(2, 3, 4, 8)
 
 
-def test_gate_checks():
-    x = good()
-    with pytest.raises(TypeError, match="q has dtype int64"):
-        flashmhf.gate(x["q"].long(), x["w"])
-    with pytest.raises(ValueError, match="w has shape"):
-        flashmhf.gate(x["q"], x["w"][:1])
+@pytest.mark.parametrize(
+    ("call", "exception", "message"),
+    [
+        (lambda x: flashmhf.flash_mhf(x.q, [1, 2], x.u, x.v), TypeError, "k must be a torch.Tensor, got list"),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, 0.5), TypeError, "r must be a torch.Tensor, got float"),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, x.r.long()), TypeError, r"r has dtype int64; supported: float32 \(q's dtype\)$"),
+        (
+            lambda x: flashmhf.flash_mhf(*(y.double() for y in (x.q, x.k, x.u, x.v)), x.r.long()),
+            TypeError,
+            r"r has dtype int64; supported: float32 or float64 \(q's dtype\)$",
+        ),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=None), TypeError, "backend must be a str, got NoneType"),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, activation=None), TypeError, "activation must be a str, got NoneType"),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"), TypeError, "deterministic must be a bool, got str"),
+        (lambda x: flashmhf.gate(x.q.long(), x.w), TypeError, "q has dtype int64"),
+        (lambda x: flashmhf.gate(x.q, x.w[:1]), ValueError, "w has shape"),
+        *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), error, message) for eps, error, message in EPS),
+        *((lambda x, eps=eps: ops.gated_forward(x.q, x.k, x.u, x.v, x.w, eps), error, message) for eps, error, message in EPS[:3]),
+        *(
+            (lambda x, eps=eps: ops.gated_backward(x.grad_out, x.q, x.k, x.u, x.v, x.w, eps), error, message)
+            for eps, error, message in EPS[:3]
+        ),
+        (lambda x: flashmhf.info([1.0], K), TypeError, "q must be a torch.Tensor, got list"),
+        (lambda x: flashmhf.info(x.q, "k"), TypeError, "k must be a torch.Tensor, got str"),
+        (lambda x: flashmhf.info(x.q.int(), x.k.int()), TypeError, "q has dtype int32"),
+        (lambda x: flashmhf.info(x.q, x.k.double()), TypeError, "k has dtype float64"),
+        (lambda x: flashmhf.info(x.q, x.k[0]), ValueError, r"k has shape \[3, 32, 64\]; expected four dimensions"),
+        (lambda x: flashmhf.info(x.q, K), ValueError, "k has shape .* d_h = 64"),
+        (lambda x: flashmhf.info(x.q[0, 0], x.k), ValueError, r"q has shape \[64\]"),
+        (lambda x: flashmhf.info(x.q, x.k.to("meta")), ValueError, "k is on meta but q is on cpu"),
+        (lambda x: flashmhf.info(None, x.k), ValueError, "q is None; info takes both q and k, or neither"),
+        (lambda x: flashmhf.info(x.q), ValueError, "k is None; info takes both q and k"),
+    ],
+)
+def test_arguments_of_the_functions(call, exception, message):
+    with pytest.raises(exception, match=message):
+        call(SimpleNamespace(**good()))
 
 
 def test_the_operators_name_a_missing_tensor():
@@ -187,6 +217,28 @@ def test_the_operators_name_a_missing_tensor():
         for name in arguments.keys() - {may_miss}:
             with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got NoneType$"):
                 operator(**{**arguments, name: None})
+
+
+def test_sparse_and_nested_tensors_are_refused_by_name():
+    q, k, r, w = torch.randn(5, 4, 16), torch.randn(2, 3, 16, 16), torch.rand(5, 4, 3), torch.randn(4, 16, 3)
+    packed = flashmhf.quantize.pack_fp8(k, k, k)
+    jagged = torch.nested.nested_tensor([q[:2], q[2:]], layout=torch.jagged)
+    for backend in ("auto", "eager", "reference"):
+        for place, name in enumerate("qkuvr"):
+            operands = [x.to_sparse() if i == place else x for i, x in enumerate((q, k, k, k, r))]
+            with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; supported: torch.strided"):
+                flashmhf.flash_mhf(*operands, backend=backend)
+        with pytest.raises(TypeError, match="q is a nested tensor; supported: dense tensors"):
+            flashmhf.flash_mhf(jagged, k, k, k, backend=backend)
+    for call, name in (
+        (lambda: flashmhf.gate(q.to_sparse(), w), "q"),
+        (lambda: flashmhf.gate(q, w.to_sparse()), "w"),
+        (lambda: flashmhf.quantize.pack_fp8(k, k.to_sparse(), k), "u"),
+        (lambda: flashmhf.quantize.forward(q.to_sparse(), packed), "q"),
+        (lambda: flashmhf.quantize.forward(q, packed, r.to_sparse()), "r"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo"):
+            call()
 
 
 @pytest.mark.gpu

@@ -225,14 +225,6 @@ def test_vmap_of_the_operator():
             torch.testing.assert_close(out, by_parts(module, x), rtol=1e-12, atol=1e-12)
 
 
-def test_wrong_width_and_dtype():
-    with torch.no_grad():
-        with pytest.raises(ValueError, match=r"x has shape \[20, 48\]"):
-            make()(torch.randn(TOKENS, 48, dtype=torch.float64))
-        with pytest.raises(TypeError, match="x has dtype float32; supported: float64, the module's dtype"):
-            make()(torch.randn(3, D_MODEL))
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_layer_is_one_node(dynamic, fp8):

@@ -11,25 +11,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashmhf
-from flashmhf import reference
+from flashmhf import backends, reference
 from flashmhf.testing import assert_accurate, problem
 
 FORWARD_GRADS = ("dq", "dk", "du", "dv", "dr")
 GATED_GRADS = ("dq", "dk", "du", "dv", "dw")
 
-# (leading dimensions, H, d_h, E, d_e): ragged token counts, one of everything, tails of d_e that are no multiple of a tile,
-# more sub-networks than a CTA's chunk
+# (leading dimensions, H, d_h, E, d_e), H_kv: ragged token counts, one of everything, tails of d_e that are no multiple of a tile, more
+# sub-networks than a CTA's chunk; then heads that share weights, in groups of 2, 3, 4 and 8 and all in one, blocks side by side
 SHAPES = [
-    ((1000,), 2, 64, 3, 192),
-    ((3, 65), 2, 128, 3, 80),
-    ((2, 2, 33), 1, 64, 1, 16),
-    ((129,), 2, 128, 9, 64),
-    ((64,), 4, 64, 2, 48),
-    ((200,), 2, 96, 3, 112),
-    ((130,), 2, 256, 2, 144),
-    ((200,), 1, 64, 35, 16),
+    (((1000,), 2, 64, 3, 192), 2),
+    (((3, 65), 2, 128, 3, 80), 2),
+    (((2, 2, 33), 1, 64, 1, 16), 1),
+    (((129,), 2, 128, 9, 64), 2),
+    (((64,), 4, 64, 2, 48), 4),
+    (((200,), 2, 96, 3, 112), 2),
+    (((130,), 2, 256, 2, 144), 2),
+    (((200,), 1, 64, 35, 16), 1),
+    (((1000,), 4, 64, 3, 192), 2),
+    (((3, 65), 6, 128, 3, 80), 2),
+    (((129,), 4, 128, 9, 64), 1),
+    (((64,), 8, 64, 2, 48), 2),
+    (((200,), 4, 96, 3, 112), 1),
+    (((130,), 4, 256, 2, 144), 2),
+    (((33,), 8, 64, 35, 16), 1),
+    (((300,), 16, 128, 22, 48), 4),
+    (((100,), 4, 256, 6, 48), 1),
 ]
-SHAPE_IDS = [f"{'x'.join(map(str, s[0]))}-H{s[1]}-dh{s[2]}-E{s[3]}-de{s[4]}" for s in SHAPES]
+SHAPE_IDS = [f"{'x'.join(map(str, s[0]))}-H{s[1]}-kv{kv}-dh{s[2]}-E{s[3]}-de{s[4]}" for s, kv in SHAPES]
+grouped_or_not = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
 
 
 def check_all(target, p, names=("forward", "backward", "gated_forward", "gated_backward")):
@@ -59,22 +69,38 @@ def dtypes_of(target):
     return [d for d in target.dtypes if not (target.device == "cpu" and d == torch.float16)]  # fp16 products on CPUs are emulated: one case
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
-def test_values(target, shape):
+def one_dtype(target):
+    return torch.float32 if target.device == "cpu" else torch.bfloat16
+
+
+@pytest.mark.parametrize(("shape", "kv_heads"), SHAPES, ids=SHAPE_IDS)
+def test_values(target, shape, kv_heads):
     for dtype in dtypes_of(target):
-        check_all(target, problem(*shape, dtype, target.device))
+        check_all(target, problem(*shape, dtype, target.device, num_kv_heads=kv_heads))
 
 
+@grouped_or_not
 @pytest.mark.parametrize("gate", ["same", None])
-def test_values_with_16_bit_gate_and_without(target, gate):
+def test_values_with_16_bit_gate_and_without(target, gate, heads, kv_heads):
     for dtype in target.dtypes:
-        check_all(target, problem(300, 2, 64, 3, 48, dtype, target.device, gate=gate))
+        check_all(target, problem(300, heads, 64, 3, 48, dtype, target.device, gate=gate, num_kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 1000])
-def test_token_counts(target, tokens):
+@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2"])
+def test_other_activations(target, activation):
+    for dtype in dtypes_of(target):
+        reason = backends.BACKENDS[target.backend].why_not(torch.device(target.device), dtype, d_h=64, d_e=48, activation=activation)
+        if reason:
+            pytest.skip(f"{target.backend}: {reason}")
+        for shape, kwargs in ((((3, 65), 2, 64, 3, 48), {}), ((130, 4, 64, 2, 80), {"gate": None, "num_kv_heads": 2})):
+            check_all(target, dataclasses.replace(problem(*shape, dtype, target.device, **kwargs), activation=activation))
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 63, 64, 65, 128, 1000])
+def test_token_counts(target, tokens, heads):
     dtype = target.dtypes[-1] if target.device == "cuda" else torch.float32
-    p = problem(tokens, 2, 64, 2, 64, dtype, target.device)
+    p = problem(tokens, heads, 64, 2, 64, dtype, target.device, num_kv_heads=2)
     if tokens:
         check_all(target, p)
         return
@@ -84,6 +110,27 @@ def test_token_counts(target, tokens):
     for grad in (dk, du, dv):
         assert grad.shape == p.k.shape and not grad.any()
     assert not target.call("gated_backward", p.grad_out, *p.operands, p.w, p.eps)[4].any()
+
+
+@pytest.mark.parametrize("gate", ["float32", "same"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "subnets", "subnet_dim"),
+    [
+        (1, 8, 2, 128, 22, 96),
+        (16, 16, 4, 64, 20, 128),
+        (13, 8, 1, 96, 35, 64),
+        (32, 8, 4, 128, 22, 96),
+        (16, 12, 2, 128, 6, 384),
+        (9, 8, 2, 256, 4, 128),
+    ],
+)
+def test_few_tokens_and_many_tiles(target, tokens, heads, kv_heads, head_dim, subnets, subnet_dim, gate):
+    """Heads of a group in one row tile, and clusters that divide its inter range."""
+    dtype = target.dtypes[-1] if target.device == "cuda" else torch.float32
+    p = problem(tokens, heads, head_dim, subnets, subnet_dim, dtype, target.device, gate=gate, num_kv_heads=kv_heads)
+    check_all(target, p, names=("forward", "gated_forward"))
+    args = (*p.operands, p.w, p.eps)
+    assert torch.equal(target.call("gated_forward", *args), target.call("gated_forward", *args))
 
 
 @pytest.mark.parametrize(("scale", "mean_score"), [(1e-3, 0.0), (8.0, 0.0), (1.0, -6.0), (1.0, 6.0)])
@@ -113,9 +160,9 @@ def token_views(q):
     }
 
 
-def test_strided_q_and_grad_out_are_read_in_place(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem((3, 70), 2, 64, 2, 64, dtype, target.device)
+@grouped_or_not
+def test_strided_q_and_grad_out_are_read_in_place(target, heads, kv_heads):
+    p = problem((3, 70), heads, 64, 2, 64, one_dtype(target), target.device, num_kv_heads=kv_heads)
     for view in token_views(p.q).values():
         p.q = view
         check_all(target, p)
@@ -126,16 +173,14 @@ def test_strided_q_and_grad_out_are_read_in_place(target):
 
 @pytest.mark.parametrize("expand", ["everywhere", "tokens", "last"])
 def test_expanded_grad_out(target, expand):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem(130, 2, 64, 2, 64, dtype, target.device)
+    p = problem(130, 2, 64, 2, 64, one_dtype(target), target.device)
     source = {"everywhere": p.grad_out[:1, :1, :1], "tokens": p.grad_out[:1], "last": p.grad_out[..., :1]}[expand]
     p.grad_out = source.expand_as(p.grad_out)
     check_all(target, p, ("backward", "gated_backward"))
 
 
 def test_strided_gate(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem((2, 65), 2, 64, 3, 64, dtype, target.device)
+    p = problem((2, 65), 2, 64, 3, 64, one_dtype(target), target.device)
     padded = torch.full((2, 65, 2, 5), float("nan"), device=target.device)
     padded[..., :3] = p.r
     p.r = padded[..., :3]
@@ -143,9 +188,9 @@ def test_strided_gate(target):
 
 
 @pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
-def test_needs_skip_results_and_keep_the_others(target, needs):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem(130, 2, 64, 3, 64, dtype, target.device)
+@grouped_or_not
+def test_needs_skip_results_and_keep_the_others(target, needs, heads, kv_heads):
+    p = problem(130, heads, 64, 3, 64, one_dtype(target), target.device, num_kv_heads=kv_heads)
     for name, args, groups in (
         ("backward", (p.grad_out, *p.operands, p.r), (0, 1, 1, 1, 0)),
         ("gated_backward", (p.grad_out, *p.operands, p.w, p.eps), (0, 1, 1, 1, 1)),
@@ -158,10 +203,10 @@ def test_needs_skip_results_and_keep_the_others(target, needs):
                 assert actual.numel() == 0
 
 
-def test_backward_accumulate_adds_in_float32(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+@grouped_or_not
+def test_backward_accumulate_adds_in_float32(target, heads, kv_heads):
     for gate in ("float32", None):
-        p = problem(300, 2, 64, 3, 80, dtype, target.device, gate=gate)
+        p = problem(300, heads, 64, 3, 80, one_dtype(target), target.device, gate=gate, num_kv_heads=kv_heads)
         start = [torch.randn(p.k.shape, device=target.device) for _ in range(3)]
         buffers = [x.clone() for x in start]
         dq, dr = target.call("backward_accumulate_", p.grad_out, *p.operands, p.r, *buffers)
@@ -174,17 +219,32 @@ def test_backward_accumulate_adds_in_float32(target):
             assert_accurate(name, buffer - before, b, e, fixed_limits=False)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, deterministic):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem(1000, 2, 64, 3, 80, dtype, target.device)
-    first = target.call("forward", *p.operands, p.r)
-    first_grads = target.call("backward", p.grad_out, *p.operands, p.r, deterministic=True)
-    for _ in range(5 if target.device == "cpu" else 50):
-        assert torch.equal(first, target.call("forward", *p.operands, p.r, deterministic=deterministic))
-        if deterministic:
-            for a, b in zip(first_grads, target.call("backward", p.grad_out, *p.operands, p.r, deterministic=True), strict=True):
-                assert torch.equal(a, b)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "subnet_dim"), [(2, 2, 64, 80), (8, 2, 128, 192)])
+def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, heads, kv_heads, head_dim, subnet_dim):
+    p = problem(1000, heads, head_dim, 3, subnet_dim, one_dtype(target), target.device, num_kv_heads=kv_heads)
+    given, gated = (p.grad_out, *p.operands, p.r), (p.grad_out, *p.operands, p.w, p.eps)
+
+    def run(deterministic):
+        forward = target.call("forward", *p.operands, p.r, deterministic=deterministic)
+        return forward, *target.call("backward", *given, deterministic=True), *target.call("gated_backward", *gated, deterministic=True)
+
+    first = run(False)
+    for i in range(4 if target.device == "cpu" else 50):
+        for a, b in zip(first, run(bool(i % 2)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_grouped_heads_compiled_vmapped_and_under_autocast():
+    p = problem((3, 5), 4, 8, 2, 16, torch.float32, num_kv_heads=2)
+    expected = flashmhf.flash_mhf(*p.operands, p.r)
+    compiled = torch.compile(flashmhf.flash_mhf, fullgraph=True, backend="aot_eager")(*p.operands, p.r)
+    torch.testing.assert_close(compiled, expected)
+    batched = torch.vmap(flashmhf.flash_mhf, in_dims=(0, None, None, None, 0))(*p.operands, p.r)
+    torch.testing.assert_close(batched, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flashmhf.flash_mhf(*p.operands, p.r)
+    assert out.dtype == torch.bfloat16 and out.shape == p.q.shape
+    torch.library.opcheck(torch.ops.flashmhf.forward.default, (*p.operands, p.r))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
