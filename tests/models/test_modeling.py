@@ -130,6 +130,7 @@ def test_non_persistent_buffers_keep_float32(ffn, tmp_path):
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in model.state_dict()}
     assert any("inv_freq" in name for name in buffers) and {buffer.dtype for buffer in buffers.values()} == {torch.float32}
     model.save_pretrained(tmp_path)
+    tokenizer.train(["text"], 300).save_pretrained(tmp_path)
     converted = {
         "to(dtype)": tiny(ffn).to(torch.bfloat16),
         "to(tensor)": tiny(ffn).to(torch.zeros(1, dtype=torch.float16)),
@@ -137,7 +138,7 @@ def test_non_persistent_buffers_keep_float32(ffn, tmp_path):
         "bfloat16": tiny(ffn).bfloat16(),
         "from_config": AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16),
         "from_pretrained": AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
-        "pretrained.load": evaluation_model(tmp_path),
+        "pretrained.load": pretrained.load(str(tmp_path), device="cpu", dtype="bfloat16")[0],
         "inner model": tiny(ffn).model.to(torch.bfloat16),
     }
     for how, other in converted.items():
@@ -147,12 +148,6 @@ def test_non_persistent_buffers_keep_float32(ffn, tmp_path):
             name = name.removeprefix("model.")
             assert found[name].dtype == torch.float32 and torch.equal(found[name], buffer), (how, name)
     assert {buffer.device.type for _, buffer in tiny(ffn).to("meta", torch.bfloat16).named_buffers()} == {"meta"}
-
-
-def evaluation_model(directory) -> torch.nn.Module:
-    """As ``eval`` and ``generate`` load it on a GPU."""
-    tokenizer.train(["text"], 300).save_pretrained(directory)
-    return pretrained.load(str(directory), device="cpu", dtype="bfloat16")[0]
 
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
