@@ -4,16 +4,12 @@ Every case compares with the same computation in one process. A failed assertion
 DISTRIBUTED_DEVICE=cuda every process has a GPU and NCCL: for the cases of ``test_two_gpus``.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-import multiprocessing
 import os
 import runpy
 import sys
 import tempfile
-import traceback
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+import torch.multiprocessing  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict  # noqa: E402
@@ -571,28 +568,6 @@ def compiled_blocks() -> None:
     )
 
 
-CASES = (
-    transformers_plans,
-    compiled_blocks,
-    rules,
-    rules_on_two_dimensions,
-    kernels,
-    uneven_tokens,
-    module_cases,
-    mixed_precision,
-    main_grad,
-    local_heads,
-    initialisation,
-    training,
-    muon,
-    example,
-    uneven_sizes,
-    bf16_losses,
-    save_checkpoint,
-    load_checkpoint,
-)
-
-
 LANGUAGE_MODELS = {"compiled_blocks", "training", "example", "uneven_sizes", "bf16_losses", "save_checkpoint", "load_checkpoint"}
 
 
@@ -604,44 +579,19 @@ def _process(rank: int, processes: int, store: str, case, arguments: list[str]) 
         torch.set_default_device(f"cuda:{rank}")
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes)
-    try:
-        case(*arguments)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the others wait in a collective for this one
+    case(*arguments)
     dist.destroy_process_group()
 
 
-def passes(processes: int, case, arguments: list[str]) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        context = multiprocessing.get_context("fork")  # torch is imported once
-        children = [context.Process(target=_process, args=(rank, processes, store, case, arguments)) for rank in range(processes)]
-        for child in children:
-            child.start()
-        failed = False
-        while not failed and any(child.is_alive() for child in children):
-            for child in children:
-                child.join(0.05)
-            failed = any(child.exitcode for child in children)
-        for child in children:
-            if failed:
-                child.terminate()
-            child.join()
-        return not any(child.exitcode for child in children)
-
-
-def main() -> int:
-    named = {case.__name__: case for case in CASES}
-    chosen = sys.argv[2].split(",")
-    if not LANGUAGE_MODELS.isdisjoint(chosen):
+def main() -> None:
+    processes, names, arguments = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
+    if not LANGUAGE_MODELS.isdisjoint(names):
         import flashmhf.models  # noqa: F401  once, and not in each process; transformers takes seconds
-    for name in chosen:
-        if not passes(int(sys.argv[1]), named[name], sys.argv[3:]):
-            print(f"{name} failed", file=sys.stderr)
-            return 1
-    return 0
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:  # forked: torch is imported once. A process that fails ends the others
+            given = processes, os.path.join(folder, "store"), globals()[name], arguments
+            torch.multiprocessing.start_processes(_process, given, nprocs=processes, start_method="fork")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,24 +1,17 @@
 """Several processes over gloo against one: sharding rules, plans, training steps, checkpoints. The cases are in distributed_runs.py."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 
 RUNS = Path(__file__).with_name("distributed_runs.py")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 
 
 def run(case: str, processes: int, *arguments: object, device: str = "cpu") -> None:
-    command = [sys.executable, str(RUNS), str(processes), case, *map(str, arguments)]
-    environment = os.environ | {"DISTRIBUTED_DEVICE": device, "NCCL_NVLS_ENABLE": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    run_python(RUNS, processes, case, *arguments, DISTRIBUTED_DEVICE=device, NCCL_NVLS_ENABLE="0")
 
 
 def test_rules():
@@ -106,5 +99,4 @@ assert counter.get_total_flops() == 6 * 3 * 2 * 16 * 3 * 16
 def test_operators_know_dtensor_and_the_flop_counter_whoever_has_looked_for_them(when, tmp_path):
     """``import flashmhf`` imports neither, and a probe for them, as other packages make, disarms nothing."""
     code = MET.format(when=when, store=tmp_path / "store")
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning:flashmhf", "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "error::UserWarning:flashmhf", "-c", code)

@@ -1,10 +1,6 @@
 """K, U and V as parameters of three dimensions, and LoRA on them with PEFT (docs/lora.md)."""
 
-from __future__ import annotations
-
 import copy
-import pathlib
-import re
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from flashmhf import convert
 from flashmhf.integrations.peft import stack_weights
 
 SIZES = (32, 2, 3, 16)  # d_model, H, E, d_e
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "lora.md"
 
 
 def make(**options) -> flashmhf.FlashMHF:
@@ -130,9 +125,3 @@ def test_lora_of_mhffn():
     torch.testing.assert_close(model(x), before)
     model(x).sum().backward()
     assert sum(p.grad is not None for p in model.parameters()) == 6
-
-
-def test_the_document_runs():
-    pytest.importorskip("peft")
-    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)
-    exec(compile(code, str(DOCUMENT), "exec"), {})  # noqa: S102

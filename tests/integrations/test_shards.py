@@ -1,7 +1,5 @@
 """Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs; the plug-in for vLLM."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import sys

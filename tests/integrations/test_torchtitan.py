@@ -1,40 +1,31 @@
 """The override for torchtitan, where it is installed: sizes, initialisation, FSDP2, tensor parallelism, AC, compile, checkpoints."""
 
-from __future__ import annotations
-
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 
 torchtitan = pytest.importorskip("torchtitan", reason='torchtitan is not installed: pip install "flashmhf[titan]" (Python 3.11)')
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> Path:
     """The checkpoint, loss and gradients of one process."""
     folder = tmp_path_factory.mktemp("titan")
-    run(folder, "partial_dtensor", 1, 1)
+    run(folder, 1, 1)
     return folder
 
 
 def run(folder: Path, *arguments: object) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(Path(__file__).with_name("titan_runs.py")), str(folder), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_python(Path(__file__).with_name("titan_runs.py"), folder, *arguments)
 
 
 @pytest.mark.parametrize("arguments", [(1, 2), (2, 1, "compile"), (2, 2)], ids=str)
 def test_processes_compute_what_one_does(one_process, arguments):
     """(FSDP2, tensor parallelism) with full activation checkpointing, from one process's checkpoint: loss and gradients."""
-    run(one_process, "partial_dtensor", *arguments)
+    run(one_process, *arguments)
 
 
 def test_default_sizes_and_refusal():

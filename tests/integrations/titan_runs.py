@@ -1,26 +1,24 @@
-"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py FOLDER BACKEND DP TP [compile]``.
+"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py FOLDER DP TP [compile]``.
 
 With DP and TP 1 it saves a checkpoint, a loss and gradients in FOLDER; otherwise it loads the checkpoint and compares.
 """
 
-from __future__ import annotations
-
-import multiprocessing
 import os
 import sys
 import tempfile
-import traceback
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+BACKEND = "partial_dtensor"
 KEYWORDS = {"num_heads": 4, "num_subnets": 2, "subnet_dim": 32, "q_norm": True, "num_layers": 6}
 
 
-def model_of(backend: str, dp: int, tp: int, compiled: bool = False):
+def model_of(dp: int, tp: int, compiled: bool = False):
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.distributed import ParallelDims
@@ -36,11 +34,11 @@ def model_of(backend: str, dp: int, tp: int, compiled: bool = False):
     set_llama3_sharding_config(spec.model, enable_sp=tp > 1)
     replaced = apply_overrides(OverrideConfig(imports=[("flashmhf.integrations.torchtitan.feed_forward", KEYWORDS)]), spec)
     assert len(replaced) == len(spec.model.layers)
-    set_spmd_backend(backend)
-    dims = ParallelDims(1, dp, 1, tp, 1, 1, world_size=dp * tp, spmd_backend=backend)
+    set_spmd_backend(BACKEND)
+    dims = ParallelDims(1, dp, 1, tp, 1, 1, world_size=dp * tp, spmd_backend=BACKEND)
     with torch.device("meta"):
         model = spec.model.build()
-    parallelism = ParallelismConfig(spmd_backend=backend, data_parallel_shard_degree=dp, tensor_parallel_degree=tp)
+    parallelism = ParallelismConfig(spmd_backend=BACKEND, data_parallel_shard_degree=dp, tensor_parallel_degree=tp)
     training = TrainingConfig(mixed_precision_param="float32")
     compile_config = CompileConfig(enable=compiled, backend="aot_eager")
     spec.parallelize_fn(
@@ -65,11 +63,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def case(folder: str, backend: str, dp: int, tp: int, compiled: bool) -> None:
+def case(folder: str, dp: int, tp: int, compiled: bool) -> None:
     from torchtitan.distributed.utils import get_spmd_context
 
     torch.manual_seed(0)
-    model, dims = model_of(backend, dp, tp, compiled)
+    model, dims = model_of(dp, tp, compiled)
     checkpoint, file = os.path.join(folder, "checkpoint"), os.path.join(folder, "expected.pt")
     state = {"model": model.state_dict()}
     if dp * tp == 1:
@@ -104,39 +102,25 @@ def case(folder: str, backend: str, dp: int, tp: int, compiled: bool) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
 
 
-def process(rank: int, store: str, folder: str, backend: str, dp: int, tp: int, compiled: bool) -> None:
+def process(rank: int, store: str, folder: str, dp: int, tp: int, compiled: bool) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dp * tp))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=dp * tp)
-    try:
-        case(folder, backend, dp, tp, compiled)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other one waits in a collective
+    case(folder, dp, tp, compiled)
     dist.destroy_process_group()
 
 
-def main() -> int:
-    folder, backend, dp, tp = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def main() -> None:
+    folder, dp, tp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     import torchtitan.tools.utils
 
     torchtitan.tools.utils.device_type = "cpu"  # "cuda" where there is no accelerator
     import torchtitan.models.llama3  # noqa: F401  imported once, before the fork
 
     with tempfile.TemporaryDirectory() as store:
-        context = multiprocessing.get_context("fork")
-        arguments = os.path.join(store, "store"), folder, backend, dp, tp, "compile" in sys.argv
-        children = [context.Process(target=process, args=(rank, *arguments)) for rank in range(dp * tp)]
-        for child in children:
-            child.start()
-        while any(child.is_alive() for child in children):
-            for child in children:
-                child.join(0.05)
-            if any(child.exitcode for child in children):
-                for child in children:
-                    child.terminate()
-        return int(any(child.exitcode for child in children))
+        given = os.path.join(store, "store"), folder, dp, tp, "compile" in sys.argv
+        torch.multiprocessing.start_processes(process, given, nprocs=dp * tp, start_method="fork")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
