@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import datetime
 import gc
 import json
@@ -117,6 +115,11 @@ class Target:
         }[self.backend]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The one for tests that need no others."""
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    @property
     def fixed_limits(self) -> bool:
         return self.backend != "eager"
 
@@ -151,6 +154,13 @@ def gpu_backend(request) -> str:
     if reason:
         pytest.skip(f"{request.param} is not usable here: {reason}")
     return request.param
+
+
+@pytest.fixture
+def needs_hopper() -> None:
+    reason = flashmhf.info().reasons["hopper"]
+    if reason:
+        pytest.skip(f"hopper is not usable here: {reason}")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The hopper library's projection of few tokens, and the layer's operator that takes it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -17,13 +15,6 @@ MOST_TOKENS = 384
 
 def project(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return torch.ops.flashmhf_hopper.project(x, w, bias)
-
-
-@pytest.fixture
-def usable():
-    reason = flashmhf.info().reasons["hopper"]
-    if reason:
-        pytest.skip(f"hopper is not usable here: {reason}")
 
 
 def operands(tokens, inner, features, dtype, device="cuda", *, bias=False):
@@ -47,7 +38,7 @@ def check(x, w, bias, what=""):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_number_of_tokens(usable, dtype, bias):
+def test_every_number_of_tokens(needs_hopper, dtype, bias):
     for tokens in range(1, MOST_TOKENS + 1):
         check(*operands(tokens, 512, 192, dtype, bias=bias), f"T = {tokens}")
     assert project(*operands(0, 512, 192, dtype, bias=bias)).shape == (0, 192)
@@ -59,14 +50,14 @@ def test_every_number_of_tokens(usable, dtype, bias):
 @pytest.mark.parametrize(
     ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (131072, 64)]
 )
-def test_sizes(usable, dtype, inner, features):
+def test_sizes(needs_hopper, dtype, inner, features):
     for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384):
         check(*operands(tokens, inner, features, dtype, bias=True), f"T = {tokens}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5, 16, 29, 60, 90, 120, 150, 250, 330])
-def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
+def test_rows_at_any_stride_and_nothing_beside_them(needs_hopper, tokens):
     x, w, bias = operands(tokens, 512, 128, torch.bfloat16, bias=True)
     memory = torch.full((tokens + 8, 3 * 512 + 8), float("nan"), device="cuda", dtype=x.dtype)
     memory[:tokens, 512:1024] = x
@@ -75,7 +66,7 @@ def test_rows_at_any_stride_and_nothing_beside_them(usable, tokens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 32, 64, 96, 128, 192, 256, 384])
-def test_equal_inputs_give_equal_bits(usable, tokens):
+def test_equal_inputs_give_equal_bits(needs_hopper, tokens):
     inputs = operands(tokens, 2048, 2048, torch.bfloat16, bias=True)
     first = project(*inputs)
     for _ in range(200):
@@ -85,7 +76,7 @@ def test_equal_inputs_give_equal_bits(usable, tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 96, 128, 192, 256, 384])
 @pytest.mark.parametrize("graphed", [False, True])
-def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, tokens, graphed):
+def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(needs_hopper, tokens, graphed):
     """Every result lies in memory that an earlier one has left; at the end the kernel before a projection writes its weight."""
     x, w, _ = operands(tokens, 1024, 1024, torch.bfloat16)
     weights = [w[torch.randperm(1024, device="cuda")].contiguous() for _ in range(6)]
@@ -119,7 +110,7 @@ def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(usable, to
 
 
 @pytest.mark.gpu
-def test_the_operator_checks_by_itself(usable):
+def test_the_operator_checks_by_itself(needs_hopper):
     op = torch.ops.flashmhf_hopper.project
     x, w, bias = operands(8, 128, 64, torch.bfloat16, bias=True)
     for arguments, message in (
@@ -168,7 +159,7 @@ def on_gpu(dtype, d_model=512, heads=4, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 129, 300, 400, 1025])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}, {"q_norm": True, "bias": True}], ids=str)
-def test_module_values(usable, by_parts, monkeypatch, dtype, tokens, options):
+def test_module_values(needs_hopper, by_parts, monkeypatch, dtype, tokens, options):
     """One call of the library, which projects few tokens by its own kernel, against the parts."""
     layers = []
     layer = hopper.layer
@@ -190,7 +181,7 @@ def test_module_values(usable, by_parts, monkeypatch, dtype, tokens, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [5, 100])
-def test_module_takes_inputs_of_any_layout(usable, by_parts, tokens):
+def test_module_takes_inputs_of_any_layout(needs_hopper, by_parts, tokens):
     """Rows at a stride, transposed batches, rows that are no multiple of 16 bytes apart, one token without leading dimensions."""
     module, odd = on_gpu(torch.bfloat16), on_gpu(torch.bfloat16, 288, 3)  # d_model 288: no multiple of 64
     wide = torch.randn(tokens, 3, 520, device="cuda", dtype=torch.bfloat16)
@@ -202,7 +193,7 @@ def test_module_takes_inputs_of_any_layout(usable, by_parts, tokens):
 
 
 @pytest.mark.gpu
-def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(usable):
+def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(needs_hopper):
     x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         module = on_gpu(torch.bfloat16)
@@ -219,7 +210,7 @@ def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(usable
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d_model", "heads"), [(256, 4), (288, 3), (512, 4), (512, 2)])
-def test_q_norm_rounds_once(usable, dtype, d_model, heads):
+def test_q_norm_rounds_once(needs_hopper, dtype, d_model, heads):
     """d_h = 64, 96, 128 and 256, weights in Q's type and in fp32, rows of many magnitudes and of zeros."""
     module = flashmhf.FlashMHF(d_model, heads, 3, 64, q_norm=True, q_norm_eps=1e-3, device="cuda", dtype=dtype)
     with torch.no_grad():
@@ -235,7 +226,7 @@ def test_q_norm_rounds_once(usable, dtype, d_model, heads):
 
 
 @pytest.mark.gpu
-def test_a_replaced_or_hooked_q_norm_is_called(usable):
+def test_a_replaced_or_hooked_q_norm_is_called(needs_hopper):
     x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
     module = on_gpu(torch.bfloat16, q_norm=True)
     module.q_norm.register_forward_hook(lambda norm, args, out: 2 * out)
@@ -248,7 +239,7 @@ def test_a_replaced_or_hooked_q_norm_is_called(usable):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 100, 300, 1200])
 @pytest.mark.parametrize("options", [{}, {"q_norm": True}], ids=str)
-def test_module_in_a_cuda_graph(usable, tokens, options):
+def test_module_in_a_cuda_graph(needs_hopper, tokens, options):
     layers = nn.Sequential(*(flashmhf.FlashMHF(512, 4, 3, 64, device="cuda", dtype=torch.bfloat16, **options) for _ in range(4)))
     x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -265,7 +256,7 @@ def test_module_in_a_cuda_graph(usable, tokens, options):
 
 
 @pytest.mark.gpu
-def test_module_with_gradients(usable):
+def test_module_with_gradients(needs_hopper):
     module, x = on_gpu(torch.bfloat16), torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
     leaf = x.clone().requires_grad_()
     inputs = [leaf, *module.parameters()]

@@ -4,12 +4,12 @@ A fresh thread has no CUDA context until something makes one current, and memory
 CUDA: every test caches the memory of its results before the thread begins.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,23 +29,11 @@ OTHER_DEVICE = [pytest.param(0, 1, id="cuda:0 while cuda:1 is current"), pytest.
 
 def in_thread(function: Callable[[], object]) -> object:
     """The result of ``function`` in a fresh thread; its exception is raised here."""
-    outcome: list[object] = []
-
-    def run() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
-def module_step(make: Callable[..., torch.nn.Module], backend: str, device: str, seed: int) -> Callable[[], tuple]:
+def module_step(make: Callable[..., torch.nn.Module], backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
     torch.manual_seed(seed)
     module = make(backend=backend, device=device, dtype=torch.bfloat16, deterministic=True)
     x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
@@ -58,7 +46,7 @@ def module_step(make: Callable[..., torch.nn.Module], backend: str, device: str,
     return step
 
 
-def inference(backend: str, device: str, seed: int) -> Callable[[], tuple]:
+def inference(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
     """Few tokens, which on hopper go through the projection kernel."""
     torch.manual_seed(seed)
     module = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device=device, dtype=torch.bfloat16).requires_grad_(False)
@@ -66,7 +54,7 @@ def inference(backend: str, device: str, seed: int) -> Callable[[], tuple]:
     return lambda: (module(x),)
 
 
-def operator(name: str, backend: str, device: str, seed: int) -> Callable[[], tuple]:
+def operator(name: str, backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
     p = problem(300, 2, 128, 3, 64, torch.bfloat16, device, seed=seed)
     settings = {"backend": backend, "deterministic": True}
     calls = {
@@ -87,7 +75,7 @@ def operator(name: str, backend: str, device: str, seed: int) -> Callable[[], tu
     return accumulate
 
 
-def projection(backend: str, device: str, seed: int) -> Callable[[], tuple]:
+def projection(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
     if backend != "hopper":
         pytest.skip(f"{backend} has no projection kernel")
     generator = torch.Generator(device).manual_seed(seed)
@@ -96,16 +84,11 @@ def projection(backend: str, device: str, seed: int) -> Callable[[], tuple]:
 
 
 STEPS = {
-    **{
-        name: lambda backend, device, seed=0, name=name: operator(name, backend, device, seed)
-        for name in ("forward", "gated_forward", "backward", "gated_backward", "backward_accumulate_")
-    },
-    "project": lambda backend, device, seed=0: projection(backend, device, seed),
-    "FlashMHF": lambda backend, device, seed=0: module_step(
-        lambda **kwargs: flashmhf.FlashMHF(256, 2, 3, 64, **kwargs), backend, device, seed
-    ),
-    "FlashMHF, few tokens": lambda backend, device, seed=0: inference(backend, device, seed),
-    "MHFFN": lambda backend, device, seed=0: module_step(lambda **kwargs: flashmhf.MHFFN(256, 2, 64, **kwargs), backend, device, seed),
+    **{name: partial(operator, name) for name in ("forward", "gated_forward", "backward", "gated_backward", "backward_accumulate_")},
+    "project": projection,
+    "FlashMHF": partial(module_step, partial(flashmhf.FlashMHF, 256, 2, 3, 64)),
+    "FlashMHF, few tokens": inference,
+    "MHFFN": partial(module_step, partial(flashmhf.MHFFN, 256, 2, 64)),
 }
 
 
@@ -168,23 +151,15 @@ def test_threads_on_two_devices_at_once(gpu_backend):
 
 def check_all_at_once(functions: list[Callable[[], tuple]], expected: list[list[torch.Tensor]], *, exact: bool) -> None:
     """Every function in a thread of its own, ten times, all beginning together."""
-    barrier, failures = threading.Barrier(len(functions)), []
+    barrier = threading.Barrier(len(functions))
 
     def run(function, right) -> None:
-        try:
-            barrier.wait()
-            for _ in range(10):
-                check(function(), right, exact=exact)
-        except BaseException as error:
-            failures.append(error)
+        barrier.wait()
+        for _ in range(10):
+            check(function(), right, exact=exact)
 
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(functions, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        list(pool.map(run, functions, expected))
 
 
 @pytest.mark.gpu
@@ -214,72 +189,51 @@ def test_eight_threads_with_a_stream_each(name, gpu_backend):
 BACKWARD_FIRST = """
 import sys, torch
 import flashmhf
-backend, what, device = sys.argv[1:]
+backend, prefix, device = sys.argv[1:]
+forward, backward = (getattr(torch.ops.flashmhf, prefix + name) for name in ("forward", "backward"))
 torch.cuda.set_device(0)
-x = torch.randn(300, 256, device=device).bfloat16().requires_grad_()
-if what == "operator":
-    k, u, v = (torch.randn(2, 3, 64, 128, device=device).bfloat16().requires_grad_() for _ in range(3))
-    parameters = [k, u, v]
-    out = flashmhf.flash_mhf(x.view(300, 2, 128), k, u, v, backend=backend, deterministic=True)
-else:
-    k, u, v = (torch.randn(2, 3, 64, 128, device=device).bfloat16().requires_grad_() for _ in range(3))
-    w = torch.randn(2, 128, 3, device=device).requires_grad_()
-    parameters = [k, u, v, w]
-    out = torch.ops.flashmhf.gated_forward(x.view(300, 2, 128), k, u, v, w, 1e-20, backend=backend, deterministic=True)
+q = torch.randn(300, 2, 128, device=device).bfloat16().requires_grad_()
+weights = [torch.randn(2, 3, 64, 128, device=device).bfloat16().requires_grad_() for _ in range(3)]
+gate = [torch.randn(2, 128, 3, device=device).requires_grad_(), 1e-20] if prefix else [None]
+out = forward(q, *weights, *gate, backend=backend, deterministic=True)
 grad_out = torch.randn_like(out)
 cached = [torch.empty(size, dtype=torch.uint8, device=device) for size in (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24) for _ in range(8)]
 del cached
 torch.cuda.synchronize(device)
 out.backward(grad_out)  # the first thing that the autograd thread does
-actual = [x.grad, *(p.grad for p in parameters)]
-if what == "operator":
-    expected = torch.ops.flashmhf.backward(grad_out, x.detach().view(300, 2, 128), k, u, v, None, True, backend=backend)[:4]
-else:
-    expected = torch.ops.flashmhf.gated_backward(grad_out, x.detach().view(300, 2, 128), k, u, v, w, 1e-20, True, backend=backend)
-for a, e in zip(actual, expected, strict=True):
-    assert torch.equal(a, e.detach().view(a.shape)), "the autograd thread's gradients differ"
+leaves = [q, *weights, *(gate[:1] if prefix else [])]
+for leaf, expected in zip(leaves, backward(grad_out, q.detach(), *weights, *gate, True, backend=backend)):
+    assert torch.equal(leaf.grad, expected.detach()), "the autograd thread's gradients differ"
 """
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["operator", "gated"])
-def test_backward_is_the_first_thing_in_the_autograd_thread(gpu_backend, what):
-    run_python("-c", BACKWARD_FIRST, gpu_backend, what, "cuda:0")
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@two_gpus
-@pytest.mark.parametrize("what", ["operator", "gated"])
-def test_backward_is_the_first_thing_in_the_autograd_thread_of_another_device(gpu_backend, what):
-    run_python("-c", BACKWARD_FIRST, gpu_backend, what, "cuda:1")
+@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=two_gpus)])
+@pytest.mark.parametrize("prefix", ["", "gated_"])
+def test_backward_is_the_first_thing_in_the_autograd_thread(gpu_backend, prefix, device):
+    run_python("-c", BACKWARD_FIRST, gpu_backend, prefix, device)
 
 
 EIGHT_AT_FIRST = """
 import sys, threading, torch
-import flashmhf
+from concurrent.futures import ThreadPoolExecutor
+import flashmhf.testing
 backend, device = sys.argv[1:]
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 torch.manual_seed(0)
 sizes = (40, 2, 64, 2, 32) if device == "cuda" else (16, 1, 16, 1, 16)
 problems = [flashmhf.testing.problem(*sizes, dtype, device, seed=seed) for seed in range(8)]
-barrier, results, failures = threading.Barrier(8), [None] * 8, []
+barrier = threading.Barrier(8)
 
-def run(i):
-    try:
-        p = problems[i]
-        barrier.wait()
-        q = p.q.clone().requires_grad_()
-        out = flashmhf.flash_mhf(q, p.k, p.u, p.v, p.r, backend=backend, deterministic=True)
-        results[i] = out.detach(), *torch.autograd.grad(out, q, p.grad_out)
-    except BaseException as error:
-        failures.append(error)
+def run(p):
+    barrier.wait()
+    q = p.q.clone().requires_grad_()
+    out = flashmhf.flash_mhf(q, p.k, p.u, p.v, p.r, backend=backend, deterministic=True)
+    return out.detach(), *torch.autograd.grad(out, q, p.grad_out)
 
-threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-if failures: raise failures[0]
+with ThreadPoolExecutor(8) as pool:
+    results = list(pool.map(run, problems))
 for p, actual in zip(problems, results):
     out = torch.ops.flashmhf.forward(*p.operands, p.r, backend=backend, deterministic=True)
     dq = torch.ops.flashmhf.backward(p.grad_out, *p.operands, p.r, True, backend=backend)[0]
@@ -290,18 +244,18 @@ for p, actual in zip(problems, results):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_eight_threads_are_the_first_to_use_the_back_end(gpu_backend):
-    run_python("-c", "import flashmhf.testing\n" + EIGHT_AT_FIRST, gpu_backend, "cuda")
+    run_python("-c", EIGHT_AT_FIRST, gpu_backend, "cuda")
 
 
 def test_eight_threads_under_tritons_interpreter(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    run_python("-c", "import flashmhf.testing\n" + EIGHT_AT_FIRST, "triton", "cpu")
+    run_python("-c", EIGHT_AT_FIRST, "triton", "cpu")
 
 
 FORK = """
-import os, sys, traceback, torch
+import multiprocessing, sys, torch
 torch.set_num_threads(1)  # a thread pool of OpenMP does not survive a fork
 import flashmhf
 from flashmhf.backends import hopper
@@ -318,17 +272,10 @@ def use_cuda():
     torch.cuda.synchronize()
     assert torch.isfinite(x.grad).all()
 
-child = os.fork()
-if child == 0:
-    status = 1
-    try:
-        use_cuda()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child's step failed"
+child = multiprocessing.get_context("fork").Process(target=use_cuda)
+child.start()
+child.join()
+assert child.exitcode == 0, "the child's step failed"
 use_cuda()
 """
 

@@ -1,7 +1,5 @@
 """The counts of saturated values, of single calls and of a model's calls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

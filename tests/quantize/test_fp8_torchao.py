@@ -1,7 +1,5 @@
 """FP8 through torchao's ``quantize_``, alone and beside torchao's own configurations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import run_python
