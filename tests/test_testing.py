@@ -1,7 +1,5 @@
 """flashmhf.testing accepts the right result and rejects deliberately wrong kernels."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,10 +9,11 @@ from flashmhf import reference
 from flashmhf.backends import eager
 from flashmhf.testing import LIMITS, assert_accurate, fixed_limit, limit, problem, relative_l2
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
-def case(request):
-    p = problem(512, 2, 64, 3, 192, request.param)
+
+def case(dtype):
+    p = problem(512, 2, 64, 3, 192, dtype)
     return p, *p.forward()
 
 
@@ -28,56 +27,47 @@ def forward_summed_in_working_precision(q, k, u, v, r):
     return out
 
 
-def reject(actual, baseline, exact, fixed_limits=True):
-    with pytest.raises(AssertionError, match="relative L2 error"):
-        assert_accurate("out", actual, baseline, exact, fixed_limits=fixed_limits)
-
-
 def fused_forward(p):
     """What a fused kernel computes: everything in fp32 but for the inputs and the one rounding of the result."""
     return eager.forward(*(x.float() for x in p.operands), p.r).to(p.q.dtype)
 
 
-def test_accepts_fused_forward(case):
-    p, baseline, exact = case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accepts_what_is_right(dtype):
+    p, baseline, exact = case(dtype)
     assert_accurate("out", fused_forward(p), baseline, exact, fixed_limits=True)
-
-
-def test_accepts_blockwise_forward(case):
-    p, baseline, exact = case
     assert_accurate("out", eager.forward(*p.operands, p.r), baseline, exact, fixed_limits=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rejects_accumulation_in_working_precision(dtype):
-    p = problem(512, 2, 64, 3, 192, dtype)
-    reject(forward_summed_in_working_precision(*p.operands, p.r), *p.forward())
-
-
-@pytest.mark.parametrize("fixed_limits", [True, False])
-def test_rejects_missing_gate(case, fixed_limits):
-    p, baseline, exact = case
-    reject(eager.forward(*p.operands, None), baseline, exact, fixed_limits)
-
-
-def test_rejects_gate_of_the_neighbouring_subnet(case):
-    p, baseline, exact = case
-    reject(eager.forward(*p.operands, p.r.roll(1, -1)), baseline, exact)
-
-
-def test_rejects_one_unwritten_row_and_one_zero_row(case):
-    p, baseline, exact = case
-    for value in (math.nan, 0.0):
+def with_a_row_of(value):
+    def call(p):
         out = fused_forward(p)
         out[7, 1] = value
-        reject(out, baseline, exact)
+        return out
+
+    return call
 
 
-def test_rejects_tf32_like_float32():
-    p = problem(512, 2, 64, 3, 192, torch.float32)
-    baseline, exact = p.forward()
-    rounded = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in p.operands]
-    reject(eager.forward(*rounded, p.r), baseline, exact)
+def as_tf32(p):
+    return eager.forward(*((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in p.operands), p.r)
+
+
+WRONG = {  # by name: what is computed, and the dtypes that it is wrong in
+    "no gate": (lambda p: eager.forward(*p.operands, None), DTYPES),
+    "gate of the neighbouring sub-network": (lambda p: eager.forward(*p.operands, p.r.roll(1, -1)), DTYPES),
+    "unwritten row": (with_a_row_of(math.nan), DTYPES),
+    "zero row": (with_a_row_of(0.0), DTYPES),
+    "accumulation in working precision": (lambda p: forward_summed_in_working_precision(*p.operands, p.r), DTYPES[:2]),
+    "products in tf32": (as_tf32, DTYPES[2:]),
+}
+
+
+@pytest.mark.parametrize(("wrong", "dtype"), [(name, dtype) for name, (_, dtypes) in WRONG.items() for dtype in dtypes], ids=str)
+def test_rejects_what_is_wrong(wrong, dtype):
+    p, baseline, exact = case(dtype)
+    for fixed_limits in (True, False) if wrong == "no gate" else (True,):
+        with pytest.raises(AssertionError, match="relative L2 error"):
+            assert_accurate("out", WRONG[wrong][0](p), baseline, exact, fixed_limits=fixed_limits)
 
 
 def test_relative_l2_is_infinite_for_shapes_and_values_that_cannot_be_compared():

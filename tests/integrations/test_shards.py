@@ -23,26 +23,25 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-def network(name: str = "flashmhf", device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+SIZES = (D_MODEL, HEADS, SUBNETS, WIDTH)
+KINDS = {
+    "flashmhf": lambda: flashmhf.FlashMHF(*SIZES),
+    "q_norm and bias": lambda: flashmhf.FlashMHF(*SIZES, q_norm=True, bias=True),
+    "grouped": lambda: flashmhf.FlashMHF(*SIZES, num_kv_heads=2, activation="relu"),
+    "mh_ffn": lambda: flashmhf.MHFFN(D_MODEL, HEADS, 96, activation="gelu", q_norm=True),
+    "pkv": lambda: flashmhf.ParametricKV(D_MODEL, HEADS, 96, bias=True),
+    "fp8": lambda: quantize.to_fp8(flashmhf.FlashMHF(*SIZES, num_kv_heads=2)),
+    "fp8, q_norm and bias": lambda: quantize.to_fp8(flashmhf.FlashMHF(*SIZES, q_norm=True, bias=True)),
+}
+
+
+def network(name: str) -> torch.nn.Module:
     """A network with random weights and biases."""
-    settings = {"device": device, "dtype": dtype}
-    sizes = (D_MODEL, HEADS, SUBNETS, WIDTH)
-    made = {
-        "flashmhf": lambda: flashmhf.FlashMHF(*sizes, **settings),
-        "q_norm and bias": lambda: flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings),
-        "grouped": lambda: flashmhf.FlashMHF(*sizes, num_kv_heads=2, activation="relu", **settings),
-        "mh_ffn": lambda: flashmhf.MHFFN(D_MODEL, HEADS, 96, activation="gelu", q_norm=True, **settings),
-        "pkv": lambda: flashmhf.ParametricKV(D_MODEL, HEADS, 96, bias=True, **settings),
-        "fp8": lambda: quantize.to_fp8(flashmhf.FlashMHF(*sizes, num_kv_heads=2, **settings)),
-        "fp8, q_norm and bias": lambda: quantize.to_fp8(flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings)),
-    }[name]()
+    made = KINDS[name]()
     for key, parameter in made.named_parameters():
         if "bias" in key or "q_norm" in key:
             torch.nn.init.normal_(parameter, std=0.1)
     return made
-
-
-KINDS = ("flashmhf", "q_norm and bias", "grouped", "mh_ffn", "pkv", "fp8", "fp8, q_norm and bias")
 
 
 def shards(whole: torch.nn.Module, size: int) -> list[torch.nn.Module]:
