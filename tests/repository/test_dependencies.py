@@ -1,14 +1,10 @@
 """The core needs torch alone: what ``import flashmhf`` imports and how long it takes, and what a missing extra says."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import flashmhf
 
@@ -27,11 +23,6 @@ def python(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     quiet = "-Wignore:Failed to initialize NumPy"  # torch's own remark where numpy is absent
     return subprocess.run([sys.executable, quiet, "-c", code], capture_output=True, text=True, timeout=300, env=environment, cwd=cwd)
-
-
-def command(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    """The command ``flashmhf`` where no optional package is installed."""
-    return python(f"{ABSENT}\nfrom flashmhf_recipes.cli import main\nsys.exit(main({arguments!r}))", cwd)
 
 
 def test_import_brings_in_torch_and_the_standard_library_only():
@@ -65,7 +56,8 @@ print(flashmhf.info())
 
 
 def test_check_runs_without_the_extras(tmp_path):
-    done = command(["check", "--device", "cpu", "--backend", "eager"], tmp_path)
+    arguments = ["check", "--device", "cpu", "--backend", "eager"]
+    done = python(f"{ABSENT}\nfrom flashmhf_recipes.cli import main\nsys.exit(main({arguments!r}))", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" ok") == 18 and not done.stderr
 
@@ -77,9 +69,8 @@ EXTRA_OF = {
 }
 
 
-@pytest.fixture(scope="module")
-def without_extras(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
-    """Status, standard output and standard error of each command where no optional package is installed; one process runs all."""
+def test_a_missing_extra_is_one_line(tmp_path):
+    """One process runs all commands."""
     done = python(
         f"""{ABSENT}
 import contextlib, io, json
@@ -92,18 +83,12 @@ for line in {list(EXTRA_OF)!r}:
     results[line] = (status, out.getvalue(), err.getvalue())
 print(json.dumps(results))
 """,
-        tmp_path_factory.mktemp("empty"),
+        tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("line", EXTRA_OF)
-def test_a_missing_extra_is_one_line(line, without_extras):
-    status, out, err = without_extras[line]
-    assert status == 2 and not out
-    assert len(err.splitlines()) == 1, err
-    assert f"pip install 'flashmhf[{EXTRA_OF[line]}]'" in err
+    for line, (status, out, err) in json.loads(done.stdout).items():
+        assert status == 2 and not out and len(err.splitlines()) == 1, (line, err)
+        assert f"pip install 'flashmhf[{EXTRA_OF[line]}]'" in err
 
 
 def test_the_language_models_name_their_extra():
