@@ -265,14 +265,6 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
         assert parts[name] == whole[name], name
 
 
-def test_a_killed_run_goes_on_from_its_last_state(tokens, tmp_path, monkeypatch):
-    run = compare.Run(name="a", ffn="swiglu", width=192, **SMALL | {"steps": 12})
-    monkeypatch.setattr(compare, "EVALUATED", 5 * 4 * 16)
-    monkeypatch.setattr(compare, "SAVED", 0)
-    whole = train(run, tokens, tmp_path / "whole.state")  # its last state is that of step 10
-    assert train(run, tokens, tmp_path / "whole.state")["losses"] == whole["losses"]
-
-
 def test_every_window_is_seen_once_a_pass(tmp_path):
     """A pass takes the pieces in their order, and another start takes the same batches from there on."""
     (tmp_path / "tokens.json").write_text("{}")
@@ -314,12 +306,6 @@ def test_the_clock_of_a_run_stands_while_a_piece_is_waited_for(tokens, tmp_path,
     monkeypatch.setattr(compare, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
     some = compare.Tokens(folder, "cpu", 2)
     assert len(some.piece(1)) > 0 and now[0] > 100.0 and some.clock() == 100.0
-
-
-def test_the_same_seed_gives_the_same_run(tokens, tmp_path):
-    entry = compare.Run(name="a", ffn="flashmhf", heads=4, subnets=2, width=148, **SMALL)
-    one, two = (train(entry, tokens, tmp_path / "a.state") for _ in range(2))
-    assert one["losses"] == two["losses"] and one["validation_loss"] == two["validation_loss"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """``python -m benchmarks.distributed`` with four CPU processes over gloo."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

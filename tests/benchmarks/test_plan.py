@@ -1,7 +1,5 @@
 """``python -m benchmarks.plan``: what it prints agrees with the planner, and its expected times with what was measured."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

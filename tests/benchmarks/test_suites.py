@@ -1,7 +1,5 @@
 """The runner and its suites: checks, reasons, one shape of records, two builds in turn; short runs on a GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

@@ -1,7 +1,5 @@
 """Timing, memory and the environment of a record."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
