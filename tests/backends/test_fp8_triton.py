@@ -1,7 +1,5 @@
 """The FP8 forward in Triton. On a GPU the tests run as they are; without one on the CPU, in a process whose Triton interprets."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os
@@ -11,7 +9,7 @@ import torch
 from conftest import run_interpreted
 
 import flashmhf
-from flashmhf import backends, quantize
+from flashmhf import quantize
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.triton import fp8 as triton
 from flashmhf.testing import poisoned_memory, relative_l2
@@ -153,18 +151,6 @@ def test_why_not(monkeypatch):
     assert "d_h is 16; supported: 32, 64" in triton.why_not(device, torch.bfloat16, d_h=16, d_e=64)
     assert "dtype is float64; supported" in triton.why_not(device, torch.float64, **sizes)
     assert "device is cpu; supported" in triton.why_not(torch.device("cpu"), torch.float16, **sizes)
-
-
-def test_auto_takes_it_where_hopper_cannot_run(monkeypatch):
-    device, reasons = torch.device("cuda"), {"hopper": "not here", "triton": None}
-    monkeypatch.setattr(backends, "_warn_hopper_unused", lambda *args: None)  # asks the device
-    for name in reasons:
-        monkeypatch.setattr(backends.FP8_BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
-    for reason, expected in ((None, "triton"), ("not here", "eager")):
-        reasons["triton"] = reason
-        backends.select_fp8.cache_clear()
-        assert backends.select_fp8("auto", device, torch.bfloat16, 64, 64) is backends.FP8_BACKENDS[expected]
-    backends.select_fp8.cache_clear()
 
 
 @pytest.mark.slow

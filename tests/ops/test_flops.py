@@ -1,7 +1,5 @@
 """FlopCounterMode counts the operators: as many operations as the definition's products, whatever the back end does them with."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -77,19 +75,6 @@ def test_a_module_at_inference(monkeypatch):
     monkeypatch.setattr(flashmhf.ops.layer, "CHUNK_TOKENS", 8)
     with torch.no_grad():
         assert count(lambda: ffn(x)) == one == 20 * (4 * 64 * 64 + 6 * 64 * 2 * 16 + 2 * 64 * 2)
-
-
-@pytest.mark.parametrize("router", [True, False])
-def test_the_layer_of_serving_counts_what_the_module_counts(router):
-    from flashmhf.ops import layer as operator
-
-    d_model = H * D_H
-    ffn = flashmhf.FlashMHF(d_model, H, E, D_E) if router else flashmhf.MHFFN(d_model, H, D_E)
-    k, u, v = (weight.view(H, -1, D_E, D_H) for weight in (ffn.k, ffn.u, ffn.v))
-    x, projections = torch.randn(*LEADING, d_model), [(each.weight, each.bias) for each in (ffn.in_proj, ffn.out_proj)]
-    with torch.no_grad():
-        call = count(lambda: operator.layer(x, projections[0], k, u, v, ffn.router if router else None, 0.0, projections[1]))
-        assert call == count(lambda: ffn(x)) > 0
 
 
 def test_networks_in_fp8_count_what_the_module_counts(monkeypatch):
