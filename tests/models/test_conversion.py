@@ -1,7 +1,5 @@
 """Official whole-model checkpoints: equal logits with a forward written from the formulae, round trips, refusals by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation with a static cache against transformers' own loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Heads of transformers over the model: sequence and token classification, question answering."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

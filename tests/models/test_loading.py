@@ -1,7 +1,5 @@
 """Every kind of directory through every door: the model that was saved, or a refusal in the same words."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The language model on transformers: construction, loss, generation, storage, compilation, presets, swapping, warm starts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """FP8 checkpoints: quantised while loading, stored, restored to the same bits; what is damaged is refused. And the commands with --fp8."""
 
-from __future__ import annotations
-
 import json
 import types
 from pathlib import Path
