@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,28 +74,6 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     gc.unfreeze()  # else nanobind, in Triton, reports all of its objects as leaked at exit
-
-
-def run_python(*arguments: object, cwd: object = None, timeout: float = 250, **environment: str) -> str:
-    """Return what this Python prints with ``arguments`` and with flashmhf in its path. Its failure is the test's."""
-    sources = pathlib.Path(flashmhf.__file__).resolve().parents[1]
-    path = os.pathsep.join([str(sources), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        cwd=cwd,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    return done.stdout
-
-
-def run_interpreted(file: str) -> None:
-    """Run a file's tests on the CPU, in a process whose Triton interprets."""
-    command = ("-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file)
-    run_python(*command, cwd=pathlib.Path(__file__).parents[1], timeout=900, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @dataclass(frozen=True)

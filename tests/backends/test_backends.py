@@ -1,7 +1,5 @@
 """Selection of a back end, and what info says of it."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import warnings
@@ -18,10 +16,11 @@ from flashmhf.testing import problem
 @pytest.fixture
 def uncached():
     """Selection without its cache before and after: these tests change what a back end says of itself."""
-    for cached in (backends.select, backends._warn_hopper_unused):
+    caches = (backends.select, backends.select_fp8, backends._warn_hopper_unused)
+    for cached in caches:
         cached.cache_clear()
     yield
-    for cached in (backends.select, backends._warn_hopper_unused):
+    for cached in caches:
         cached.cache_clear()
 
 
@@ -73,16 +72,17 @@ def test_explicit_back_end_reaches_backward(monkeypatch):
     assert calls == ["eager", "eager"]
 
 
-def test_auto_takes_the_first_that_can(monkeypatch, uncached):
-    device, sizes = torch.device("cpu"), {"d_h": 64, "d_e": 64}
+@pytest.mark.parametrize(("select", "modules"), [("select", backends.BACKENDS), ("select_fp8", backends.FP8_BACKENDS)])
+def test_auto_takes_the_first_that_can(monkeypatch, uncached, select, modules):
     reasons = {"hopper": None, "triton": None}
+    monkeypatch.setattr(backends, "_warn_hopper_unused", lambda *args: None)  # asks the device
     for name in reasons:
-        monkeypatch.setattr(backends.BACKENDS[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
+        monkeypatch.setattr(modules[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
     for blocked, expected in ((None, "hopper"), ("hopper", "triton"), ("triton", "eager")):
         if blocked:
             reasons[blocked] = "blocked"
-        backends.select.cache_clear()
-        assert backends.select("auto", device, torch.bfloat16, *sizes.values()) is backends.BACKENDS[expected]
+        getattr(backends, select).cache_clear()
+        assert getattr(backends, select)("auto", torch.device("cuda"), torch.bfloat16, 64, 64) is modules[expected]
 
 
 def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, uncached):
@@ -109,11 +109,12 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
         ((9, 0), torch.float32, (128, 384), "dtype is float32; supported: bfloat16, float16"),
         ((9, 0), torch.bfloat16, (80, 384), "d_h is 80; supported: 64, 96, 128, 256"),
         ((9, 0), torch.bfloat16, (128, 40), "d_e is 40; supported: multiples of 16"),
+        ((9, 0), torch.bfloat16, (128, 64, "gelu"), "activation is 'gelu'; supported: 'silu' (the triton and eager back ends have all)"),
     ],
 )
 def test_what_hopper_supports(monkeypatch, capability, dtype, sizes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert reason in hopper.why_not(torch.device("cuda", 0), dtype, d_h=sizes[0], d_e=sizes[1])
+    assert reason in hopper.why_not(torch.device("cuda", 0), dtype, **dict(zip(("d_h", "d_e", "activation"), sizes, strict=False)))
 
 
 def test_why_the_library_is_not_usable(monkeypatch, tmp_path):

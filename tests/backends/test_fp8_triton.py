@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from conftest import run_interpreted
+from processes import run_interpreted
 
 import flashmhf
 from flashmhf import quantize

@@ -237,10 +237,12 @@ def test_a_replaced_or_hooked_q_norm_is_called(needs_hopper):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [3, 100, 300, 1200])
+@pytest.mark.parametrize("tokens", [3, 64, 100, 300, 1200])
 @pytest.mark.parametrize("options", [{}, {"q_norm": True}], ids=str)
-def test_module_in_a_cuda_graph(needs_hopper, tokens, options):
-    layers = nn.Sequential(*(flashmhf.FlashMHF(512, 4, 3, 64, device="cuda", dtype=torch.bfloat16, **options) for _ in range(4)))
+@pytest.mark.parametrize("served", [nn.Identity(), flashmhf.quantize.to_fp8], ids=["bf16", "fp8"])
+def test_module_in_a_cuda_graph(needs_hopper, tokens, options, served):
+    networks = (flashmhf.FlashMHF(512, 4, 3, 64, device="cuda", dtype=torch.bfloat16, **options) for _ in range(4))
+    layers = nn.Sequential(*map(served, networks))
     x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         expected = layers(x)

@@ -1,7 +1,5 @@
 """The Triton back end. On a GPU the tests run as they are; without one they run on the CPU, in a process whose Triton interprets."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os
@@ -9,7 +7,7 @@ import pathlib
 
 import pytest
 import torch
-from conftest import run_interpreted
+from processes import run_interpreted
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings

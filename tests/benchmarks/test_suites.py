@@ -7,11 +7,13 @@ import re
 
 import pytest
 import torch
+from processes import run_python
 
 import flashmhf
 from benchmarks import run
 from benchmarks.harness import markdown
 from benchmarks.harness.measure import LIMITS, Cell, Context, Prepared
+from benchmarks.harness.training import covered
 from benchmarks.suites import fp8, inference, layer, operator, shapes, subjects, tables
 from flashmhf.testing import relative_l2
 
@@ -302,6 +304,26 @@ def test_the_fp8_baseline_is_swiglu():
     x = torch.randn(20, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         assert relative_l2(fp8.Fp8SwiGLU(network)(x), network(x).double()) < 0.08
+
+
+# Many processes
+
+
+def test_four_processes(tmp_path):
+    """``python -m benchmarks.distributed`` over gloo."""
+    command = ("-m", "benchmarks.distributed", "--smoke", "--ranks", 4, "--steps", 2, "--out", tmp_path / "run")
+    run_python(*command, "--parts", "module", "layouts", cwd=ROOT, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    record = json.loads((tmp_path / "run_x4_cpu.json").read_text())
+    assert record["environment"]["ranks"] == 4 and {row["status"] for row in record["rows"]} == {"ok"}
+    assert {row["tp"] for row in record["rows"] if row["part"] == "module"} == {1, 2, 4}
+    losses = {(row["precision"], row["layout"]): row["losses"] for row in record["rows"] if row["part"] == "layouts"}
+    assert {name for _, name in losses} == {"one", "fsdp2 4", "fsdp2 2 x tp 2", "tp 4"}
+    assert all(len(values) == 2 and values[0] != values[1] for values in losses.values())
+
+
+def test_the_length_of_a_union_of_intervals():
+    assert covered([]) == 0
+    assert covered([(5, 9), (0, 3), (2, 4), (6, 7), (9, 10)]) == 4 + 5
 
 
 # On a GPU

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python
+from processes import run_python
 
 RUNS = Path(__file__).with_name("distributed_runs.py")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")

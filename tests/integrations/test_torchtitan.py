@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python
+from processes import run_python
 
 torchtitan = pytest.importorskip("torchtitan", reason='torchtitan is not installed: pip install "flashmhf[titan]" (Python 3.11)')
 

@@ -1,7 +1,5 @@
 """Arguments of modules: what constructors, calls, initialisation and state dicts refuse, by name, and what they take."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

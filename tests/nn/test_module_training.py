@@ -1,7 +1,5 @@
 """FlashMHF in training: its gradients against finite differences, its loss curve against the eager back end's, bitwise repeats."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

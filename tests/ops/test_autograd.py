@@ -1,7 +1,5 @@
 """Derivatives: gradcheck, what is saved, what is refused, autocast, checkpointing, main_grad accumulation."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -58,6 +56,17 @@ def test_the_definition_and_its_written_out_gradients(kv_heads):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("activation", list(reference.ACTIVATIONS))
+def test_the_definition_is_transformers_function(activation):
+    functions = pytest.importorskip("transformers.activations").ACT2FN
+    m = torch.linspace(-9, 9, 181, dtype=torch.float64, requires_grad=True)
+    expected = functions[activation](m)
+    a, slope = reference.ACTIVATIONS[activation][1](m)
+    torch.testing.assert_close(reference.ACTIVATIONS[activation][0](m), expected)
+    torch.testing.assert_close(a, expected)
+    torch.testing.assert_close(slope, torch.autograd.grad(expected.sum(), m)[0])
+
+
 @pytest.mark.parametrize("needed", [(0,), (1,), (4,), (0, 3), (2, 4), ()])
 def test_only_what_needs_a_gradient_gets_one(needed):
     p = float64_problem()
@@ -74,8 +83,7 @@ def test_only_what_needs_a_gradient_gets_one(needed):
 
 
 def test_saves_the_inputs_only(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem(256, 2, 64, 3, 64, dtype, target.device)
+    p = problem(256, 2, 64, 3, 64, target.dtype, target.device)
     inputs = leaves(p)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
@@ -89,8 +97,7 @@ def gradient_penalty(function, x):
 
 
 def test_second_derivatives_raise(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    p = problem(64, 2, 64, 2, 64, dtype, target.device)
+    p = problem(64, 2, 64, 2, 64, target.dtype, target.device)
     q, *rest = leaves(p)
     with pytest.raises(NotImplementedError, match='second derivative.*backend="reference"'):
         gradient_penalty(lambda x: flashmhf.flash_mhf(x, *rest, backend=target.backend), q)

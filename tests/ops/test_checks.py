@@ -1,7 +1,5 @@
 """Bad input: the stated exception, naming the argument, in every mode; and the next valid call still works."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from types import SimpleNamespace
@@ -156,6 +154,7 @@ def test_accumulators_are_checked():
 EPS = [(value, ValueError, f"eps is {value}; supported: finite numbers from 0") for value in (-1.0, math.nan, math.inf)]
 EPS += [(value, TypeError, f"eps must be a float, got {type(value).__name__}") for value in (None, "1e-6", [0.0], 1j)]
 K = torch.zeros(2, 3, 4, 8)
+TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +171,10 @@ K = torch.zeros(2, 3, 4, 8)
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=None), TypeError, "backend must be a str, got NoneType"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, activation=None), TypeError, "activation must be a str, got NoneType"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"), TypeError, "deterministic must be a bool, got str"),
+        *(
+            (lambda x, name=name: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=name, activation="tanh"), ValueError, TANH)
+            for name in ("auto", "reference")
+        ),
         (lambda x: flashmhf.gate(x.q.long(), x.w), TypeError, "q has dtype int64"),
         (lambda x: flashmhf.gate(x.q, x.w[:1]), ValueError, "w has shape"),
         *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), error, message) for eps, error, message in EPS),
@@ -261,10 +264,7 @@ def test_hopper_refuses_accumulators_off_alignment(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_hopper_refuses_what_it_cannot_read_in_place():
-    reason = flashmhf.info().reasons["hopper"]
-    if reason:
-        pytest.skip(f"hopper is not usable here: {reason}")
+def test_hopper_refuses_what_it_cannot_read_in_place(needs_hopper):
     x = good("cuda", torch.bfloat16)
     odd_offset = torch.empty(T * H * D_H + 1, device="cuda", dtype=torch.bfloat16)[1:].view(T, H, D_H)
     odd_stride = torch.empty(T, H, D_H + 1, device="cuda", dtype=torch.bfloat16)[..., :D_H]

@@ -1,7 +1,5 @@
 """torch.compile, export, AOTInductor, opcheck, CUDA graphs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -20,8 +18,7 @@ def _fresh_dynamo():
 
 
 def small(target, **kwargs):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    return problem((2, 20), 2, 64, 3, 32, dtype, target.device, **kwargs)
+    return problem((2, 20), 2, 64, 3, 32, target.dtype, target.device, **kwargs)
 
 
 @pytest.mark.parametrize("gate", ["float32", None])
@@ -45,8 +42,7 @@ def test_opcheck_gated(target):
 
 
 def small_module(target, **kwargs):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    return flashmhf.FlashMHF(128, 2, 3, 32, backend=target.backend, device=target.device, dtype=dtype, deterministic=True, **kwargs)
+    return flashmhf.FlashMHF(128, 2, 3, 32, backend=target.backend, device=target.device, dtype=target.dtype, deterministic=True, **kwargs)
 
 
 def gradients(function, module, x):

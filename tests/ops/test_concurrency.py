@@ -1,7 +1,5 @@
 """Two streams, or two CUDA graphs, at once: nothing survives a launch, so each gets what it gets alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

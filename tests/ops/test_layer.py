@@ -1,7 +1,5 @@
 """The layer's one operator: chunks of tokens, autocast, vmap, and every reason for which a module runs its parts instead."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The operator flashmhf::layer by itself: what it refuses, and on which devices; opcheck."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import run_python
+from processes import run_python
 
 import flashmhf
 from benchmarks.harness import timing

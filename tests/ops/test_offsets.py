@@ -1,7 +1,5 @@
 """Tensors that begin inside a storage: slices of the tokens, weights in one flat buffer. Each must give what a copy of it gives."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,7 @@
 """Values of every operator on every back end, against float64, by the one numeric rule."""
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -67,10 +66,6 @@ def check_all(target, p, names=("forward", "backward", "gated_forward", "gated_b
 
 def dtypes_of(target):
     return [d for d in target.dtypes if not (target.device == "cpu" and d == torch.float16)]  # fp16 products on CPUs are emulated: one case
-
-
-def one_dtype(target):
-    return torch.float32 if target.device == "cpu" else torch.bfloat16
 
 
 @pytest.mark.parametrize(("shape", "kv_heads"), SHAPES, ids=SHAPE_IDS)
@@ -162,7 +157,7 @@ def token_views(q):
 
 @grouped_or_not
 def test_strided_q_and_grad_out_are_read_in_place(target, heads, kv_heads):
-    p = problem((3, 70), heads, 64, 2, 64, one_dtype(target), target.device, num_kv_heads=kv_heads)
+    p = problem((3, 70), heads, 64, 2, 64, target.dtype, target.device, num_kv_heads=kv_heads)
     for view in token_views(p.q).values():
         p.q = view
         check_all(target, p)
@@ -173,14 +168,14 @@ def test_strided_q_and_grad_out_are_read_in_place(target, heads, kv_heads):
 
 @pytest.mark.parametrize("expand", ["everywhere", "tokens", "last"])
 def test_expanded_grad_out(target, expand):
-    p = problem(130, 2, 64, 2, 64, one_dtype(target), target.device)
+    p = problem(130, 2, 64, 2, 64, target.dtype, target.device)
     source = {"everywhere": p.grad_out[:1, :1, :1], "tokens": p.grad_out[:1], "last": p.grad_out[..., :1]}[expand]
     p.grad_out = source.expand_as(p.grad_out)
     check_all(target, p, ("backward", "gated_backward"))
 
 
 def test_strided_gate(target):
-    p = problem((2, 65), 2, 64, 3, 64, one_dtype(target), target.device)
+    p = problem((2, 65), 2, 64, 3, 64, target.dtype, target.device)
     padded = torch.full((2, 65, 2, 5), float("nan"), device=target.device)
     padded[..., :3] = p.r
     p.r = padded[..., :3]
@@ -190,7 +185,7 @@ def test_strided_gate(target):
 @pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
 @grouped_or_not
 def test_needs_skip_results_and_keep_the_others(target, needs, heads, kv_heads):
-    p = problem(130, heads, 64, 3, 64, one_dtype(target), target.device, num_kv_heads=kv_heads)
+    p = problem(130, heads, 64, 3, 64, target.dtype, target.device, num_kv_heads=kv_heads)
     for name, args, groups in (
         ("backward", (p.grad_out, *p.operands, p.r), (0, 1, 1, 1, 0)),
         ("gated_backward", (p.grad_out, *p.operands, p.w, p.eps), (0, 1, 1, 1, 1)),
@@ -206,7 +201,7 @@ def test_needs_skip_results_and_keep_the_others(target, needs, heads, kv_heads):
 @grouped_or_not
 def test_backward_accumulate_adds_in_float32(target, heads, kv_heads):
     for gate in ("float32", None):
-        p = problem(300, heads, 64, 3, 80, one_dtype(target), target.device, gate=gate, num_kv_heads=kv_heads)
+        p = problem(300, heads, 64, 3, 80, target.dtype, target.device, gate=gate, num_kv_heads=kv_heads)
         start = [torch.randn(p.k.shape, device=target.device) for _ in range(3)]
         buffers = [x.clone() for x in start]
         dq, dr = target.call("backward_accumulate_", p.grad_out, *p.operands, p.r, *buffers)
@@ -221,7 +216,7 @@ def test_backward_accumulate_adds_in_float32(target, heads, kv_heads):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "subnet_dim"), [(2, 2, 64, 80), (8, 2, 128, 192)])
 def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, heads, kv_heads, head_dim, subnet_dim):
-    p = problem(1000, heads, head_dim, 3, subnet_dim, one_dtype(target), target.device, num_kv_heads=kv_heads)
+    p = problem(1000, heads, head_dim, 3, subnet_dim, target.dtype, target.device, num_kv_heads=kv_heads)
     given, gated = (p.grad_out, *p.operands, p.r), (p.grad_out, *p.operands, p.w, p.eps)
 
     def run(deterministic):
@@ -234,17 +229,19 @@ def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, heads, k
             assert torch.equal(a, b)
 
 
-def test_grouped_heads_compiled_vmapped_and_under_autocast():
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_grouped_heads_compiled_vmapped_and_under_autocast(activation):
     p = problem((3, 5), 4, 8, 2, 16, torch.float32, num_kv_heads=2)
-    expected = flashmhf.flash_mhf(*p.operands, p.r)
-    compiled = torch.compile(flashmhf.flash_mhf, fullgraph=True, backend="aot_eager")(*p.operands, p.r)
+    operator = functools.partial(flashmhf.flash_mhf, activation=activation)
+    expected = operator(*p.operands, p.r)
+    torch.testing.assert_close(operator(*p.operands, p.r, backend="reference"), expected)
+    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")(*p.operands, p.r)
     torch.testing.assert_close(compiled, expected)
-    batched = torch.vmap(flashmhf.flash_mhf, in_dims=(0, None, None, None, 0))(*p.operands, p.r)
-    torch.testing.assert_close(batched, expected)
+    torch.testing.assert_close(torch.vmap(operator, in_dims=(0, None, None, None, 0))(*p.operands, p.r), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        out = flashmhf.flash_mhf(*p.operands, p.r)
+        out = operator(*p.operands, p.r)
     assert out.dtype == torch.bfloat16 and out.shape == p.q.shape
-    torch.library.opcheck(torch.ops.flashmhf.forward.default, (*p.operands, p.r))
+    torch.library.opcheck(torch.ops.flashmhf.forward.default, (*p.operands, p.r), {"activation": activation})
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -300,11 +297,9 @@ def check_heads(p, actual, reference_of, piece=16384):
         pytest.param(True, (2, 32760), 40, 128, 3, 64, id="in_turns"),
     ],
 )
-def test_hopper_backward_in_groups_of_heads(deterministic, leading, heads, head_dim, subnets, subnet_dim):
+def test_hopper_backward_in_groups_of_heads(needs_hopper, deterministic, leading, heads, head_dim, subnets, subnet_dim):
     """Enough work that the planner takes the heads in two groups: of eight and nine, of five and six, of twenty."""
     target = Target("hopper", "cuda")
-    if flashmhf.info().reasons["hopper"]:
-        pytest.skip(flashmhf.info().reasons["hopper"])
     p = problem(leading, heads, head_dim, subnets, subnet_dim, torch.bfloat16, "cuda")
     p.q = token_views(p.q)["split of a projection"]
     padded = torch.full((*leading, heads, subnets + 2), float("nan"), device="cuda")

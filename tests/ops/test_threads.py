@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python
+from processes import run_python
 
 import flashmhf
 from flashmhf.backends import driver

@@ -1,7 +1,5 @@
 """torch.vmap over the operators, and what backend="reference" adds: every derivative, torch.func, per-sample gradients, export, ONNX."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

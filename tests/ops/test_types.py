@@ -1,7 +1,5 @@
 """Types of the public names: complete, and good enough for pyright's strict mode."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

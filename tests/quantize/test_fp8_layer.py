@@ -4,14 +4,13 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 import flashmhf
 from flashmhf import backends, quantize, reference
 from flashmhf.backends.contract import Router
 from flashmhf.backends.eager import fp8 as eager
-from flashmhf.graphs import capturing
 from flashmhf.testing import poisoned_memory, relative_l2
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -74,24 +73,6 @@ def test_the_module_is_one_operator_of_the_library(needs_hopper, monkeypatch, to
         compiled = torch.compile(served, fullgraph=True, dynamic=True, backend="aot_eager")
         assert torch.equal(compiled(x), actual) and torch.equal(compiled(x[:1]), served(x[:1]))
         assert len(calls) == 4
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [3, 64, 100, 300, 1200])
-def test_module_in_a_cuda_graph(needs_hopper, tokens):
-    layers = nn.Sequential(*(quantize.to_fp8(network("cuda", d_model=512, heads=4, q_norm=True)) for _ in range(4)))
-    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        expected = layers(x)
-        static_x = torch.zeros_like(x)
-        layers(static_x)
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
-            out = layers(static_x)
-        static_x.copy_(x)
-        for _ in range(50):
-            graph.replay()
-            assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

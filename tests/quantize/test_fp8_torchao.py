@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import run_python
+from processes import run_python
 from torch import nn
 
 import flashmhf

@@ -1,11 +1,9 @@
 """The core as a kernel for Hugging Face's ``kernels``: relative imports, torch and the standard library only, loadable under any name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from conftest import run_python
+from processes import run_python
 from test_release import ROOT, script
 
 pytestmark = pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="the sources are not here")
