@@ -60,40 +60,47 @@ def raises(kind: type[Exception], fragments: tuple[str, ...], call) -> None:
         raise AssertionError(f"no {kind.__name__}")
 
 
-def operands(heads: int = 4, subnets: int = 2, kv_heads: int | None = None) -> dict[str, Tensor]:
+def operands(
+    heads: int = 4, subnets: int = 2, kv_heads: int | None = None, tokens: int = 6, width: int = 16, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, dtype=torch.float64)  # noqa: E731
-    weights = {name: draw(kv_heads or heads, subnets, 16, 16) for name in "kuv"}
-    return {"grad_out": draw(4, 6, heads, 16), "q": draw(4, 6, heads, 16), **weights, "w": draw(heads, 16, subnets)}
+    draw = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
+    scale = 1.0 if dtype == torch.float64 else width**-0.5
+    weights = {name: draw(kv_heads or heads, subnets, width, width) * scale for name in "kuv"}
+    return {"grad_out": draw(4, tokens, heads, width), "q": draw(4, tokens, heads, width), **weights, "w": draw(heads, width, subnets)}
 
 
-def check_rules(mesh: DeviceMesh, *ways: str, kv_heads: int | None = None) -> None:
-    """Every operator with operands placed as ``ways`` name for each mesh dimension."""
-    x = operands(kv_heads=kv_heads)
+def check_rules(mesh: DeviceMesh, *ways: str, near: float = 0.0, **options: Any) -> None:
+    """Every operator with operands placed as ``ways`` name for each mesh dimension; ``near`` is a part of a result's largest value."""
+    x = operands(**options)
     r = flashmhf.gate(x["q"], x["w"])
     of_tokens, of_weights, of_grads = ([WAYS[way][part] for way in ways] for part in range(3))
     d = {name: distribute_tensor(value, mesh, of_weights if name in "kuvw" else of_tokens) for name, value in x.items()}
     weights, local_weights = [d[name] for name in "kuv"], [x[name] for name in "kuv"]
     d_r = distribute_tensor(r, mesh, of_tokens)
 
+    def agree(actual, expected) -> None:
+        for one, other in zip(actual, expected, strict=True):
+            equal(one, other, **({"rtol": near, "atol": near * other.abs().max().item()} if near and other.numel() else {}))
+
     out = OPS.gated_forward(d["q"], *weights, d["w"], 1e-20)
     assert list(out.placements) == of_tokens, out.placements
-    equal(out, OPS.gated_forward(x["q"], *local_weights, x["w"], 1e-20))
+    agree([out], [OPS.gated_forward(x["q"], *local_weights, x["w"], 1e-20)])
     for gate, d_gate in ((r, d_r), (None, None)):
-        equal(OPS.forward(d["q"], *weights, d_gate), OPS.forward(x["q"], *local_weights, gate))
+        agree([OPS.forward(d["q"], *weights, d_gate)], [OPS.forward(x["q"], *local_weights, gate)])
         for needs in NEEDS:
             results = OPS.backward(d["grad_out"], d["q"], *weights, d_gate, needs=needs)
             assert not needs[0] or list(results[0].placements) == of_tokens
             assert not needs[1] or list(results[1].placements) == of_grads
-            all_equal(results, OPS.backward(x["grad_out"], x["q"], *local_weights, gate, needs=needs))
-            sums = [torch.ones_like(x["k"]) for _ in range(3)]
+            agree(results, OPS.backward(x["grad_out"], x["q"], *local_weights, gate, needs=needs))
+            sums = [torch.ones_like(x["k"], dtype=flashmhf.reference.accumulate_dtype(x["k"].dtype)) for _ in range(3)]
             d_sums = [distribute_tensor(value, mesh, of_grads) for value in sums]
             results = OPS.backward_accumulate_(d["grad_out"], d["q"], *weights, d_gate, *d_sums, needs=needs)
-            all_equal(results, OPS.backward_accumulate_(x["grad_out"], x["q"], *local_weights, gate, *sums, needs=needs))
-            all_equal(d_sums, sums)
+            agree(results, OPS.backward_accumulate_(x["grad_out"], x["q"], *local_weights, gate, *sums, needs=needs))
+            agree(d_sums, sums)
     for needs in NEEDS:
         results = OPS.gated_backward(d["grad_out"], d["q"], *weights, d["w"], 1e-20, needs=needs)
-        all_equal(results, OPS.gated_backward(x["grad_out"], x["q"], *local_weights, x["w"], 1e-20, needs=needs))
+        agree(results, OPS.gated_backward(x["grad_out"], x["q"], *local_weights, x["w"], 1e-20, needs=needs))
 
 
 def rules() -> None:
@@ -133,28 +140,10 @@ def rules_on_two_dimensions() -> None:
 
 
 def kernels() -> None:
-    """The back end that this device has for bf16: forward, backward and main gradients by heads and by tokens."""
+    """The back end that this device has for bf16, by heads and by tokens."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    torch.manual_seed(0)
-    width, heads, subnets, inner, tokens = (128, 4, 2, 128, 512) if DEVICE == "cuda" else (16, 4, 2, 16, 32)
-    draw = lambda *shape: torch.randn(shape, dtype=torch.bfloat16)  # noqa: E731
-    x = {name: draw(2, tokens, heads, width) for name in ("grad_out", "q")}
-    x |= {name: draw(heads, subnets, inner, width) / width**0.5 for name in "kuv"} | {"w": draw(heads, width, subnets)}
-    near = lambda one, other: equal(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())  # noqa: E731
-    order, r = ("q", "k", "u", "v", "w"), flashmhf.gate(x["q"], x["w"])
     for way in (HEADS, TOKENS):
-        of_tokens, of_weights, of_grads = WAYS[way]
-        d = {name: distribute_tensor(value, mesh, [of_weights if name in "kuvw" else of_tokens]) for name, value in x.items()}
-        near(OPS.gated_forward(*(d[name] for name in order), 1e-20), OPS.gated_forward(*(x[name] for name in order), 1e-20))
-        results = OPS.gated_backward(d["grad_out"], *(d[name] for name in order), 1e-20)
-        for one, other in zip(results, OPS.gated_backward(x["grad_out"], *(x[name] for name in order), 1e-20), strict=True):
-            near(one, other)
-        sums = [torch.ones_like(x["k"], dtype=torch.float32) for _ in range(3)]
-        d_sums = [distribute_tensor(value, mesh, [of_grads]) for value in sums]
-        OPS.backward_accumulate_(*(d[name] for name in ("grad_out", *order[:4])), distribute_tensor(r, mesh, [of_tokens]), *d_sums)
-        OPS.backward_accumulate_(*(x[name] for name in ("grad_out", *order[:4])), r, *sums)
-        for one, other in zip(d_sums, sums, strict=True):
-            near(one, other)
+        check_rules(mesh, way, near=2e-2, dtype=torch.bfloat16, **({"tokens": 512, "width": 128} if DEVICE == "cuda" else {"tokens": 32}))
 
 
 def uneven_tokens() -> None:
