@@ -1,7 +1,5 @@
 """FlashMHF in place of the SwiGLU networks of a model: replacement, storage of the changed model, exact warm starts, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

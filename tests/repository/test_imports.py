@@ -1,7 +1,5 @@
 """Who imports whom, also from inside functions: nothing imports from a floor above its own, and no files import each other in a circle."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import sys

@@ -1,7 +1,5 @@
 """The documents are what the records, the scripts and the tree say: tables, commands, links, paths."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """The C++ and CUDA sources have the form that .clang-format describes, the Python sources the one in pyproject.toml."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess
