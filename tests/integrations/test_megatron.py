@@ -43,19 +43,20 @@ def test_main_grad_accumulation():
         torch.testing.assert_close(module(x), plain(x))
 
 
-def with_main_grad(module: flashmhf.FlashMHF, *names: str) -> flashmhf.FlashMHF:
-    for name in names:
+def pair(buffers: str = "kuv", **options) -> tuple[flashmhf.FlashMHF, flashmhf.FlashMHF]:
+    """A module with these buffers, and an ordinary one with its weights."""
+    module, plain = MainGradFlashMHF(64, 4, 3, 32, **options), flashmhf.FlashMHF(64, 4, 3, 32, **options)
+    plain.load_state_dict(module.state_dict())
+    for name in buffers:
         weight = getattr(module, name)
         weight.main_grad = torch.zeros(weight.shape)
-    return module
+    return module, plain
 
 
 @pytest.mark.parametrize("skip_linear", [False, True])
 def test_main_grad_accumulation_under_autocast(skip_linear):
     """With skip_linear q is float32 where the operator computes in bf16."""
-    module = with_main_grad(MainGradFlashMHF(64, 4, 3, 32, skip_linear=skip_linear), *"kuv")
-    plain = flashmhf.FlashMHF(64, 4, 3, 32, skip_linear=skip_linear)
-    plain.load_state_dict(module.state_dict())
+    module, plain = pair(skip_linear=skip_linear)
     inputs = [torch.randn(9, 64, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
     for network, x in zip((module, plain), inputs, strict=True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -72,9 +73,7 @@ def test_main_grad_accumulation_under_autocast(skip_linear):
 def test_main_grad_of_frozen_weights(frozen):
     """A frozen weight needs no buffer, and one that it has stays as it was."""
     trained = set("kuv") - set(frozen)
-    module = with_main_grad(MainGradFlashMHF(64, 4, 3, 32), *trained, frozen[0])
-    plain = flashmhf.FlashMHF(64, 4, 3, 32)
-    plain.load_state_dict(module.state_dict())
+    module, plain = pair("".join(trained) + frozen[0])
     x = torch.randn(9, 64)
     for network in (module, plain):
         for name in frozen:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from processes import run_python
 
-torchtitan = pytest.importorskip("torchtitan", reason='torchtitan is not installed: pip install "flashmhf[titan]" (Python 3.11)')
+pytest.importorskip("torchtitan", reason='torchtitan is not installed: pip install "flashmhf[titan]" (Python 3.11)')
+
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3 import llama3_configs
+
+import flashmhf
+from flashmhf.integrations.torchtitan import feed_forward, flashmhf_1_3b
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +36,6 @@ def test_processes_compute_what_one_does(one_process, arguments):
 
 
 def test_default_sizes_and_refusal():
-    from torchtitan.models.llama3 import llama3_configs
-
-    from flashmhf.integrations.torchtitan import feed_forward
-
     stock = llama3_configs["8B"](attn_backend="flex").layers[0].feed_forward
     network = feed_forward(stock)
     assert (network.num_heads, network.subnet_dim, network.num_subnets) == (32, 384, round(stock.w1.out_features / 384))
@@ -44,22 +47,12 @@ def test_default_sizes_and_refusal():
 
 
 def test_heads_that_the_ranks_do_not_divide():
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.models.llama3 import llama3_configs
-
-    from flashmhf.integrations.torchtitan import feed_forward
-
     module = feed_forward(llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward, num_heads=2).build()
     with pytest.raises(ValueError, match="feed_forward has H = 2 heads and the mesh has size 4; supported: sizes that divide H"):
         module.parallelize(ParallelDims(1, 1, 1, 4, 1, 1, world_size=4))
 
 
 def test_initialisation_is_the_networks_own():
-    from torchtitan.models.llama3 import llama3_configs
-
-    import flashmhf
-    from flashmhf.integrations.torchtitan import feed_forward
-
     stock = llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward
     module = feed_forward(stock, num_heads=4, num_subnets=2, subnet_dim=32, num_layers=6, q_norm=True).build()
     torch.manual_seed(0)
@@ -77,10 +70,6 @@ def test_initialisation_is_the_networks_own():
 
 
 def test_the_recipe_is_the_papers_model():
-    from torchtitan.config.override import apply_overrides
-
-    from flashmhf.integrations.torchtitan import flashmhf_1_3b
-
     recipe = flashmhf_1_3b()
     assert len(apply_overrides(recipe.override, recipe)) == 20
     with torch.device("meta"):
