@@ -349,9 +349,13 @@ def test_offsets_past_2_to_the_31(backend):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_weight_gradient_errors_do_not_grow_with_tokens(backend):
-    p = problem(129_024, 1, 128, 1, 64, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("hopper", torch.bfloat16), *(("triton", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))]
+)
+def test_errors_do_not_grow_with_tokens(backend, dtype):
+    p = problem(129_024, 1, 128, 1, 64, dtype, "cuda")
+    out = torch.ops.flashmhf.forward(*p.operands, p.r, backend=backend)
+    assert_accurate("out", out, *p.forward(), fixed_limits=True)
     grads = torch.ops.flashmhf.backward(p.grad_out, *p.operands, p.r, backend=backend)
     for name, a, b, e in zip(FORWARD_GRADS, grads, *p.backward(), strict=True):
         assert_accurate(name, a, b, e, fixed_limits=True)
