@@ -38,10 +38,6 @@ def report(pyright: str, arguments: list[str], cwd: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def test_the_marker_is_installed():
-    assert (PACKAGE / "py.typed").exists()
-
-
 def test_the_consumer_uses_every_public_name_and_runs():
     text = CONSUMER.read_text()
     assert [name for name in flashmhf.__all__ if not re.search(rf"\b{name}\b", text.partition("\n\nx: Tensor")[2])] == []

@@ -1,4 +1,4 @@
-"""flashmhf.quantize: packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, refusals."""
+"""flashmhf.quantize: packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, counts of saturation, refusals."""
 
 import copy
 import math
@@ -11,7 +11,6 @@ import flashmhf
 from flashmhf import backends, quantize, reference
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.fp8_layout import E4M3, E4M3_MAX, permutation, to_e4m3
-from flashmhf.graphs import capturing
 from flashmhf.testing import SMALL, relative_l2
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -262,17 +261,30 @@ def test_equality_is_identity():
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), [("k8", torch.float32), ("scales", torch.bfloat16)])
-def test_a_state_of_other_dtypes_is_refused(name, dtype, assign):
-    """copy_ would round values of another dtype without their scale."""
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("k8", lambda x: x.float(), TypeError, "0.k8 has dtype float32; supported: float"),  # copy_ would round without their scale
+        ("scales", lambda x: x.bfloat16(), TypeError, "0.scales has dtype bfloat16; supported: float"),
+        ("layout", lambda x: torch.full_like(x, 9), ValueError, "layout is"),
+        ("layout", lambda x: 1, TypeError, "layout must be a torch.Tensor, got int"),
+        (
+            "out_proj.weight8",
+            lambda x: torch.zeros(128, 128),
+            ValueError,
+            r"0\.out_proj\.weight8, a projection in e4m3; supported: 0\.out_proj\.weight in the model's",
+        ),
+    ],
+)
+def test_states_of_other_kinds_are_refused(name, change, error, message, assign):
     served = nn.Sequential(quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32)))
     state = served.state_dict()
-    state[f"0.{name}"] = state[f"0.{name}"].to(dtype)
-    with pytest.raises(TypeError, match=f"0.{name} has dtype {str(dtype)[6:]}; supported: float"):
-        served.load_state_dict(state, assign=assign)
+    state[f"0.{name}"] = change(state.get(f"0.{name}"))
+    with pytest.raises(error, match=message):
+        served.load_state_dict(state, assign=assign, strict=False)
 
 
-def test_modules(tmp_path):
+def test_modules():
     torch.manual_seed(0)
     network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16).eval()
     x = torch.randn(4, 50, 128, dtype=torch.bfloat16)
@@ -283,12 +295,6 @@ def test_modules(tmp_path):
         other = quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16))
         other.load_state_dict(whole.state_dict())
         assert torch.equal(other(x), whole(x))
-        state = whole.state_dict() | {"layout": torch.tensor([9], dtype=torch.uint8)}
-        with pytest.raises(ValueError, match="layout is"):
-            other.load_state_dict(state)
-        state = {name.replace("out_proj.weight", "out_proj.weight8"): tensor for name, tensor in whole.state_dict().items()}
-        with pytest.raises(ValueError, match=r"0\.out_proj\.weight8, a projection in e4m3; supported: 0\.out_proj\.weight in the model's"):
-            nn.ModuleList([other]).load_state_dict({f"0.{name}": tensor for name, tensor in state.items()}, strict=False)
         halved = copy.deepcopy(whole).half()
         assert halved.k8.dtype == E4M3 and halved.router.dtype == halved.in_proj.weight.dtype == torch.float16
         assert halved.scales.dtype == torch.float32 and relative_l2(halved(x.half()), truth) < 0.075
@@ -355,20 +361,7 @@ def test_compile_and_export(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 64, 700])
-def test_graphs_and_repetition(tokens):
-    """A captured module gives the values of the call, and the kernel equal bits each time."""
-    torch.manual_seed(0)
-    network = quantize.to_fp8(flashmhf.FlashMHF(512, 4, 5, 384, device="cuda", dtype=torch.bfloat16))
-    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        expected = network(x)
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
-            out = network(x)
-        graph.replay()
-        torch.testing.assert_close(out, expected)
-        compiled = torch.compile(network, fullgraph=True)
-        assert relative_l2(compiled(x), expected.double()) < 0.03
+def test_the_kernel_gives_equal_bits_each_time(needs_hopper, tokens):
     q, k, u, v, r = problem(tokens, 4, 5, 384, 128, device="cuda")
     packed = quantize.pack_fp8(k, u, v)
     first = quantize.forward(q, packed, r, backend="hopper")
@@ -445,3 +438,80 @@ def test_refusals():
         with pytest.raises(error, match=message):
             call()
     assert backends.select_fp8("auto", q.device, q.dtype, 64, 80) is eager
+
+
+# Counts of saturated values in a model's calls
+
+ELEMENTS = 2 * 3 * 32  # of A, a token
+
+
+def small_network(**options: bool) -> flashmhf.FlashMHF:
+    torch.manual_seed(0)
+    return flashmhf.FlashMHF(32, 2, 3, 32, **options)
+
+
+def saturating(fp8: quantize.Fp8FlashMHF) -> Tensor:
+    """An x whose q is one column, which K and U of ``fp8`` are made to have alone."""
+    with torch.no_grad():
+        for weights in (fp8.k8, fp8.u8):
+            largest = torch.zeros(weights.shape)
+            largest[..., 0] = 180
+            weights.copy_(largest.to(weights.dtype))
+    q = torch.zeros(2, 16)
+    q[:, 0] = 1
+    return torch.linalg.lstsq(fp8.in_proj.weight, q.flatten()[:, None]).solution.T
+
+
+def test_a_model_reports_what_saturates_by_module():
+    model = nn.Sequential(small_network(), nn.ReLU(), nn.Sequential(small_network()))
+    quantize.quantize_(model)
+    x = torch.randn(2, 3, 32)
+    expected = model(x)
+    with quantize.check_saturation(model) as report:
+        assert report["0"]["a"] == (0, 0)
+        assert torch.equal(model(x), expected)
+        model(x[0])
+    assert set(report) == {"0", "2.0"}
+    for name, counts in report.items():
+        weights = {key: (0, value.numel()) for key, value in zip("kuv", model.get_submodule(name).packed.tensors, strict=False)}
+        assert counts == weights | {"a": (0, 9 * ELEMENTS)}
+    model(x)
+    assert report["0"]["a"] == (0, 9 * ELEMENTS)  # the check has ended
+
+
+def test_saturated_values_of_a_call_are_counted():
+    fp8 = quantize.to_fp8(small_network())
+    x = saturating(fp8)
+    with quantize.check_saturation(fp8) as report:
+        assert torch.isfinite(fp8(x)).all()
+    assert report[""]["a"] == quantize.count_saturated(fp8.query(x), fp8.packed)["a"] and report[""]["a"][0] == ELEMENTS
+
+
+def test_the_norm_of_q_and_compiled_models():
+    fp8 = quantize.to_fp8(small_network(q_norm=True))
+    compiled = torch.compile(fp8, backend="eager")
+    x = torch.randn(5, 32)
+    compiled(x)
+    with quantize.check_saturation(compiled) as report:
+        compiled(x=x)
+    assert [counts["a"] for counts in report.values()] == [(0, 5 * ELEMENTS)]
+
+
+def test_the_check_ends_with_an_error():
+    fp8 = quantize.to_fp8(small_network())
+    with pytest.raises(ValueError, match="d_model"), quantize.check_saturation(fp8):
+        fp8(torch.randn(5, 31))
+    assert not fp8._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "match"),
+    [
+        (torch.zeros(1), TypeError, "got Tensor"),
+        (nn.Linear(4, 4), ValueError, "holds no Fp8FlashMHF"),
+        (small_network(), ValueError, "holds no Fp8FlashMHF"),
+    ],
+)
+def test_check_saturation_refusals(model, error, match):
+    with pytest.raises(error, match=match), quantize.check_saturation(model):
+        pass
