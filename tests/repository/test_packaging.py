@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 
 import flashmhf
 from flashmhf.backends import hopper
@@ -89,8 +90,8 @@ def test_sdist_holds_every_tracked_file(tmp_path):
         pytest.skip("this is no git checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     tracked = {name for name in listed.split("\0") if name and (ROOT / name).exists()}
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path, "--formats=tar"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"FLASHMHF_SKIP_CUDA_BUILD": "1"}, check=True, capture_output=True)
+    command = ("setup.py", "-q", "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path, "--formats=tar")
+    run_python(*command, cwd=ROOT, FLASHMHF_SKIP_CUDA_BUILD="1")
     with tarfile.open(next(tmp_path.glob("*.tar"))) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert sorted(name for name in tracked - held if not name.startswith((".ci", ".git"))) == []
@@ -207,13 +208,4 @@ def test_setup_parses_without_torch(tmp_path):
     if not setuptools_is_new_enough():
         pytest.skip("no setuptools 77 or later here, which pyproject.toml asks for")
     (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not import torch')\n")
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "--version"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert flashmhf.__version__ in done.stdout
+    assert flashmhf.__version__ in run_python("setup.py", "--quiet", "--version", cwd=ROOT, PYTHONPATH=str(tmp_path))

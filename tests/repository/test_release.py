@@ -1,7 +1,6 @@
 """What a release consists of: the wheel for every Python, the library's needs, the files that a public project has."""
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from processes import run_python
 from test_packaging import setuptools_is_new_enough
 
 import flashmhf
@@ -37,16 +37,8 @@ def test_the_release_wheel_serves_every_python(tmp_path):
         pytest.skip("no setuptools 77 or later here, which pyproject.toml asks for")
     library = tmp_path / "compiled_before.so"
     library.write_bytes(b"a library")
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build"]
-    done = subprocess.run(
-        [*map(str, command), "bdist_wheel", "--dist-dir", str(tmp_path / "dist")],
-        cwd=ROOT,
-        env=os.environ | {"FLASHMHF_WHEEL": "1", "FLASHMHF_LIBRARY": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    command = ("setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build", "bdist_wheel")
+    run_python(*command, "--dist-dir", tmp_path / "dist", cwd=ROOT, FLASHMHF_WHEEL="1", FLASHMHF_LIBRARY=str(library))
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert re.fullmatch(r"flashmhf-.*-py3-none-\w+\.whl", wheel.name) and not wheel.name.endswith("none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -113,8 +105,7 @@ link_for_manylinux(old)
     assert too_new(old) == {}
     if not too_new(new):
         pytest.skip("this system is old itself: it cannot show what cmake/manylinux.cmake changes")
-    done = subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(old)!r})"], stdout=subprocess.PIPE, timeout=60)
-    assert (done.returncode, done.stdout) == (0, b"number 2 ")
+    assert run_python("-c", f"import ctypes; ctypes.CDLL({str(old)!r})") == "number 2 "
 
 
 def script(name: str):

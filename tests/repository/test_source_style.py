@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST_CLANG_FORMAT = 23  # as in pyproject.toml; older ones break some lines elsewhere
@@ -41,5 +42,4 @@ def test_sources_are_formatted(folder):
 def test_python_is_linted_and_formatted(arguments):
     if importlib.util.find_spec("ruff") is None or not (ROOT / "pyproject.toml").exists():
         pytest.skip("ruff is not installed, or the sources are not here")
-    done = subprocess.run([sys.executable, "-m", "ruff", *arguments, "."], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "ruff", *arguments, ".", cwd=ROOT)
