@@ -63,35 +63,25 @@ BAD_GRAD = {
 }
 
 
-def call_forward(x, **kwargs):
-    return ops.forward(x["q"], x["k"], x["u"], x["v"], x["r"], **kwargs)
+def call_of(name):
+    def call(x, **kwargs):
+        grad_out = [x["grad_out"]] if "backward" in name else []
+        last = [x["w"], 1e-20] if "gated" in name else [x["r"]]
+        buffers = [torch.zeros(x["k"].shape, device=x["q"].device) for _ in range(3)] if "accumulate" in name else []
+        return getattr(ops, name)(*grad_out, x["q"], x["k"], x["u"], x["v"], *last, *buffers, **kwargs)
+
+    return call
 
 
-def call_gated(x, **kwargs):
-    return ops.gated_forward(x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20, **kwargs)
-
-
-def call_backward(x, **kwargs):
-    return ops.backward(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], **kwargs)
-
-
-def call_gated_backward(x, **kwargs):
-    return ops.gated_backward(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20, **kwargs)
-
-
-def call_accumulate(x, **kwargs):
-    buffers = [torch.zeros(x["k"].shape, device=x["q"].device) for _ in range(3)]
-    return ops.backward_accumulate_(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], *buffers, **kwargs)
-
-
+call_forward = call_of("forward")
 CALLS = {
-    call_forward: BAD | BAD_GATE,
-    call_gated: BAD | BAD_ROUTER,
-    call_backward: BAD | BAD_GATE | BAD_GRAD,
-    call_gated_backward: BAD | BAD_ROUTER | BAD_GRAD,
-    call_accumulate: BAD | BAD_GATE | BAD_GRAD,
+    "forward": BAD | BAD_GATE,
+    "gated_forward": BAD | BAD_ROUTER,
+    "backward": BAD | BAD_GATE | BAD_GRAD,
+    "gated_backward": BAD | BAD_ROUTER | BAD_GRAD,
+    "backward_accumulate_": BAD | BAD_GATE | BAD_GRAD,
 }
-CASES = [pytest.param(call, *case, id=f"{call.__name__}: {name}") for call, cases in CALLS.items() for name, case in cases.items()]
+CASES = [pytest.param(call_of(call), *case, id=f"{call}: {name}") for call, cases in CALLS.items() for name, case in cases.items()]
 MODES = {"eager": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
