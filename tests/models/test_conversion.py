@@ -11,6 +11,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from flashmhf import models as lm
+from flashmhf import quantize
 from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, conversion
 from flashmhf.models.presets import preset
 
@@ -269,8 +271,6 @@ def test_our_format_after_conversion(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_models_with_other_heads(head, tied, tmp_path):
     """The head's numbers on the last hidden state of the language model with the same weights; and back to the very same tensors."""
-    from flashmhf import models as lm
-
     config = OFFICIAL | {"tie_word_embeddings": tied, "architectures": [f"MHFFNMoEFor{head}"]}
     state, answering = official_state(config), head == "QuestionAnswering"
     write(tmp_path, config, state)
@@ -361,8 +361,6 @@ def test_incomplete_or_contradictory_checkpoints(tied, dropped, message, tmp_pat
 
 
 def test_an_fp8_model_is_no_official_checkpoint(tmp_path):
-    from flashmhf import quantize
-
     model = FlashMHFForCausalLM(preset("flashmhf-tiny").config())
     quantize.quantize_(model)
     with pytest.raises(ValueError, match="unknown names in the state dict: .*'k8'"):

@@ -25,11 +25,6 @@ def networks():
     }
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", networks())
 @pytest.mark.parametrize("num_layers", [1, LAYERS])
 def test_the_output_of_a_balanced_network_adds_its_part_of_the_residual_variance(name, num_layers):

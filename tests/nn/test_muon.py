@@ -34,7 +34,6 @@ def test_a_step_moves_each_matrix_of_a_stack_by_the_rate():
 
 def test_a_step_does_not_depend_on_the_memory_layout():
     """A model in channels_last keeps its convolutions so."""
-    torch.manual_seed(6)
     weight, gradient = torch.randn(6, 4, 3, 5), torch.randn(6, 4, 3, 5)
     moved = []
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -55,7 +54,6 @@ def test_parameters_without_elements_stay_as_they_are():
 def test_two_dimensional_parameters_move_as_in_torch():
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no torch.optim.Muon")
-    torch.manual_seed(2)
     ours = nn.Parameter(torch.randn(32, 20))
     theirs = nn.Parameter(ours.detach().clone())
     optimizers = [
@@ -72,7 +70,6 @@ def test_two_dimensional_parameters_move_as_in_torch():
 
 
 def test_other_groups_move_as_with_adamw():
-    torch.manual_seed(3)
     ours = nn.Linear(6, 5)
     theirs = copy.deepcopy(ours)
     settings = {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.9)}
@@ -115,7 +112,6 @@ def test_groups_of_a_model():
 
 
 def test_training_continues_from_a_state_dict_with_equal_bits():
-    torch.manual_seed(4)
     model, ids = Model(), torch.randint(50, (3, 40))
 
     def train(model, optimizer, steps):
@@ -166,7 +162,6 @@ def test_a_refused_group_is_not_kept():
 
 @pytest.mark.gpu
 def test_a_step_on_the_gpu_is_that_of_the_cpu():
-    torch.manual_seed(5)
     model = Model()
     there = copy.deepcopy(model).cuda()
     ids = torch.randint(50, (40,))

@@ -226,7 +226,6 @@ def test_balanced_variance_of_an_activation(activation):
 
 
 def test_official_initialisation_with_gains():
-    torch.manual_seed(0)
     module = flashmhf.FlashMHF(256, 4, 4, 192, num_kv_heads=2)
     gains = OfficialInit(in_proj=0.5, k=2.0, u=3.0, v=0.25, router=4.0)
     module.reset_parameters("official", official=gains)

@@ -285,7 +285,6 @@ def test_states_of_other_kinds_are_refused(name, change, error, message, assign)
 
 
 def test_modules():
-    torch.manual_seed(0)
     network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16).eval()
     x = torch.randn(4, 50, 128, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -302,7 +301,6 @@ def test_modules():
 
 @pytest.mark.parametrize("settings", [{"skip_linear": True}, {"num_kv_heads": 1}])
 def test_modules_with_other_settings(settings):
-    torch.manual_seed(0)
     network = flashmhf.FlashMHF(128, 2, 3, 80, **settings).eval()
     x = torch.randn(40, 128)
     with torch.no_grad():
@@ -328,7 +326,6 @@ def test_no_tokens_and_shared_networks():
 
 
 def test_quantize_a_model():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128), flashmhf.FlashMHF(128, 2, 3, 80), nn.Sequential(flashmhf.FlashMHF(128, 1, 2, 64)))
     x = torch.randn(10, 128)
     with torch.no_grad():
