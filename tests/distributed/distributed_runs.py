@@ -46,11 +46,6 @@ def equal(actual: Tensor, expected: Tensor, **tolerance: Any) -> None:
     torch.testing.assert_close(actual, expected, **tolerance)
 
 
-def all_equal(actual, expected) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        equal(one, other)
-
-
 def raises(kind: type[Exception], fragments: tuple[str, ...], call) -> None:
     try:
         call()
@@ -154,7 +149,9 @@ def uneven_tokens() -> None:
         part = {name: value[:, :tokens] if name in ("q", "grad_out") else value for name, value in x.items()}
         d = {name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()]) for name, value in part.items()}
         order = "grad_out", "q", "k", "u", "v", "w"
-        all_equal(OPS.gated_backward(*(d[name] for name in order), 1e-20), OPS.gated_backward(*(part[name] for name in order), 1e-20))
+        sharded, whole = (OPS.gated_backward(*(x[name] for name in order), 1e-20) for x in (d, part))
+        for one, other in zip(sharded, whole, strict=True):
+            equal(one, other)
 
 
 def network(**options) -> flashmhf.FlashMHF:

@@ -14,10 +14,6 @@ def run(case: str, processes: int, *arguments: object, device: str = "cpu") -> N
     run_python(RUNS, processes, case, *arguments, DISTRIBUTED_DEVICE=device, NCCL_NVLS_ENABLE="0")
 
 
-def test_rules():
-    run("rules,uneven_tokens,kernels", 2)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["rules", "uneven_tokens", "kernels", "module_cases", "main_grad", "local_heads", "muon"])
 def test_two_gpus(case):
@@ -26,35 +22,30 @@ def test_two_gpus(case):
     run(case, 2, device="cuda")
 
 
-def test_rules_on_a_mesh_of_two_dimensions():
-    run("rules_on_two_dimensions,muon", 4)
+@pytest.mark.parametrize(
+    ("cases", "processes"),
+    [
+        ("rules,uneven_tokens,kernels", 2),
+        ("rules_on_two_dimensions,muon", 4),
+        ("module_cases,mixed_precision,main_grad,local_heads,initialisation,muon", 2),
+    ],
+)
+def test_operators_modules_and_muon(cases, processes):
+    run(cases, processes)
 
 
-def test_modules_by_heads():
-    run("module_cases,mixed_precision,main_grad,local_heads,initialisation,muon", 2)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_train_as_one_process():
+@pytest.mark.parametrize(
+    ("cases", "processes"),
+    [
+        pytest.param("training", 4, marks=pytest.mark.slow),
+        pytest.param("compiled_blocks", 2, marks=pytest.mark.slow),
+        ("example,uneven_sizes", 2),
+        ("bf16_losses", 2),
+    ],
+)
+def test_language_models_train_as_in_one_process(cases, processes):
     pytest.importorskip("transformers")
-    run("compiled_blocks", 2)
-
-
-@pytest.mark.slow
-def test_training_steps_equal_one_process():
-    """Tensor parallelism, FSDP2, and both: losses, clipped gradients and weights after AdamW."""
-    pytest.importorskip("transformers")
-    run("training", 4)
-
-
-def test_uneven_vocabularies_and_widths_and_the_example():
-    pytest.importorskip("transformers")
-    run("example,uneven_sizes", 2)
-
-
-def test_bf16_losses_do_not_depend_on_the_layout():
-    pytest.importorskip("transformers")
-    run("bf16_losses", 2)
+    run(cases, processes)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Two streams, or two CUDA graphs, at once: nothing survives a launch, so each gets what it gets alone."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,14 +27,16 @@ def calls(p, backend) -> dict[str, tuple[torch.Tensor, ...]]:
     }
 
 
-def check(p, alone, at_once) -> None:
-    for name, expected in alone.items():
-        if name in p.references:  # fp32 sums in any order
-            for actual, baseline, exact in zip(at_once[name], *p.references[name], strict=True):
-                assert_accurate(name, actual, baseline, exact, fixed_limits=True)
-        else:
-            for a, b in zip(at_once[name], expected, strict=True):
-                assert torch.equal(a, b), name
+def check(problems, alone, results) -> None:
+    """Each problem's ``results``, of several rounds, against those of its calls alone."""
+    for p, right, mine in zip(problems, alone, results, strict=True):
+        for at_once, (name, expected) in itertools.product(mine, right.items()):
+            if name in p.references:  # fp32 sums in any order
+                for actual, baseline, exact in zip(at_once[name], *p.references[name], strict=True):
+                    assert_accurate(name, actual, baseline, exact, fixed_limits=True)
+            else:
+                for a, b in zip(at_once[name], expected, strict=True):
+                    assert torch.equal(a, b), name
 
 
 @pytest.fixture(params=[(64, 4, 128, 5, 144), (1536, 4, 128, 5, 144), (2500, 40, 128, 2, 192)], ids=str)
@@ -66,9 +70,7 @@ def test_two_streams(problems, gpu_backend):
             with torch.cuda.stream(stream):
                 mine.append(calls(p, gpu_backend))
     torch.cuda.synchronize()
-    for p, expected, mine in zip(problems, alone, results, strict=True):
-        for at_once in mine:
-            check(p, expected, at_once)
+    check(problems, alone, results)
 
 
 def test_two_graphs(problems, gpu_backend):
@@ -89,9 +91,7 @@ def test_two_graphs(problems, gpu_backend):
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        for p, expected, mine in zip(problems, alone, results, strict=True):
-            for at_once in mine:
-                check(p, expected, at_once)
+        check(problems, alone, results)
 
 
 @pytest.mark.parametrize("shape", [(3000, 5, 128, 7, 80), (2500, 40, 128, 2, 192)], ids=str)  # two kernels; one with ordered sums
