@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import os
+import re
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,10 +15,8 @@ from typing import TextIO
 
 from .errors import DataError
 
-TEXT, JSON_LINES, CSV = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".csv",)
-PARQUET, ARROW = (".parquet",), (".arrow",)
-COMPRESSED = (".gz", ".zst")  # of TEXT, JSON_LINES and CSV
-SUFFIXES = (*TEXT, *JSON_LINES, *CSV, *PARQUET, *ARROW)
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # of text formats
+_UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud800"), and no tokenizer takes it
 
 
 def find_files(paths: Iterable[str | Path], left_out: Counter | None = None) -> list[Path]:
@@ -34,12 +31,12 @@ def find_files(paths: Iterable[str | Path], left_out: Counter | None = None) -> 
         if path.is_dir():
             below = list(_below(path, left_out))
             if not below:
-                raise DataError(f"{path} has no files ending in {', '.join(SUFFIXES)} ({', '.join(COMPRESSED)} too)")
+                raise DataError(f"{path} has no files ending in {', '.join(READERS)} ({', '.join(COMPRESSED)} too)")
             files += below
         elif not path.exists():
             raise DataError(f"{path} does not exist")
-        elif _suffix(path) not in SUFFIXES:
-            supported = f"{', '.join(SUFFIXES)}, and {', '.join(COMPRESSED)} of the text formats"
+        elif _suffix(path) not in READERS:
+            supported = f"{', '.join(READERS)}, and {', '.join(COMPRESSED)} of the text formats"
             raise DataError(f"{path} ends in {path.suffix!r}; supported: {supported}")
         else:
             files.append(path)
@@ -52,7 +49,7 @@ def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
         seen.add(os.path.realpath(folder))
         folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(folder, name)) not in seen)
         for path in (Path(folder, name) for name in sorted(names)):
-            if _suffix(path) in SUFFIXES and path.exists():
+            if _suffix(path) in READERS and path.exists():
                 yield path
             elif not path.exists():
                 left_out["links to nothing"] += 1
@@ -66,7 +63,7 @@ def _suffix(path: Path) -> str:
     if suffix not in COMPRESSED:
         return suffix
     inner = Path(path.stem).suffix.lower()
-    return suffix if inner in (*PARQUET, *ARROW) else inner
+    return suffix if inner in (".parquet", ".arrow") else inner
 
 
 def read_texts(files: Iterable[Path], text_field: str = "text") -> Iterator[str]:
@@ -79,54 +76,49 @@ def read_texts(files: Iterable[Path], text_field: str = "text") -> Iterator[str]
 
     for path in files:
         try:
-            for value in _read(path, text_field):
-                text = value if isinstance(value, str) else ""
-                yield text if is_unicode(text) else ""
-        except (OSError, EOFError, ValueError, RecursionError, zlib.error, csv.Error, pyarrow.ArrowException) as error:
-            if isinstance(error, DataError):
-                raise
+            for value in READERS[_suffix(path)](path, text_field):
+                yield value if isinstance(value, str) and not _UNPAIRED_SURROGATE.search(value) else ""
+        except DataError:
+            raise
+        except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _read(path: Path, text_field: str) -> Iterator[object]:
-    suffix = _suffix(path)
-    if suffix in PARQUET + ARROW:
-        yield from (_parquet if suffix in PARQUET else _arrow)(path, text_field)
-        return
+def _text(path: Path, text_field: str) -> Iterator[str]:
     with _opened(path) as stream:
-        if suffix in TEXT:
-            text = stream.read()
-            if "\0" in text:
-                raise DataError(f"{path} cannot be read: it has NUL characters and looks like a binary file")
-            yield text
-        elif suffix in CSV:
-            csv.field_size_limit(sys.maxsize)
-            rows = csv.DictReader(stream, strict=True)
-            _check_column(path, text_field, rows.fieldnames or ())
-            for row in rows:
-                yield row[text_field]
-        else:
-            for number, line in enumerate(stream, 1):
-                if not line.isspace():
-                    try:
-                        record = json.loads(line)
-                    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-                        raise DataError(f"{path} cannot be read: line {number} is not JSON: {error}") from error
-                    yield record.get(text_field) if isinstance(record, dict) else None
+        text = stream.read()
+    if "\0" in text:
+        raise ValueError("it has NUL characters and looks like a binary file")
+    yield text
+
+
+def _json_lines(path: Path, text_field: str) -> Iterator[object]:
+    with _opened(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.isspace():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+                    raise ValueError(f"line {number} is not JSON: {error}") from error
+                yield record.get(text_field) if isinstance(record, dict) else None
+
+
+def _csv(path: Path, text_field: str) -> Iterator[str]:
+    csv.field_size_limit(sys.maxsize)
+    with _opened(path) as stream:
+        rows = csv.DictReader(stream, strict=True)
+        _check_column(path, text_field, rows.fieldnames or ())
+        for row in rows:
+            yield row[text_field]
 
 
 def _opened(path: Path) -> TextIO:
-    """The file's text, decompressed."""
-    match path.suffix.lower():
-        case ".gz":
-            return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-        case ".zst":
-            import pyarrow
+    """Return the file's text, decompressed."""
+    import pyarrow
 
-            raw = io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 1 << 20)
-            return io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        case _:
-            return path.open(encoding="utf-8-sig", newline="")
+    compression = COMPRESSED.get(path.suffix.lower())
+    raw = io.BufferedReader(pyarrow.input_stream(str(path), compression=compression), 1 << 20)
+    return io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
 
 
 def _check_column(path: Path, text_field: str, names: Iterable[str]) -> None:
@@ -155,10 +147,10 @@ def _arrow(path: Path, text_field: str) -> Iterator[object]:
                 yield from batch.column(reader.schema.get_field_index(text_field)).to_pylist()
 
 
-def is_unicode(text: str) -> bool:
-    """Return whether ``text`` has no unpaired surrogates, which JSON can write ("\\ud800") and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+READERS = {
+    **dict.fromkeys((".txt", ".text", ".md"), _text),
+    **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
