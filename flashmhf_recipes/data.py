@@ -12,8 +12,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -155,7 +154,7 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
 
 @dataclass(frozen=True)
 class Tokens:
-    """Stored tokens ``start`` to ``stop`` of a file. It is pickled as the path, so that a data loader's worker maps the file itself."""
+    """Stored tokens ``start`` to ``stop`` of a file, which are read as they are asked for."""
 
     path: Path
     dtype: str
@@ -166,19 +165,14 @@ class Tokens:
         return self.stop - self.start
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The tokens of ``part`` in memory, int64."""
-        return self._mapped[part].astype(np.int64)
+        """Return the tokens of ``part`` as int64."""
+        start, stop, _ = part.indices(len(self))
+        offset = (self.start + start) * np.dtype(self.dtype).itemsize
+        return np.fromfile(self.path, self.dtype, max(0, stop - start), offset=offset).astype(np.int64)
 
     def part(self, start: int, stop: int) -> Tokens:
-        """Tokens ``start`` to ``stop`` of these."""
+        """Return tokens ``start`` to ``stop`` of these."""
         return Tokens(self.path, self.dtype, self.start + start, self.start + stop)
-
-    @cached_property
-    def _mapped(self) -> np.ndarray:
-        return np.memmap(self.path, self.dtype, mode="r")[self.start : self.stop]
-
-    def __getstate__(self) -> dict:
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # without the mapping
 
 
 def load(directory: Path) -> Tokens:
