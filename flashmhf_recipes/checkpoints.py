@@ -119,9 +119,9 @@ def damage(checkpoint: Path) -> str | None:
             return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
     if not (checkpoint / "trainer_state.json").exists():
         return "trainer_state.json is missing"
-    for path in sorted(path for path in checkpoint.iterdir() if path.suffix in _READERS and path.name != "training_args.bin"):
+    for path in sorted(path for path in checkpoint.iterdir() if path.name != "training_args.bin"):
         try:
-            _READERS[path.suffix](path)
+            _read(path)
         except PermissionError:
             raise
         except Exception as error:  # torch and safetensors raise whatever their parsers do
@@ -129,29 +129,17 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def _read_safetensors(path: Path) -> None:
-    if path.stat().st_size == 0:
-        raise SafetensorError("the file is empty")
-    with safe_open(path, "pt"):
-        pass
-
-
-def _read_torch(path: Path) -> None:
-    with safe_globals():  # numpy's random state is among the pickled types
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _read_json(path: Path) -> None:
-    json.loads(path.read_text())
-
-
-_READERS: dict[str, Callable[[Path], None]] = {
-    ".safetensors": _read_safetensors,
-    ".pt": _read_torch,
-    ".pth": _read_torch,
-    ".bin": _read_torch,
-    ".json": _read_json,
-}
+def _read(path: Path) -> None:
+    """Raise whatever the parser of a checkpoint's file raises. Tensors are mapped, not read."""
+    match path.suffix:
+        case ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        case ".json":
+            json.loads(path.read_text())
+        case ".pt" | ".pth" | ".bin":
+            with safe_globals():  # numpy's random state is among the pickled types
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _set_aside(checkpoint: Path, why: str) -> Path:
