@@ -7,9 +7,18 @@ peak_memory_bytes (CUDA), eval_loss (nats a token).
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 
-FILE = "metrics.jsonl"
+import torch
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .errors import TrainingError
+from .plots import draw_losses
+
+FILE, CURVE = "metrics.jsonl", "loss.png"
 
 
 def read_rows(output: Path) -> list[dict]:
@@ -24,14 +33,84 @@ def read_rows(output: Path) -> list[dict]:
     return rows
 
 
-def append_row(output: Path, row: dict) -> None:
-    with (output / FILE).open("a") as out:
-        out.write(json.dumps(row) + "\n")
-
-
 def keep_rows(output: Path, step: int) -> None:
     """Drops the rows after ``step``, which a resumed run records again."""
     rows = [row for row in read_rows(output) if row["step"] <= step]
     partial = output / (FILE + ".partial")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     partial.replace(output / FILE)
+
+
+class MetricsCallback(TrainerCallback):
+    """Adds speed to what the Trainer logs, writes metrics.jsonl and loss.png, and shows a progress bar.
+
+    The clock stands still during evaluation and while checkpoints are written.
+    """
+
+    def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool = True):
+        self.output, self.tokens_per_step, self.flops_per_token, self.peak = output, tokens_per_step, flops_per_token, peak
+        self.show, self.bar = bar, None
+        self._restart(0)
+
+    def _restart(self, step: int) -> None:
+        self._step, self._time = step, time.perf_counter()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        step = state.global_step
+        self.bar = tqdm(desc="training", unit="step", disable=not self.show, initial=step, total=state.max_steps, dynamic_ncols=True)
+        self._restart(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if state.is_world_process_zero:
+            self.bar.update(state.global_step - self.bar.n)
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs):
+        if logs is None or not ({"loss", "eval_loss"} & logs.keys()) or not state.is_world_process_zero:
+            return
+        row = {
+            "step": state.global_step,
+            **{name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "eval_loss") if name in logs},
+        }
+        if "loss" in logs:
+            if not math.isfinite(logs["loss"]):
+                step = state.global_step
+                raise TrainingError(f"the loss is {logs['loss']} at step {step}; try a lower learning_rate or a longer warmup")
+            row |= self._speed(args, state.global_step)
+        with (self.output / FILE).open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        shown = {
+            name: f"{row[key]:{form}}"
+            for name, key, form in (("loss", "loss", ".3f"), ("tok/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".2f"))
+            if key in row
+        }
+        if shown:
+            self.bar.set_postfix(shown)
+
+    def _speed(self, args: TrainingArguments, step: int) -> dict:
+        seconds, steps = time.perf_counter() - self._time, step - self._step
+        self._restart(step)
+        row = {"tokens": step * self.tokens_per_step}
+        if steps:
+            row["tokens_per_second"] = steps * self.tokens_per_step / seconds
+            if self.peak is not None:
+                row["mfu"] = row["tokens_per_second"] * self.flops_per_token / (self.peak * args.world_size)
+        if args.device.type == "cuda":
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(args.device)
+        return row
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self._restart(state.global_step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self._draw(state)
+        self._restart(state.global_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self.bar.close()
+        self._draw(state)
+
+    def _draw(self, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            draw_losses(read_rows(self.output), self.output / CURVE)

@@ -35,22 +35,17 @@ def draw(path: Path, size: tuple[float, float], paint: Callable[[object], None],
     return True
 
 
-def draw_losses(runs: dict[str, list[dict]], path: Path) -> bool:
-    """Draw training loss, and held-out loss where there is one, over steps, one colour a run.
-
-    ``runs`` maps a run's name to the rows of its metrics.jsonl.
-    """
+def draw_losses(rows: list[dict], path: Path) -> bool:
+    """Draw the training loss of metrics.jsonl's ``rows``, and the held-out loss where there is one, over steps."""
 
     def paint(figure) -> None:
         axes = figure.subplots()
-        for index, (name, rows) in enumerate(runs.items()):
-            for key, style, label in (("loss", "-", name), ("eval_loss", "o--", f"{name}, held out")):
-                points = [(row["step"], row[key]) for row in rows if key in row]
-                if points:
-                    axes.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label, linewidth=1, markersize=4)
+        for key, style, label in (("loss", "-", "training"), ("eval_loss", "o--", "held out")):
+            points = [(row["step"], row[key]) for row in rows if key in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, color="C0", label=label, linewidth=1, markersize=4)
         axes.set(xlabel="step", ylabel="loss (nats a token)")
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
+        axes.legend(frameon=False)
 
     return draw(path, (7, 4.5), paint)

@@ -22,11 +22,10 @@ from flashmhf.nn import Muon, param_groups
 from flashmhf.nn.optim import PROJECTION_RATE
 
 from . import checkpoints
-from .callbacks import EvaluationStopped, StopCallback
 from .errors import OptionError
 from .layout import Layout, forget_accelerate, load_optimizer, whole_model, whole_optimizer
 from .options import Options
-from .stopping import Stopped
+from .stopping import Stopped, StopSignals
 
 
 class RunTrainer(Trainer):
@@ -35,13 +34,14 @@ class RunTrainer(Trainer):
     options: of the run, resolved.
     layout: how the run lies over the processes.
     checkpoint: the one that training continues from, or None.
-    stop: the callback that ends training on a signal.
+    signals: end training after the step in which one came, with a checkpoint.
     """
 
-    def __init__(self, *, options: Options, layout: Layout, checkpoint: Path | None, stop: StopCallback, callbacks: list, **kwargs):
-        self.options, self.layout, self.checkpoint, self.stop = options, layout, checkpoint, stop
+    def __init__(self, *, options: Options, layout: Layout, checkpoint: Path | None, signals: StopSignals, callbacks: list, **kwargs):
+        self.options, self.layout, self.checkpoint, self.signals = options, layout, checkpoint, signals
+        self.stopped = self.evaluation_due = False
         # The mark of a checkpoint comes before what other callbacks do when it is saved.
-        super().__init__(callbacks=[_Progress(self), *callbacks, stop], **kwargs)
+        super().__init__(callbacks=[_Hooks(self), *callbacks], **kwargs)
         self.data_index = layout.data_index(self.args.process_index)
         if self.model.config.tie_word_embeddings:
             # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them again.
@@ -92,6 +92,12 @@ class RunTrainer(Trainer):
         load_optimizer(self.model, self.optimizer.optimizer, optimizer)
         self.lr_scheduler.load_state_dict(scheduler)
 
+    def stop(self, evaluation_due: bool) -> None:
+        """Make the Trainer save and leave its loop. An evaluation that is due at this step is left to the resumed run."""
+        self.stopped, self.evaluation_due = True, evaluation_due
+        self.control.should_evaluate = False
+        self.control.should_save = self.control.should_training_stop = True
+
     def restore(self) -> None:
         """Put back what the Trainer's own files leave out, and the learning rate where the schedule has changed."""
         if self.checkpoint is None:
@@ -114,7 +120,7 @@ class RunTrainer(Trainer):
             total /= self.args.world_size
         if self.args.should_save:
             checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged, "evaluation_due": self.stop.evaluation_due}
+            progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged, "evaluation_due": self.evaluation_due}
             (checkpoint / checkpoints.PROGRESS).write_text(json.dumps(progress) + "\n")
             checkpoints.mark_complete(checkpoint)
             checkpoints.rotate(checkpoint.parent, self.options.keep, self.state.best_model_checkpoint)
@@ -153,18 +159,17 @@ class RunTrainer(Trainer):
         samples = len(loader.dataset)
         sums = torch.zeros(math.ceil(samples / args.per_device_eval_batch_size), dtype=torch.float64, device=args.device)
         self.model.eval()
-        try:
-            for turn, inputs in enumerate(loader):
-                loss = self.model(**self._prepare_inputs(inputs)).loss
-                batch = turn * self.layout.data_processes + self.data_index
-                if batch < len(sums) and args.process_index % self.layout.tp == 0:
-                    sums[batch] = loss.double() * len(inputs["input_ids"])
-                self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-        except EvaluationStopped:
-            if step == checkpoints.step_of(self.checkpoint):  # nothing to save: no step since the checkpoint
-                raise Stopped(self.stop.signals.received, step) from None
-            self.stop.stop(self.control, evaluation_due=True)
-            return {f"{metric_key_prefix}_loss": math.nan}
+        for turn, inputs in enumerate(loader):
+            loss = self.model(**self._prepare_inputs(inputs)).loss
+            batch = turn * self.layout.data_processes + self.data_index
+            if batch < len(sums) and args.process_index % self.layout.tp == 0:
+                sums[batch] = loss.double() * len(inputs["input_ids"])
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+            if self.signals.agreed():
+                if step == checkpoints.step_of(self.checkpoint):  # nothing to save: no step since the checkpoint
+                    raise Stopped(self.signals.received, step)
+                self.stop(evaluation_due=True)
+                return {f"{metric_key_prefix}_loss": math.nan}
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums)  # every sum is zero on all processes but one: exact
         metrics = {f"{metric_key_prefix}_loss": (sums.sum() / samples).item()}
@@ -222,14 +227,19 @@ def _keep_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class _Progress(TrainerCallback):
-    """Restores what the Trainer's own files leave out before the first step, and completes every checkpoint."""
+class _Hooks(TrainerCallback):
+    """Calls of the Trainer's loop: restores what its own files leave out, stops it on signals, and completes every checkpoint."""
 
     def __init__(self, trainer: RunTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, *args, **kwargs):
+        self.trainer.signals.begin_steps()
         self.trainer.restore()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step < state.max_steps and self.trainer.signals.agreed():
+            self.trainer.stop(control.should_evaluate)
 
     def on_save(self, *args, **kwargs):
         self.trainer.complete()

@@ -34,7 +34,6 @@ from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, Preset
 
 from . import checkpoints, data, metrics, pretrained
-from .callbacks import MetricsCallback, StopCallback
 from .documents import find_files
 from .errors import DataError, OccupiedError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
@@ -290,13 +289,12 @@ class _Run:
             if trained and first_process():
                 _keep_trained(trained[0], output / INIT)
         train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
-        stop = StopCallback(signals)
-        self.trainer = self._trainer(tokenizer, trained and trained[0], train_tokens, eval_tokens, checkpoint, stop)
+        self.trainer = self._trainer(tokenizer, trained and trained[0], train_tokens, eval_tokens, checkpoint, signals)
         if self.bar:
             tqdm.write(options.accumulation(self.arguments.world_size))
         with checkpoints.writing(lambda: checkpoints.cut_off(output, self.steps_done)):
             self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if stop.stopped:
+        if self.trainer.stopped:
             raise Stopped(signals.received, self.steps_done)
         self.trainer.write_model(output)
         rows = metrics.read_rows(output)
@@ -304,7 +302,7 @@ class _Run:
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         return Result(output, parameters, self.steps_done, losses[-1], held_out[-1] if held_out else None)
 
-    def _trainer(self, tokenizer, model: PreTrainedModel | None, train_tokens, eval_tokens, checkpoint: Path | None, stop: StopCallback):
+    def _trainer(self, tokenizer, model: PreTrainedModel | None, train_tokens, eval_tokens, checkpoint: Path | None, signals: StopSignals):
         options, arguments = self.options, self.arguments
         set_seed(options.seed)
         if model is None:
@@ -314,7 +312,7 @@ class _Run:
         arguments.eval_on_start = eval_tokens is not None and checkpoints.progress(checkpoint).get(
             "evaluation_due", arguments.eval_on_start
         )
-        recorder = MetricsCallback(
+        recorder = metrics.MetricsCallback(
             self.output,
             options.batch * options.length,
             training_flops_per_token(model, options.length),
@@ -328,7 +326,7 @@ class _Run:
                 options=options,
                 layout=options.layout(arguments.world_size),
                 checkpoint=checkpoint,
-                stop=stop,
+                signals=signals,
                 model=model,
                 args=arguments,
                 train_dataset=blocks,

@@ -206,7 +206,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(failing, tmp_path, monkeypa
     """MPLBACKEND of a Jupyter kernel is inherited by its "!" commands and is not looked at."""
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     path = tmp_path / "loss.png" if failing == "matplotlib_inline" else tmp_path / "nothing" / "loss.png"
-    assert plots.draw_losses({"run": [{"step": 1, "loss": 2.0}]}, path) == path.exists() == (failing == "matplotlib_inline")
+    assert plots.draw_losses([{"step": 1, "loss": 2.0}], path) == path.exists() == (failing == "matplotlib_inline")
     assert ["was not drawn" in record.message for record in caplog.records] == ([] if path.exists() else [True])
     assert os.environ["MPLBACKEND"] == "module://matplotlib_inline.backend_inline"
 

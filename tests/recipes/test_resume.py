@@ -22,7 +22,7 @@ from lm_runs import ROOT, StopAt, environment, options, same_run, write_text
 from transformers import TrainerCallback
 
 from flashmhf.models import conversion
-from flashmhf_recipes import callbacks, cli, data, metrics, pretrained, training
+from flashmhf_recipes import cli, data, metrics, pretrained, training
 from flashmhf_recipes.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 def no_pictures():
     """loss.png takes a quarter of such a short run; test_training.py looks at it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callbacks, "draw_losses", lambda *_: None)
+        patch.setattr(metrics, "draw_losses", lambda *_: None)
         yield
 
 
