@@ -1,4 +1,4 @@
-"""Command-line arguments: a parser whose errors are exceptions, and flags made from a dataclass."""
+"""Command-line arguments: a parser whose errors are exceptions, flags made from a dataclass, and the device that a name stands for."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ def assignment(text: str) -> tuple[str, object]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
+
+
+def chosen_device(name: str):
+    """Return the torch.device that ``name`` stands for. Raises ValueError if it is not supported or this machine does not have it."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    try:
+        device = torch.device(("cuda" if gpus else "cpu") if name == "auto" else name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(f"device is {name!r}; this PyTorch sees {gpus or 'no'} CUDA GPUs")
+    return device
 
 
 def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, typing.Any]) -> None:

@@ -13,10 +13,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .arguments import Parser, UsageError, add_options, positive_integer
+from .arguments import Parser, UsageError, add_options, chosen_device, positive_integer
 from .streams import Stream
 
 DESCRIPTION = """\
@@ -78,38 +78,21 @@ def _overview() -> str:
     return DESCRIPTION + "\n".join(f"  {name:9} {description.partition('.')[0]}" for name, (description, _) in COMMANDS.items())
 
 
-def _device(name: str):
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is 'cuda'; this PyTorch sees no CUDA GPU")
-    use_gpu = torch.cuda.is_available() if name == "auto" else name == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
-
-
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a CUDA GPU where there is one")
+    parser.add_argument("--device", default="auto", help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
 
 
 # What this machine has and does
 
 
-@contextlib.contextmanager
-def _progress(total: int | None, what: str, unit: str) -> Iterator[Callable[[str], object]]:
-    """Give the function that counts one unit and shows a text beside the bar. Without tqdm (core installation) no bar is drawn."""
-    try:
+def _collected(found: Iterable, what: str, total: int | None = None) -> list:
+    """Return everything in ``found``, which is counted on a bar. Without tqdm (core installation) no bar is drawn."""
+    with contextlib.suppress(ModuleNotFoundError):
         from tqdm import tqdm
-    except ModuleNotFoundError:
-        yield lambda shown: None
-        return
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets few lines
-    with tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr) as bar:
 
-        def advance(shown: str) -> None:
-            bar.set_postfix_str(shown, refresh=False)
-            bar.update()
-
-        yield advance
+        interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets few lines
+        found = tqdm(found, what, total, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr)
+    return list(found)
 
 
 def _everything(parser: Parser, arguments: list[str]) -> int:
@@ -129,45 +112,29 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     text = tiny_lm.read_text(args.text)
     if not os.access(picture.parent, os.W_OK) or (picture.exists() and not os.access(picture, os.W_OK)):
         raise UsageError(f"{picture} cannot be written in {Path.cwd()}")
-    setting = study.default_setting(_device(args.device))
-    name = Path(args.text).name if args.text else "Python's standard library"
-    results = report.Results(study.headline(setting), setting, recipe=tiny_lm.recipe(setting.device, args.steps), text=name)
+    setting = study.default_setting(chosen_device(args.device))
     start = time.perf_counter()
     print(f"{study.shows(setting.device)}\n", flush=True)
-    results.accuracies = _run_check(setting.device)
-    results.measurements = _run_compare(setting)
-    results.not_trained = tiny_lm.why_not()
+    results = report.Results(setting, _accuracies(setting.device), _measurements(setting), tiny_lm.why_not())
     if not results.not_trained:
-        with _progress(results.recipe.steps * len(tiny_lm.FFN_TYPES), "language model", "step") as advance:
-            results.trained = tiny_lm.train(
-                text, results.recipe, setting.device, lambda name, step, loss: advance(f"{name}, loss {loss:.3f}")
-            )
+        results.text = Path(args.text).name if args.text else "Python's standard library"
+        results.trained = tiny_lm.train(text, tiny_lm.recipe(setting.device, args.steps), setting.device, bar=True)
     drawn = report.picture(results, picture)
     print(report.table(results))
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.perf_counter() - start:.0f} s")
     return _verdict(results.accuracies)
 
 
-def _run_check(device, backend: str | None = None) -> list:
+def _accuracies(device, backend: str | None = None) -> list:
     from .first_run import study
 
-    accuracies = []
-    with _progress(None, "check against float64", "tensor") as advance:
-        for accuracy in study.check(device, backend=backend):
-            accuracies.append(accuracy)
-            advance(f"{accuracy.backend} {str(accuracy.dtype).removeprefix('torch.')}")
-    return accuracies
+    return _collected(study.check(device, backend=backend), "check against float64")
 
 
-def _run_compare(setting) -> list:
+def _measurements(setting) -> list:
     from .first_run import study
 
-    measurements = []
-    with _progress(3 * len(setting.lengths), "time and memory", "measurement") as advance:
-        for measurement in study.compare(setting):
-            measurements.append(measurement)
-            advance(f"{measurement.module}, length {measurement.length}")
-    return measurements
+    return _collected(study.compare(setting), "time and memory", 3 * len(setting.lengths))
 
 
 def _verdict(accuracies: list) -> int:
@@ -194,8 +161,8 @@ def _check(parser: Parser, arguments: list[str]) -> int:
     _add_device(parser)
     parser.add_argument("--backend", choices=tuple(backends.BACKENDS), help="the only one to check (every usable one)")
     args = parser.parse_args(arguments)
-    device = _device(args.device)
-    accuracies = _run_check(device, args.backend)
+    device = chosen_device(args.device)
+    accuracies = _accuracies(device, args.backend)
     if not accuracies:
         reason = backends.BACKENDS[args.backend].why_not(device, torch.float32, d_h=128, d_e=384)
         raise UsageError(f"back end {args.backend} cannot run: {reason}")
@@ -208,18 +175,18 @@ def _bench(parser: Parser, arguments: list[str]) -> int:
 
     from .first_run import report, study
 
-    sizes = ("batch", "d_model", "num_heads", "num_subnets", "subnet_dim", "repeats")
+    add = parser.add_argument
     _add_device(parser)
-    parser.add_argument("--lengths", type=positive_integer, nargs="+", metavar="L", help="sequence lengths")
-    for name in sizes:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive_integer, metavar="N")
-    args = parser.parse_args(arguments)
-    setting = replace(study.default_setting(_device(args.device)), **{name: value for name in sizes if (value := getattr(args, name))})
-    if args.lengths:
-        setting = replace(setting, lengths=tuple(args.lengths), seconds=float("inf"))
+    add("--lengths", type=positive_integer, nargs="+", metavar="L", help="sequence lengths")
+    for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
+        add(f"--{name}", type=positive_integer, metavar="N")
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    setting = replace(study.default_setting(chosen_device(given.pop("device"))), **given)
+    if "lengths" in given:
+        setting = replace(setting, seconds=float("inf"))
     if setting.d_model % setting.num_heads:
         raise UsageError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
-    print(report.table(report.Results(study.headline(setting), setting, measurements=_run_compare(setting))))
+    print(report.table(report.Results(setting, measurements=_measurements(setting))))
     return 0
 
 
@@ -296,7 +263,7 @@ def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     add("--tokenizer", metavar="PATH", help="where the model's directory has none")
-    add("--device", default="auto", help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
+    _add_device(parser)
     add("--dtype", default=dtype, choices=("auto", "float32", "bfloat16", "float16"), help=f"of what is not quantised ({dtype})")
     if fp8:
         add("--fp8", action="store_true", help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already")

@@ -22,6 +22,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from flashmhf.models.configuration import FFN_TYPES, FlashMHFConfig
 from flashmhf.models.presets import SCALES, Preset, preset
 
+from .arguments import chosen_device
 from .errors import OptionError
 from .layout import Layout, layout_of
 
@@ -257,8 +258,7 @@ class Options:
             raise OptionError(
                 f"min_learning_rate is {self.min_learning_rate}; it must be above 0 and at most learning_rate = {self.learning_rate}"
             )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise OptionError("device is 'cuda'; this PyTorch sees no CUDA GPU")
+        chosen_device(self.device)
         _check_settings("model", self.model, FlashMHFConfig, _OWN_SETTINGS | dict.fromkeys(_TOKENIZER_SETTINGS, "tokenizer"))
         positions = self.model.get("max_position_embeddings")
         if isinstance(positions, int) and self.length and positions < self.length:

@@ -11,6 +11,7 @@ from flashmhf.models import loading
 from flashmhf.models.quantization import quantise
 
 from . import checkpoints
+from .arguments import chosen_device
 from .tokenizer import load as load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,7 +32,7 @@ def load(
     machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
     """
     location = locate(name)
-    chosen = _device(device)
+    chosen = chosen_device(device)
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"dtype is {dtype!r}; supported: auto, {', '.join(_DTYPES)}")
     wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else _DTYPES[dtype]
@@ -79,18 +80,3 @@ def locate(name: str) -> str:
     if not path.exists() and (path.is_absolute() or name.startswith(".")):
         raise FileNotFoundError(f"{path} does not exist")
     return name
-
-
-def _device(name: str) -> torch.device:
-    """Raises ValueError for a name that is no device of this machine."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; supported: auto, cpu, cuda, cuda:N")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}; this PyTorch sees {torch.cuda.device_count() or 'no'} CUDA GPUs")
-    return chosen

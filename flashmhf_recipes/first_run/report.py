@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..plots import draw
-from .study import Accuracy, Measurement, Setting
-from .tiny_lm import Recipe, Trained
+from .study import Accuracy, Measurement, Setting, headline
+from .tiny_lm import Trained
 
 COLUMNS = ("SwiGLU", "naive MH-FFN", "FlashMHF")
 COLORS = {"SwiGLU": "tab:orange", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
@@ -19,14 +19,12 @@ COLORS = {"SwiGLU": "tab:orange", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:b
 class Results:
     """The results of a run so far. Table and picture leave out empty parts."""
 
-    headline: str
     setting: Setting
     accuracies: list[Accuracy] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
-    recipe: Recipe | None = None
+    not_trained: str | None = None
     text: str = ""
     trained: dict[str, Trained] = field(default_factory=dict)
-    not_trained: str | None = None
 
 
 def _number(value: float | None) -> str:
@@ -80,15 +78,16 @@ def table(results: Results) -> str:
                 rows.append((f"  {title}, length {length}", *figures))
     if results.not_trained:
         rows += [(), (f"language model: {results.not_trained}", *("-" for _ in COLUMNS))]
-    if results.trained and results.recipe:
+    if results.trained:
+        steps = len(results.trained[COLUMNS[-1]].losses)
         parameters = {name: trained.parameters for name, trained in results.trained.items()}
         held_out = {name: trained.held_out for name, trained in results.trained.items()}
         rows += [
             (),
             (f"language model on {results.text}: parameters", *(_number(parameters.get(name)) for name in COLUMNS)),
-            (f"  held-out loss after {results.recipe.steps} steps, nats/byte", *(_number(held_out.get(name)) for name in COLUMNS)),
+            (f"  held-out loss after {steps} steps, nats/byte", *(_number(held_out.get(name)) for name in COLUMNS)),
         ]
-    return results.headline + "\n\n" + _aligned(rows)
+    return headline(results.setting) + "\n\n" + _aligned(rows)
 
 
 def picture(results: Results, path: Path) -> bool:
@@ -117,7 +116,7 @@ def picture(results: Results, path: Path) -> bool:
             axis.grid(True, which="both", alpha=0.3)
             if axis.get_legend_handles_labels()[1]:
                 axis.legend()
-        figure.suptitle(results.headline)
+        figure.suptitle(headline(results.setting))
 
     return draw(path, (15, 4.5), paint, dpi=110)
 

@@ -10,12 +10,12 @@ import importlib.util
 import random
 import sysconfig
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ..errors import DataError
 from . import study
 
 HELD_OUT = 0.1  # the end of the text
@@ -60,10 +60,6 @@ class Trained:
     held_out: float
 
 
-class TextError(ValueError):
-    """The text cannot be trained on; the message says why."""
-
-
 def why_not() -> str | None:
     """None where language models can be trained here, else what is missing."""
     missing = [name for name in ("transformers", "accelerate", "tokenizers") if importlib.util.find_spec(name) is None]
@@ -73,13 +69,13 @@ def why_not() -> str | None:
 def read_text(path: str | None) -> bytes:
     """Return the bytes of a text file, or of the Python standard library's own source.
 
-    Raises OSError where it cannot be read, TextError for one that is binary or too short.
+    Raises OSError where it cannot be read, DataError for one that is binary or too short.
     """
     data = _standard_library() if path is None else Path(path).read_bytes()
     if b"\0" in data:
-        raise TextError(f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed")
+        raise DataError(f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed")
     if len(data) < MINIMUM_BYTES:
-        raise TextError(f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
+        raise DataError(f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
     return data[:MAXIMUM_BYTES]
 
 
@@ -89,25 +85,16 @@ def _standard_library() -> bytes:
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     files = [path for path in sorted(root.rglob("*.py")) if left_out.isdisjoint(path.relative_to(root).parts)]
     if not files:
-        raise TextError(f"{root} has no Python sources here; name a text with --text FILE")
+        raise DataError(f"{root} has no Python sources here; name a text with --text FILE")
     random.Random(0).shuffle(files)
     return b"\n".join(path.read_bytes() for path in files)
 
 
-def train(text: bytes, recipe: Recipe, device: torch.device, on_step: Callable[[str, int, float], None]) -> dict[str, Trained]:
-    """Train a model with each of the networks on the same batches; ``on_step`` gets name, step and loss."""
-    from transformers import TrainerCallback
+def train(text: bytes, recipe: Recipe, device: torch.device, bar: bool = False) -> dict[str, Trained]:
+    """Train a model with each of the networks on the same batches."""
     from transformers.utils import logging
 
     from .. import metrics, tokenizer, training
-
-    class Report(TrainerCallback):
-        def __init__(self, name: str):
-            self.name = name
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if logs and "loss" in logs:
-                on_step(self.name, state.global_step, logs["loss"])
 
     logging.disable_progress_bar()
     found, tokens = {}, None
@@ -141,7 +128,7 @@ def train(text: bytes, recipe: Recipe, device: torch.device, on_step: Callable[[
                 model=_sizes(recipe, name),
                 arguments={"report_to": [], "save_strategy": "no"},
             )
-            result = training.start(options, bar=False, callbacks=[Report(name)])
+            result = training.start(options, bar=bar)
             losses = [row["loss"] for row in metrics.read_rows(result.output) if "loss" in row]
             found[name], tokens = Trained(result.parameters, losses, result.eval_loss), str(result.output)
     return found

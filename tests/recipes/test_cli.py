@@ -65,14 +65,11 @@ def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(sm
 def test_language_models_have_equal_parameters(text):
     if reason := tiny_lm.why_not():
         pytest.skip(reason)
-    seen = []
     recipe = tiny_lm.Recipe(d_model=64, layers=2, subnet_dim=80, context=32, batch=4, steps=40, warmup=4)
-    trained = tiny_lm.train(text.read_bytes(), recipe, torch.device("cpu"), lambda name, step, loss: seen.append((name, step, loss)))
-    assert [(name, step) for name, step, _ in seen] == [(name, step) for name in trained for step in range(1, 41)]
+    trained = tiny_lm.train(text.read_bytes(), recipe, torch.device("cpu"))
     assert trained["SwiGLU"].parameters == pytest.approx(trained["FlashMHF"].parameters, rel=0.02)
-    for name, model in trained.items():
-        assert model.losses == [loss for other, _, loss in seen if other == name]
-        assert model.losses[0] > math.log(257) - 0.2 and max(model.losses[-1], model.held_out) < 4
+    for model in trained.values():
+        assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2 and max(model.losses[-1], model.held_out) < 4
 
 
 @pytest.mark.parametrize(
@@ -130,12 +127,12 @@ def test_bench_takes_sizes(small, capsys):
     assert "d_model 48" in out and "length 8" in out and "language model" not in out
 
 
-NO_GPU = [] if torch.cuda.is_available() else [(["bench", "--device", "cuda"], "device is 'cuda'; this PyTorch sees no CUDA GPU")]
+NO_GPU = [] if torch.cuda.is_available() else [(["bench", "--device", "cuda"], "device is 'cuda'; this PyTorch sees no CUDA GPUs")]
 MISTAKES = [
     (["bench", "--device", "cpu", "--d-model", "64", "--num-heads", "3"], "--d-model 64 is not a multiple of --num-heads 3"),
     (["bench", "--lengths", "0"], "argument --lengths: 0 is not positive; flashmhf bench --help lists the options"),
     (["--steps", "many"], "argument --steps: 'many' is not an integer"),
-    (["--device", "tpu"], "invalid choice: 'tpu'"),
+    (["--device", "tpu"], "device is 'tpu'; supported: auto, cpu, cuda, cuda:N"),
     (["nonsense"], "nonsense is not an option or a command; commands: info, check"),
     (["--device", "cpu", "bench"], "bench is not an option or a command; options come after the command"),
     (["info", "--device", "cpu"], "unrecognized arguments: --device cpu"),
@@ -221,4 +218,4 @@ def test_equal_parameters(sizes):
 def test_table_shows_what_did_not_fit():
     setting = study.Setting(torch.device("cpu"), torch.float32, 64, 2, 2, 32, 1, (16,), 1, 60.0)
     measurements = [study.Measurement(name, 1, 16, math.nan, math.nan, math.nan) for name in report.COLUMNS]
-    assert "n/a" in report.table(report.Results("headline", setting, measurements=measurements))
+    assert "n/a" in report.table(report.Results(setting, measurements=measurements))
