@@ -7,19 +7,17 @@ import json
 import typing
 from dataclasses import fields
 
-
-class UsageError(Exception):
-    """Something the user can put right; the message says what."""
+from .errors import OptionError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but an error is a UsageError, so that all errors are printed alike."""
+    """argparse's, but an error is an OptionError, so that all errors are printed alike."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def error(self, message: str) -> typing.NoReturn:
-        raise UsageError(f"{message}; {self.prog} --help lists the options")
+        raise OptionError(f"{message}; {self.prog} --help lists the options")
 
 
 def positive_integer(text: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import shlex
@@ -16,7 +17,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .arguments import Parser, UsageError, add_options, chosen_device, positive_integer
+from .arguments import Parser, add_options, chosen_device, positive_integer
+from .errors import OptionError, TrainingError
 from .streams import Stream
 
 DESCRIPTION = """\
@@ -39,9 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
         status = _status(arguments)
         out.flush()
         errors.flush()
-        if out.error is not None and not status and out.status(0) == 2:
-            print(f"flashmhf: error: standard output: {out.error.strerror}", file=sys.stderr)
-    return out.status(status)
+        if out.error is None or status:
+            return status
+        if out.error.errno == errno.EPIPE:
+            return 128 + signal.SIGPIPE
+        print(f"flashmhf: error: standard output: {out.error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _status(arguments: list[str]) -> int:
@@ -60,14 +65,14 @@ def _status(arguments: list[str]) -> int:
         message = extras.advice("this command", error.name) if error.name else str(error)  # Python's own names the module
         if message is None:
             raise
-    except (UsageError, ImportError, ValueError, OSError, NotImplementedError, KeyError) as error:
-        message = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    except (ImportError, ValueError, OSError, NotImplementedError, TrainingError) as error:
+        message = str(error)
+    except KeyError as error:
+        message = str(error.args[0])
     except RuntimeError as error:
         import torch
 
-        from .errors import TrainingError
-
-        if not isinstance(error, (TrainingError, torch.OutOfMemoryError)):
+        if not isinstance(error, torch.OutOfMemoryError):
             raise
         message = str(error)
     print(f"flashmhf: error: {' '.join(message.split())}", file=sys.stderr)
@@ -107,11 +112,11 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         place = "; options come after the command" if COMMANDS.keys() & set(unknown) else f"; commands: {', '.join(COMMANDS)}"
-        raise UsageError(f"{unknown[0]} is not an option or a command{place}")
+        raise OptionError(f"{unknown[0]} is not an option or a command{place}")
     picture = Path("flashmhf_report.png")
     text = tiny_lm.read_text(args.text)
     if not os.access(picture.parent, os.W_OK) or (picture.exists() and not os.access(picture, os.W_OK)):
-        raise UsageError(f"{picture} cannot be written in {Path.cwd()}")
+        raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
     setting = study.default_setting(chosen_device(args.device))
     start = time.perf_counter()
     print(f"{study.shows(setting.device)}\n", flush=True)
@@ -165,7 +170,7 @@ def _check(parser: Parser, arguments: list[str]) -> int:
     accuracies = _accuracies(device, args.backend)
     if not accuracies:
         reason = backends.BACKENDS[args.backend].why_not(device, torch.float32, d_h=128, d_e=384)
-        raise UsageError(f"back end {args.backend} cannot run: {reason}")
+        raise OptionError(f"back end {args.backend} cannot run: {reason}")
     print(report.check_table(accuracies))
     return _verdict(accuracies)
 
@@ -185,7 +190,7 @@ def _bench(parser: Parser, arguments: list[str]) -> int:
     if "lengths" in given:
         setting = replace(setting, seconds=float("inf"))
     if setting.d_model % setting.num_heads:
-        raise UsageError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
+        raise OptionError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
     print(report.table(report.Results(setting, measurements=_measurements(setting))))
     return 0
 
@@ -244,7 +249,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     try:
         if resumed:
             if extra := sorted(given.keys() - {"steps", "tp", "dp_shard"}):
-                raise UsageError(f"--resume takes the run's own options but steps, tp and dp_shard; leave out: {', '.join(extra)}")
+                raise OptionError(f"--resume takes the run's own options but steps, tp and dp_shard; leave out: {', '.join(extra)}")
             result = training.resume(output, **given)
         else:
             given |= {name: dict(given[name]) for name in ("model", "arguments") if name in given}
@@ -298,7 +303,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     add("--json", metavar="FILE", help="write the figures there, too")
     args = _parsed(parser, arguments)
     if not (args.data or args.tasks):
-        raise UsageError("give --data, --tasks or both")
+        raise OptionError("give --data, --tasks or both")
     model, tokenizer = _load(args)
     figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
     if args.data:
@@ -354,7 +359,7 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
     args = _parsed(parser, arguments)
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"--output {output} is not empty; choose a new directory")
+        raise OptionError(f"--output {output} is not empty; choose a new directory")
     pretrained.save_fp8(args.model, output, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype)
     size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     print(f"{output}: {size / 1e6:,.1f} MB of weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class OptionError(ValueError):
-    """An option, or several together, that a run cannot have."""
+    """An option, or several together, that a command or a run cannot have."""
 
 
 class DataError(ValueError):

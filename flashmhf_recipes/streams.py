@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
 from typing import TextIO
 
 
@@ -16,35 +14,24 @@ class Stream:
 
     def __init__(self, stream: TextIO):
         self._stream = stream
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self.error: OSError | None = None
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if self.error is None:
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError as error:
-                self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-            except OSError as error:
-                self._drop(error)
+        self._attempt(self._stream.write, text.encode(self._encoding, "backslashreplace").decode(self._encoding))
         return len(text)
 
     def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action, *args) -> None:
         if self.error is None:
             try:
-                self._stream.flush()
+                action(*args)
             except OSError as error:
-                self._drop(error)
-
-    def _drop(self, error: OSError) -> None:
-        """Point the descriptor to /dev/null: what is still buffered would fail again, with a traceback when Python ends."""
-        self.error = error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-    def status(self, status: int) -> int:
-        """Return the exit status of a command that ended with ``status``: after a closed pipe that of a process which SIGPIPE ended."""
-        if self.error is None or status:
-            return status
-        return 128 + signal.SIGPIPE if self.error.errno == errno.EPIPE else 2
+                self.error = error
+                # What is still buffered would fail again, with a traceback when Python ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
