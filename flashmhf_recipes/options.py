@@ -201,20 +201,16 @@ class Options:
         """
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
+        defaults = {"batch": scale.batch, "steps": scale.steps, "learning_rate": scale.learning_rate}
+        if chosen:
+            defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
         resolved = replace(
             self,
             preset=chosen and chosen.name,
             ffn=None,
             data=[os.path.abspath(path) for path in self.data],
-            tokens=self.tokens and os.path.abspath(self.tokens),
-            init_from=_absolute(self.init_from),
-            tokenizer=_absolute(self.tokenizer),
-            chat_template=_absolute(self.chat_template),
-            vocab_size=scale.vocabulary if self.vocab_size is None and not self.init_from else self.vocab_size,
-            length=scale.context if self.length is None and not self.init_from else self.length,
-            batch=scale.batch if self.batch is None else self.batch,
-            steps=scale.steps if self.steps is None else self.steps,
-            learning_rate=scale.learning_rate if self.learning_rate is None else self.learning_rate,
+            **{name: _absolute(getattr(self, name)) for name in ("tokens", "init_from", "tokenizer", "chat_template")},
+            **{name: value for name, value in defaults.items() if getattr(self, name) is None},
         )
         resolved._check()
         return chosen, resolved
