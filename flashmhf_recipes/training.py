@@ -242,7 +242,7 @@ def _refuse_occupied(output: Path, options: Options) -> None:
 def _release(output: Path, keep_tokens: bool) -> None:
     """Take back a start that failed, so that the directory is free for another one."""
     if not (keep_tokens and (output / DATA / data.MANIFEST).exists()):
-        for name in (TOKENIZER, TOKENIZER + ".partial", DATA):
+        for name in (TOKENIZER, TOKENIZER + ".partial", DATA, DATA + ".partial"):
             shutil.rmtree(output / name, ignore_errors=True)
     shutil.rmtree(output / INIT, ignore_errors=True)
     for name in (RUN, metrics.FILE, LOCK):
@@ -287,7 +287,9 @@ class _Run:
             if options.init_from and trained is None and not (output / INIT / "config.json").exists():
                 trained = _load_trained(options)
             if trained and first_process():
-                _keep_trained(trained[0], output / INIT)
+                # A run killed before its first checkpoint needs the model again.
+                with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
+                    trained[0].save_pretrained(partial)
         train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
         self.trainer = self._trainer(tokenizer, trained and trained[0], train_tokens, eval_tokens, checkpoint, signals)
         if self.bar:
@@ -356,87 +358,73 @@ class _Run:
 
 
 def _stored(output: Path):
-    """(tokenizer, tokens) of a run that has stored them, or None."""
+    """Return (tokenizer, tokens) of a run that has stored them, else None."""
     if not (output / DATA / data.MANIFEST).exists():
         return None
     return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
 
 
-def _keep_trained(model: PreTrainedModel, directory: Path) -> None:
-    """Stores the model that a run starts from: a run killed before its first checkpoint needs it again."""
+@contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """Give a directory to fill, which gets its name when the block has ended; a kill leaves no half of it."""
     partial = directory.with_name(directory.name + ".partial")
-    with checkpoints.writing(lambda: partial):
-        model.save_pretrained(partial)
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
     partial.rename(directory)
 
 
 def prepare(options: Options, bar: bool = True, tokenizer=None):
-    """(tokenizer, stored tokens) for resolved options: trained, loaded, or taken from another run.
+    """Return (tokenizer, stored tokens) for resolved options: trained, loaded, or taken from another run.
 
     ``tokenizer`` is used instead of one that the options name.
     """
     output = Path(options.output)
     if options.tokens is not None:
-        if Path(options.tokens) == output.absolute():  # those that a failed start has left
-            raise DataError(f"{output} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-        return _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
+        _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
+        return _stored(output)
     cache = output / DATA / "documents"
     if options.dataset is None:
         documents = data.local(options.data, options.text_field, options.seed, cache, bar)
     else:
         documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
-    tokenizer = _tokenizer(options, output / TOKENIZER, documents, tokenizer, bar)
-    wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
-    manifest = data.store(output / DATA, documents, tokenizer, wanted, bar)
-    shutil.rmtree(cache, ignore_errors=True)
-    if bar:
-        tqdm.write("\n".join(manifest["report"]))
-    return tokenizer, data.load(output / DATA)
-
-
-def _take_tokens(source: Path, output: Path, tokenizer, template: str | None):
-    """The tokens and the tokenizer of the run ``source``, linked or copied into ``output``, which then needs ``source`` no more."""
-    if not (source / DATA / data.MANIFEST).exists():
-        raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-    theirs = load_tokenizer(str(source / TOKENIZER))
-    if tokenizer is not None and tokenizer.get_vocab() != theirs.get_vocab():
-        raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
-    _save_tokenizer(theirs, output / TOKENIZER, template)
-    (output / DATA).mkdir(parents=True, exist_ok=True)
-    for path in sorted((source / DATA).iterdir(), key=lambda path: path.name == data.MANIFEST):  # the manifest last: it says complete
-        if path.suffix != ".partial":
-            _link(path, output / DATA / path.name)
-    return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link (tokens are never written in place), or a copy where the file systems differ."""
-    partial = target.with_name(target.name + ".partial")
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(source, partial)
-    except OSError:
-        shutil.copyfile(source, partial)
-    partial.replace(target)
-
-
-def _tokenizer(options: Options, directory: Path, documents: data.Documents, tokenizer, bar: bool):
-    if not directory.exists():
+    if not (output / TOKENIZER).exists():
         if tokenizer is None and options.tokenizer is not None:
             tokenizer = load_tokenizer(options.tokenizer)
-        elif tokenizer is None:
-            tokenizer = train_tokenizer(documents, options.vocab_size, bar)
-        _save_tokenizer(tokenizer, directory, options.chat_template)
-    return load_tokenizer(str(directory))
+        _save_tokenizer(tokenizer or train_tokenizer(documents, options.vocab_size, bar), output, options.chat_template)
+    tokenizer = load_tokenizer(str(output / TOKENIZER))
+    wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
+    report = data.store(output / DATA, documents, tokenizer, wanted, bar)["report"]
+    shutil.rmtree(cache, ignore_errors=True)
+    if bar:
+        tqdm.write("\n".join(report))
+    return _stored(output)
 
 
-def _save_tokenizer(tokenizer, directory: Path, template: str | None) -> None:
-    if not directory.exists():
-        if template is not None:
-            tokenizer.chat_template = chat_template(template)
-        partial = directory.with_name(directory.name + ".partial")
+def _take_tokens(source: Path, output: Path, tokenizer, template: str | None) -> None:
+    """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no more."""
+    if (found := _stored(source)) is None:
+        raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
+    if tokenizer is not None and tokenizer.get_vocab() != found[0].get_vocab():
+        raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
+    if not (output / TOKENIZER).exists():
+        _save_tokenizer(found[0], output, template)
+    with _whole(output / DATA) as partial:
+        shutil.copytree(source / DATA, partial, copy_function=_link, ignore=shutil.ignore_patterns("*.partial", "documents"))
+
+
+def _link(source: str, target: str) -> None:
+    """Make a hard link (tokens are never written in place), or a copy where the file systems differ."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _save_tokenizer(tokenizer, output: Path, template: str | None) -> None:
+    if template is not None:
+        tokenizer.chat_template = chat_template(template)
+    with _whole(output / TOKENIZER) as partial:
         tokenizer.save_pretrained(partial)
-        partial.rename(directory)
 
 
 __all__ = ["Options", "Result", "Stopped", "TrainingError", "prepare", "resume", "start", "training_arguments"]
