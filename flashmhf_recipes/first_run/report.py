@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +110,8 @@ def picture(results: Results, path: Path) -> bool:
             for formatted in (axis.xaxis.set_major_formatter, axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
                 formatted(ticker.StrMethodFormatter("{x:,.0f}"))
         for name, trained in results.trained.items():
-            loss_axis.plot(_smooth(trained.losses), color=COLORS[name], label=f"{name}, held out {_number(trained.held_out)}")
+            smoothed = [statistics.fmean(trained.losses[max(0, step - 9) : step + 1]) for step in range(len(trained.losses))]
+            loss_axis.plot(smoothed, color=COLORS[name], label=f"{name}, held out {_number(trained.held_out)}")
             loss_axis.plot(len(trained.losses) - 1, trained.held_out, "o", color=COLORS[name])
         loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")
         for axis in (time_axis, memory_axis, loss_axis):
@@ -119,12 +121,3 @@ def picture(results: Results, path: Path) -> bool:
         figure.suptitle(headline(results.setting))
 
     return draw(path, (15, 4.5), paint, dpi=110)
-
-
-def _smooth(values: list[float], decay: float = 0.9) -> list[float]:
-    """Exponential moving average that starts unbiased."""
-    total, weight, smoothed = 0.0, 0.0, []
-    for value in values:
-        total, weight = decay * total + value, decay * weight + 1
-        smoothed.append(total / weight)
-    return smoothed

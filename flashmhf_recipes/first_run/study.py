@@ -83,17 +83,15 @@ class Accuracy:
         return self.error <= self.limit  # false for nan
 
 
-def check(device: torch.device, *, backend: str | None = None, tokens: int = 500, seed: int = 0) -> Iterator[Accuracy]:
-    """Forward and gradients of every usable back end (or one) in every dtype it supports there, on fresh random inputs."""
-    sizes = {"d_h": 128, "d_e": 384, "E": 3, "H": 2}
+def check(device: torch.device, *, backend: str | None = None) -> Iterator[Accuracy]:
+    """Forward and gradients of every usable back end (or one) in every dtype it supports there, on fixed random inputs."""
     for name in backends.BACKENDS if backend is None else (backend,):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            if backends.BACKENDS[name].why_not(device, dtype, d_h=sizes["d_h"], d_e=sizes["d_e"]) is None:
-                yield from _check_one(name, dtype, device, tokens, seed, **sizes)
+            if backends.BACKENDS[name].why_not(device, dtype, d_h=128, d_e=384) is None:
+                yield from _check_one(name, testing.problem(500, 2, 128, 3, 384, dtype, device, seed=0))
 
 
-def _check_one(backend: str, dtype: torch.dtype, device: torch.device, tokens: int, seed: int, *, d_h: int, d_e: int, E: int, H: int):  # noqa: N803
-    p = testing.problem(tokens, H, d_h, E, d_e, dtype, device, seed=seed)
+def _check_one(backend: str, p: testing.Problem) -> Iterator[Accuracy]:
     (plain_out, exact_out), (plain_gradients, exact_gradients) = p.forward(), p.backward()
     leaves = tuple(x.requires_grad_() for x in (*p.operands, p.r))
     out = ops.flash_mhf(*leaves, backend=backend)
@@ -102,7 +100,7 @@ def _check_one(backend: str, dtype: torch.dtype, device: torch.device, tokens: i
     for name, actual, same_precision, truth in zip(("out", "dq", "dk", "du", "dv", "dr"), ours, plain, exact, strict=True):
         limit = testing.limit(same_precision, truth, actual.dtype, fixed_limits=backend != "eager")
         error, baseline = (testing.relative_l2(x, truth) for x in (actual, same_precision))
-        yield Accuracy(backend, dtype, name, error, baseline, limit)
+        yield Accuracy(backend, p.operands[0].dtype, name, error, baseline, limit)
 
 
 # Time and memory

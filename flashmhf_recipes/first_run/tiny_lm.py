@@ -97,20 +97,20 @@ def train(text: bytes, recipe: Recipe, device: torch.device, bar: bool = False) 
     from .. import metrics, tokenizer, training
 
     logging.disable_progress_bar()
-    found, tokens = {}, None
+    trained = {}
     with tempfile.TemporaryDirectory() as scratch:
         file, bytewise = Path(scratch) / "text.txt", Path(scratch) / "bytewise"
         wanted = int(recipe.steps * recipe.batch * recipe.context / (1 - HELD_OUT)) + recipe.context
         file.write_text(text[:wanted].decode(errors="replace"))
         tokenizer.train([], tokenizer.SMALLEST).save_pretrained(bytewise)  # no merges: a token a byte
-        for name in FFN_TYPES:
+        for name, ffn in FFN_TYPES.items():
             options = training.Options(
                 output=str(Path(scratch) / name),
                 preset="tiny",
-                ffn=FFN_TYPES[name],
-                data=[] if tokens else file,
-                tokenizer=None if tokens else str(bytewise),
-                tokens=tokens,
+                ffn=ffn,
+                model=_sizes(recipe, name),
+                data=file,
+                tokenizer=str(bytewise),
                 vocab_size=1,  # as many as the tokenizer has
                 length=recipe.context,
                 batch=recipe.batch,
@@ -125,31 +125,25 @@ def train(text: bytes, recipe: Recipe, device: torch.device, bar: bool = False) 
                 eval_every=recipe.steps,
                 log_every=1,
                 device="cpu" if device.type == "cpu" else "auto",
-                model=_sizes(recipe, name),
                 arguments={"report_to": [], "save_strategy": "no"},
             )
             result = training.start(options, bar=bar)
             losses = [row["loss"] for row in metrics.read_rows(result.output) if "loss" in row]
-            found[name], tokens = Trained(result.parameters, losses, result.eval_loss), str(result.output)
-    return found
+            trained[name] = Trained(result.parameters, losses, result.eval_loss)
+    return trained
 
 
 def _sizes(recipe: Recipe, name: str) -> dict[str, object]:
-    """FlashMHFConfig settings of the recipe's model with the named network."""
-    modules = study.equal_parameter_modules(recipe.d_model, recipe.heads, recipe.subnets, recipe.subnet_dim, device="meta")
-    if name == "FlashMHF":
-        network = {
-            "ffn_num_heads": recipe.heads,
-            "ffn_num_subnets": recipe.subnets,
-            "intermediate_size": recipe.subnets * recipe.subnet_dim,
-        }
-    else:
-        network = {"intermediate_size": modules[name]().intermediate_dim}
-    return {
+    """Return the FlashMHFConfig settings of the recipe's model with the named network."""
+    sizes = {
         "hidden_size": recipe.d_model,
         "num_hidden_layers": recipe.layers,
         "num_attention_heads": recipe.heads,
         "max_position_embeddings": recipe.context,
         "initializer_range": recipe.d_model**-0.5,  # the paper's 0.02 belongs to models six to sixteen times as wide
-        **network,
     }
+    if name == "FlashMHF":
+        width = recipe.subnets * recipe.subnet_dim
+        return sizes | {"ffn_num_heads": recipe.heads, "ffn_num_subnets": recipe.subnets, "intermediate_size": width}
+    modules = study.equal_parameter_modules(recipe.d_model, recipe.heads, recipe.subnets, recipe.subnet_dim, device="meta")
+    return sizes | {"intermediate_size": modules[name]().intermediate_dim}
