@@ -70,13 +70,11 @@ class StopSignals:
             self._group = torch.distributed.new_group(backend="gloo")
         self.stepping = True
 
-    def agreed(self) -> int | None:
-        """The signal that some process has received, the same on every process. All of them call this at the same steps."""
-        received = self.received or 0
+    def agreed(self) -> bool:
+        """Return whether some process has received a signal, the same on every process. All of them call this at the same steps."""
+        received = torch.tensor(self.received or 0)
         if self._group is not None:
-            highest = torch.tensor(received)
-            torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, self._group)
-            received = int(highest)
+            torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX, self._group)
         if received and self.received is None:
-            self.received = received
-        return received or None
+            self.received = int(received)
+        return bool(received)
