@@ -60,15 +60,13 @@ def chosen_device(name: str):
 def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, typing.Any]) -> None:
     """Add a flag for every field of a dataclass that has a ``help`` in its metadata; ``types`` are the fields' types.
 
-    A flag that is not given leaves no attribute. The metadata may hold ``group`` (a heading), ``flag`` and ``metavar``.
+    A flag that is not given leaves no attribute. The metadata may hold ``group`` (a heading for this field and the next ones), ``flag``
+    and ``metavar``.
     """
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for entry in fields(owner):
-        if "help" not in entry.metadata:
-            continue
-        kind, heading = types[entry.name], entry.metadata["group"]
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
+    for entry in (entry for entry in fields(owner) if "help" in entry.metadata):
+        kind = types[entry.name]
+        if "group" in entry.metadata:
+            group = parser.add_argument_group(entry.metadata["group"])
         settings: dict[str, typing.Any] = {"type": kind}
         if kind is bool:
             settings = {"action": argparse.BooleanOptionalAction}
@@ -84,4 +82,4 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
             settings["metavar"] = entry.metadata["metavar"]
         shown = f" ({entry.default})" if isinstance(entry.default, int | float | str) and kind is not bool else ""
         flag = entry.metadata.get("flag", "--" + entry.name.replace("_", "-"))
-        groups[heading].add_argument(flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings)
+        group.add_argument(flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings)

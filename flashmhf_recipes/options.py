@@ -123,9 +123,9 @@ _RANGES = {
 }
 
 
-def _option(default: object, help: str, group: str, **metadata: str) -> Any:
-    """A field of Options: the command line makes a flag of it, with this help under this heading."""
-    metadata = {"help": help, "group": group} | metadata
+def _option(default: object, help: str, **metadata: str) -> Any:
+    """A field of Options: the command line makes a flag of it, with this help, under the last ``group`` named."""
+    metadata = {"help": help} | metadata
     if isinstance(default, (list, dict)):
         return field(default_factory=type(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -137,57 +137,50 @@ class Options:
     flags are made of them. In Python, ``data`` may be one path; ``model`` and ``arguments`` are dicts."""
 
     output: str
-    preset: str | None = _option(None, "name of a preset, or a scale together with --ffn (flashmhf-128m)", "model")
-    ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}", "model")
+    preset: str | None = _option(None, "name of a preset, or a scale together with --ffn (flashmhf-128m)", group="model")
+    ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}")
     init_from: str | None = _option(
         None,
         "train further from a run, checkpoint, saved or official model, or a name; its tokenizer is used, and --steps and "
         "--learning-rate must be given",
-        "model",
         metavar="MODEL",
     )
-    model: dict[str, object] = _option({}, "a FlashMHFConfig setting", "model", flag="--model-set")
-    data: list[str] = _option([], "text, JSON-lines, CSV, Parquet and Arrow files, or directories of them", "data", metavar="PATH")
-    dataset: str | None = _option(None, "a data set of the datasets library, streamed", "data", metavar="NAME[:CONFIG]")
-    tokens: str | None = _option(None, "the tokens and the tokenizer of another run", "data", metavar="RUN")
-    split: str = _option("train", "split of --dataset", "data")
-    text_field: str = _option("text", "field or column that holds the text", "data")
-    tokenizer: str | None = _option(None, "directory, tokenizer.json or name; without it one is trained on the data", "data")
+    model: dict[str, object] = _option({}, "a FlashMHFConfig setting", flag="--model-set")
+    data: list[str] = _option([], "text, JSON-lines, CSV, Parquet and Arrow files, or directories of them", group="data", metavar="PATH")
+    dataset: str | None = _option(None, "a data set of the datasets library, streamed", metavar="NAME[:CONFIG]")
+    tokens: str | None = _option(None, "the tokens and the tokenizer of another run", metavar="RUN")
+    split: str = _option("train", "split of --dataset")
+    text_field: str = _option("text", "field or column that holds the text")
+    tokenizer: str | None = _option(None, "directory, tokenizer.json or name; without it one is trained on the data")
     chat_template: str | None = _option(
-        None, "'plain', or a Jinja file that the tokenizer gets; servers refuse chats without one", "data", metavar="FILE"
+        None, "'plain', or a Jinja file that the tokenizer gets; servers refuse chats without one", metavar="FILE"
     )
-    vocab_size: int | None = _option(None, "size of the vocabulary (the preset's)", "data")
-    length: int | None = _option(None, "tokens in a sequence (the preset's)", "data")
-    eval_fraction: float = _option(0.0, "share of the tokens held out at the end", "data")
-    batch: int | None = _option(None, "sequences of a step, over all processes (the preset's)", "optimisation")
-    micro_batch: int | None = _option(
-        None, f"at most so many of them at once on a device ({MICRO_BATCH}); the rest is accumulated", "optimisation"
-    )
-    steps: int | None = _option(None, "steps of the run (the preset's); with --resume a new length", "optimisation")
-    learning_rate: float | None = _option(None, "the peak (the preset's)", "optimisation")
-    min_learning_rate: float = _option(1e-5, "where the cosine ends", "optimisation")
-    warmup: float = _option(0.015, "share of the steps, or steps from 1 on", "optimisation")
-    optimizer: Literal["adamw", "muon"] = _option(
-        "adamw", "muon: flashmhf.Muon for the blocks' matrices, AdamW for the rest", "optimisation"
-    )
-    weight_decay: float = _option(0.1, "of the optimizer", "optimisation")
-    betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW", "optimisation", metavar="BETA")
-    max_grad_norm: float = _option(1.0, "gradients are clipped to it", "optimisation")
-    param_groups: bool = _option(
-        True, "FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)", "optimisation"
-    )
-    seed: int = _option(0, "of weights and batches", "optimisation")
-    precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast over float32 weights; auto: bf16 on GPUs", "machine")
-    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: a CUDA GPU where there is one", "machine")
-    tp: int | None = _option(None, "neighbouring processes that share the heads of a sequence (1)", "machine")
-    dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)", "machine")
-    compile: bool = _option(False, "torch.compile the model", "machine")
-    checkpointing: bool = _option(False, "recompute blocks in the backward pass", "machine")
-    save_every: int = _option(1000, "steps between checkpoints", "machine")
-    keep: int = _option(2, "checkpoints kept", "machine")
-    log_every: int = _option(10, "steps between rows of metrics.jsonl", "machine")
-    eval_every: int = _option(1000, "steps between held-out losses", "machine")
-    arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting", "machine", flag="--set")
+    vocab_size: int | None = _option(None, "size of the vocabulary (the preset's)")
+    length: int | None = _option(None, "tokens in a sequence (the preset's)")
+    eval_fraction: float = _option(0.0, "share of the tokens held out at the end")
+    batch: int | None = _option(None, "sequences of a step, over all processes (the preset's)", group="optimisation")
+    micro_batch: int | None = _option(None, f"at most so many of them at once on a device ({MICRO_BATCH}); the rest is accumulated")
+    steps: int | None = _option(None, "steps of the run (the preset's); with --resume a new length")
+    learning_rate: float | None = _option(None, "the peak (the preset's)")
+    min_learning_rate: float = _option(1e-5, "where the cosine ends")
+    warmup: float = _option(0.015, "share of the steps, or steps from 1 on")
+    optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for the blocks' matrices, AdamW for the rest")
+    weight_decay: float = _option(0.1, "of the optimizer")
+    betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW", metavar="BETA")
+    max_grad_norm: float = _option(1.0, "gradients are clipped to it")
+    param_groups: bool = _option(True, "FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)")
+    seed: int = _option(0, "of weights and batches")
+    precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast over float32 weights; auto: bf16 on GPUs", group="machine")
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: a CUDA GPU where there is one")
+    tp: int | None = _option(None, "neighbouring processes that share the heads of a sequence (1)")
+    dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)")
+    compile: bool = _option(False, "torch.compile the model")
+    checkpointing: bool = _option(False, "recompute blocks in the backward pass")
+    save_every: int = _option(1000, "steps between checkpoints")
+    keep: int = _option(2, "checkpoints kept")
+    log_every: int = _option(10, "steps between rows of metrics.jsonl")
+    eval_every: int = _option(1000, "steps between held-out losses")
+    arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting", flag="--set")
 
     def __post_init__(self) -> None:
         if isinstance(self.data, (str, os.PathLike)):
