@@ -67,17 +67,15 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
         kind = types[entry.name]
         if "group" in entry.metadata:
             group = parser.add_argument_group(entry.metadata["group"])
-        settings: dict[str, typing.Any] = {"type": kind}
-        if kind is bool:
-            settings = {"action": argparse.BooleanOptionalAction}
-        elif typing.get_origin(kind) is typing.Literal:
-            settings = {"choices": typing.get_args(kind)}
-        elif typing.get_origin(kind) is list:
-            settings = {"nargs": "+", "type": typing.get_args(kind)[0]}
-        elif typing.get_origin(kind) is tuple:
-            settings = {"nargs": len(typing.get_args(kind)), "type": typing.get_args(kind)[0]}
-        elif typing.get_origin(kind) is dict:
-            settings = {"action": "append", "type": assignment, "metavar": "NAME=VALUE"}
+        args = typing.get_args(kind)
+        by_kind = {
+            bool: {"action": argparse.BooleanOptionalAction},
+            typing.Literal: {"choices": args},
+            list: {"nargs": "+", "type": args and args[0]},
+            tuple: {"nargs": len(args), "type": args and args[0]},
+            dict: {"action": "append", "type": assignment, "metavar": "NAME=VALUE"},
+        }
+        settings = dict(by_kind.get(typing.get_origin(kind) or kind, {"type": kind}))
         if "metavar" in entry.metadata:
             settings["metavar"] = entry.metadata["metavar"]
         shown = f" ({entry.default})" if isinstance(entry.default, int | float | str) and kind is not bool else ""

@@ -29,46 +29,43 @@ from .layout import Layout, layout_of
 DEFAULT_PRESET = "flashmhf-128m"
 MICRO_BATCH = 8
 
+
+def _each(table: dict[str, Iterable[str]]) -> dict[str, str]:
+    """Return the key of ``table`` for every name in its values."""
+    return {name: key for key, names in table.items() for name in names}
+
+
 # Every setting of TrainingArguments is in one of the three tables below; one that is in none is refused.
-# Settings that an option of ours decides.
-OWN_ARGUMENTS = {
-    "output_dir": "output",
-    "max_steps": "steps",
-    "num_train_epochs": "steps",
-    "per_device_train_batch_size": "micro_batch",
-    "per_device_eval_batch_size": "micro_batch",
-    "gradient_accumulation_steps": "batch",
-    "auto_find_batch_size": "micro_batch",
-    "learning_rate": "learning_rate",
-    "warmup_steps": "warmup",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "weight_decay": "weight_decay",
-    "max_grad_norm": "max_grad_norm",
-    "bf16": "precision",
-    "fp16": "precision",
-    "use_cpu": "device",
-    "torch_compile": "compile",
-    "gradient_checkpointing": "checkpointing",
-    "activation_checkpointing": "checkpointing",
-    "seed": "seed",
-    "data_seed": "seed",
-    "train_sampling_strategy": "seed",
-    "logging_steps": "log_every",
-    "eval_strategy": "eval_fraction",
-    "eval_steps": "eval_every",
-    "save_steps": "save_every",
-    "save_total_limit": "keep",
-    "resume_from_checkpoint": "resume",
-    "parallelism_config": "tp and dp_shard",
-    "fsdp": "dp_shard",
-    "fsdp_config": "dp_shard",
-    "deepspeed": "dp_shard",
-}
+# Settings that an option of ours decides, by the option.
+OWN_ARGUMENTS = _each(
+    {
+        "output": ["output_dir"],
+        "steps": ["max_steps", "num_train_epochs"],
+        "micro_batch": ["per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size"],
+        "batch": ["gradient_accumulation_steps"],
+        "learning_rate": ["learning_rate"],
+        "warmup": ["warmup_steps"],
+        "betas": ["adam_beta1", "adam_beta2"],
+        "weight_decay": ["weight_decay"],
+        "max_grad_norm": ["max_grad_norm"],
+        "precision": ["bf16", "fp16"],
+        "device": ["use_cpu"],
+        "compile": ["torch_compile"],
+        "checkpointing": ["gradient_checkpointing", "activation_checkpointing"],
+        "seed": ["seed", "data_seed", "train_sampling_strategy"],
+        "log_every": ["logging_steps"],
+        "eval_fraction": ["eval_strategy"],
+        "eval_every": ["eval_steps"],
+        "save_every": ["save_steps"],
+        "keep": ["save_total_limit"],
+        "resume": ["resume_from_checkpoint"],
+        "tp and dp_shard": ["parallelism_config"],
+        "dp_shard": ["fsdp", "fsdp_config", "deepspeed"],
+    }
+)
 # Settings that a run of ours cannot have, by the reason.
-REFUSED_ARGUMENTS = {
-    name: reason
-    for reason, names in {
+REFUSED_ARGUMENTS = _each(
+    {
         "SIGTERM and SIGINT save a checkpoint without it": ["enable_jit_checkpoint"],
         "the run could not be resumed": ["save_only_model"],
         "a resumed run would see other batches": ["ignore_data_skip", "dataloader_in_order"],
@@ -89,9 +86,8 @@ REFUSED_ARGUMENTS = {
         "the command says what is done": ["do_train", "do_eval", "do_predict"],
         "the launcher sets it": ["local_rank"],
         "the command shows its own bar": ["disable_tqdm"],
-    }.items()
-    for name in names
-}
+    }
+)
 # Settings that reach transformers as they are and do there what its documentation says.
 PASSED_ARGUMENTS = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "optim_target_modules", "adam_epsilon", "neftune_noise_alpha"),
@@ -296,12 +292,9 @@ class Options:
         layout = self.layout(processes)
         size = self.micro_batch_for(layout.data_processes)
         turns = self.batch // (size * layout.data_processes)
-        devices = "1 device" if processes == 1 else f"each of {layout.data_processes} devices"
-        if layout.tp > 1:
-            devices = f"each of {layout.data_processes} groups of {layout.tp} devices"
-        accumulated = f", {turns} times" if turns > 1 else ""
+        devices = f"{layout.data_processes} {'devices' if layout.tp == 1 else f'groups of {layout.tp} devices'}"
         tokens = f"{self.batch:,} sequences of {self.length:,} tokens = {self.batch * self.length:,} tokens"
-        return f"a step: {tokens}; {size} sequences at once on {devices}{accumulated}"
+        return f"a step: {tokens}; {size} sequences at once on each of {devices}, {turns} times"
 
 
 def option_types() -> dict[str, Any]:

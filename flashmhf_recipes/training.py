@@ -151,11 +151,8 @@ def _warn_of_short_warmup(chosen: Preset | None, options: Options, arguments: Tr
     paper = chosen is not None and chosen.scale is not SCALES["tiny"]
     if paper and options.learning_rate >= chosen.scale.learning_rate and steps < SHORTEST_WARMUP and first_process():
         logger.warning(
-            "the warm-up is %s steps; at a learning rate of %g, fewer than %s can make the loss jump: set warmup=%s or learn more slowly",
-            steps,
-            options.learning_rate,
-            SHORTEST_WARMUP,
-            SHORTEST_WARMUP,
+            f"the warm-up is {steps} steps; at a learning rate of {options.learning_rate:g}, fewer than {SHORTEST_WARMUP} can make the "
+            f"loss jump: set warmup={SHORTEST_WARMUP} or learn more slowly"
         )
 
 
@@ -182,12 +179,8 @@ def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after
     """What run.json records of another number of steps; a warning states it."""
     old, new = (_learning_rate(arguments, steps, done) for steps in (before, after))
     logger.warning(
-        "the run ends after %s steps instead of %s, and its schedule with it: the learning rate of step %s is %.3g instead of %.3g",
-        f"{after:,}",
-        f"{before:,}",
-        f"{done + 1:,}",
-        new,
-        old,
+        f"the run ends after {after:,} steps instead of {before:,}, and its schedule with it: the learning rate of step {done + 1:,} is "
+        f"{new:.3g} instead of {old:.3g}"
     )
     return {"after_step": done, "steps": [before, after], "learning_rate": [old, new]}
 
