@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
+
+from flashmhf.distributed import parallelize, plan, shard_placement
 
 from .errors import OptionError
 
@@ -50,8 +55,6 @@ class Layout:
 
     def check(self, model: PreTrainedModel) -> None:
         """Raises OptionError for a model whose heads ``tp`` processes cannot share. Its parameters may be on the meta device."""
-        from flashmhf.distributed import plan
-
         try:
             if self.tp > 1:
                 plan(model, self.tp)
@@ -60,11 +63,6 @@ class Layout:
 
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
         """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights before."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        from flashmhf.distributed import parallelize, shard_placement
-
         mesh = init_device_mesh(device_type, (self.replicas, self.shards, self.tp), mesh_dim_names=(REPLICATE, SHARD, HEADS))
         if self.tp > 1:
             parallelize(model, mesh[HEADS])
@@ -97,21 +95,17 @@ def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment:
     return Layout(processes // (tp * dp_shard), dp_shard, tp)
 
 
-_WHOLE = {"full_state_dict": True, "cpu_offload": True}
+_WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def whole_model(model: nn.Module) -> dict[str, Any]:
     """Return the model's state as whole tensors on the CPU of process 0; other processes get nothing. Every process calls this."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(**_WHOLE))
+    return state_dict.get_model_state_dict(model, options=_WHOLE)
 
 
 def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what ``optimizer.state_dict()`` of an unsharded run holds, on process 0. Every process calls this."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**_WHOLE))
+    state = state_dict.get_optimizer_state_dict(model, optimizer, options=_WHOLE)
     number = {name: index for index, name in enumerate(_names(model, optimizer))}
     groups = [group | {"params": sorted(number[name] for name in group["params"])} for group in state.get("param_groups", ())]
     return {"state": {number[name]: values for name, values in state.get("state", {}).items()}, "param_groups": groups}
@@ -119,12 +113,10 @@ def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what :func:`whole_optimizer` returned, or an unsharded run's state, into a sharded optimizer. Every process has read it."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
     names = _names(model, optimizer)
     groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     named = {"state": {names[index]: values for index, values in state["state"].items()}, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(**_WHOLE))
+    state_dict.set_optimizer_state_dict(model, optimizer, named, options=_WHOLE)
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -58,7 +58,7 @@ class MetricsCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         step = state.global_step
         self.bar = tqdm(desc="training", unit="step", disable=not self.show, initial=step, total=state.max_steps, dynamic_ncols=True)
-        self._restart(state.global_step)
+        self._restart(step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if state.is_world_process_zero:
@@ -69,23 +69,16 @@ class MetricsCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs):
         if logs is None or not ({"loss", "eval_loss"} & logs.keys()) or not state.is_world_process_zero:
             return
-        row = {
-            "step": state.global_step,
-            **{name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "eval_loss") if name in logs},
-        }
+        step = state.global_step
+        row = {"step": step} | {name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "eval_loss") if name in logs}
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
-                step = state.global_step
                 raise TrainingError(f"the loss is {logs['loss']} at step {step}; try a lower learning_rate or a longer warmup")
-            row |= self._speed(args, state.global_step)
+            row |= self._speed(args, step)
         with (self.output / FILE).open("a") as out:
             out.write(json.dumps(row) + "\n")
-        shown = {
-            name: f"{row[key]:{form}}"
-            for name, key, form in (("loss", "loss", ".3f"), ("tok/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".2f"))
-            if key in row
-        }
-        if shown:
+        forms = {"loss": ".3f", "tokens_per_second": ",.0f", "mfu": ".2f"}
+        if shown := {name: f"{row[name]:{form}}" for name, form in forms.items() if name in row}:
             self.bar.set_postfix(shown)
 
     def _speed(self, args: TrainingArguments, step: int) -> dict:

@@ -17,11 +17,9 @@ def draw(path: Path, size: tuple[float, float], paint: Callable[[object], None],
     """
     named = os.environ.pop("MPLBACKEND", None)  # of a notebook: matplotlib would import that back end, which may not be installed here
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
         paint(figure)
         partial = path.with_name("partial-" + path.name)
         figure.savefig(partial, dpi=dpi, format="png")

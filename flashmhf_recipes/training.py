@@ -283,8 +283,7 @@ class _Run:
                 # A run killed before its first checkpoint needs the model again.
                 with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
                     trained[0].save_pretrained(partial)
-        train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
-        self.trainer = self._trainer(tokenizer, trained and trained[0], train_tokens, eval_tokens, checkpoint, signals)
+        self.trainer = self._trainer(tokenizer, tokens, trained and trained[0], checkpoint, signals)
         if self.bar:
             tqdm.write(options.accumulation(self.arguments.world_size))
         with checkpoints.writing(lambda: checkpoints.cut_off(output, self.steps_done)):
@@ -297,23 +296,18 @@ class _Run:
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         return Result(output, parameters, self.steps_done, losses[-1], held_out[-1] if held_out else None)
 
-    def _trainer(self, tokenizer, model: PreTrainedModel | None, train_tokens, eval_tokens, checkpoint: Path | None, signals: StopSignals):
+    def _trainer(self, tokenizer, tokens: data.Tokens, model: PreTrainedModel | None, checkpoint: Path | None, signals: StopSignals):
         options, arguments = self.options, self.arguments
         set_seed(options.seed)
         if model is None:
             model = self._model(tokenizer)
         tokenizer.model_max_length = model.config.max_position_embeddings
+        train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
         # The evaluation that a signal left out belongs to the checkpoint's step.
-        arguments.eval_on_start = eval_tokens is not None and checkpoints.progress(checkpoint).get(
-            "evaluation_due", arguments.eval_on_start
-        )
-        recorder = metrics.MetricsCallback(
-            self.output,
-            options.batch * options.length,
-            training_flops_per_token(model, options.length),
-            peak_flops(arguments.device),
-            self.bar,
-        )
+        due = checkpoints.progress(checkpoint).get("evaluation_due", arguments.eval_on_start)
+        arguments.eval_on_start = due and eval_tokens is not None
+        flops, peak = training_flops_per_token(model, options.length), peak_flops(arguments.device)
+        recorder = metrics.MetricsCallback(self.output, options.batch * options.length, flops, peak, self.bar)
         blocks = data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed)
         held_out = None if eval_tokens is None else data.Blocks(eval_tokens, options.length)
         try:
