@@ -85,6 +85,10 @@ def truncated(directory, share: float) -> None:
     weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * share)])
 
 
+def unpickled(directory) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
 def configured(directory, **settings) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | settings))
@@ -102,6 +106,13 @@ DAMAGED = {  # kind, what is done to its directory, and the error
     "empty": ("quantised", lambda path: truncated(path, 0), ValueError, "weights in .* do not load"),
     "another size": ("own", lambda path: configured(path, intermediate_size=64), ValueError, "weights in .* do not load"),
     "official, another size": ("official", lambda path: configured(path, mhffnmoe_num_experts=1), ValueError, "do not load|expected"),
+    "official, no pickle": (
+        "official",
+        lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+        ValueError,
+        "not load",
+    ),
+    "official, no number": ("official", lambda path: configured(path, hidden_size="64"), ValueError, "'hidden_size' expected int, got str"),
     "no model's sizes": ("own", lambda path: configured(path, ffn_num_heads=5), ValueError, "configuration in .* ffn_num_heads is 5"),
     "no JSON": ("own", lambda path: (path / "config.json").write_text("{"), ValueError, "configuration in .* is not that of a model"),
     "no weights": ("own", lambda path: (path / "model.safetensors").unlink(), OSError, "model.safetensors"),
