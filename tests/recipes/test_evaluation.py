@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import flashmhf
-from flashmhf.models import FFN_TYPES, conversion, decoding, generation, loading
+from flashmhf.models import FFN_TYPES, conversion, decoding, generation
 from flashmhf.models.presets import preset
 from flashmhf_recipes import cli, evaluation, pretrained, training
 from flashmhf_recipes.errors import DataError
@@ -114,34 +113,9 @@ def test_what_can_be_loaded(runs, trained, tmp_path):
     conversion.save_official(model, tmp_path / "official")
     official, _ = pretrained.load(str(tmp_path / "official"), tokenizer_name=str(runs["flashmhf"]), device="cpu")
     torch.testing.assert_close(official(ids).logits, expected)
-    without_router = pretrained.load(str(runs["mh_ffn"]), device="cpu")[0]
-    conversion.save_official(without_router, tmp_path / "mhffn")
-    official, _ = pretrained.load(str(tmp_path / "mhffn"), tokenizer_name=str(runs["mh_ffn"]), device="cpu")
-    torch.testing.assert_close(official(ids).logits, without_router(ids).logits)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no model"):
         pretrained.load(str(tmp_path / "nothing"))
-
-
-def test_damaged_official_checkpoints(trained, tmp_path):
-    """ValueErrors that name the directory, also where Python's own parsers fail."""
-    conversion.save_official(trained[0], tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    weights, config = tmp_path / "pytorch_model.bin", tmp_path / "config.json"
-    for content in (b"", b"no weights"):
-        weights.write_bytes(content)
-        with pytest.raises(ValueError, match=f"the weights in {re.escape(str(tmp_path))} do not load: .+"):
-            loading.load(tmp_path, torch.float32)
-    written = config.read_text()
-    for damaged, message in (
-        (written.replace('"mhffnmoe_num_experts": 2', '"mhffnmoe_num_experts": 5'), "ffn_num_subnets is 5"),
-        (written.replace('"hidden_size": 64', '"hidden_size": "64"'), "'hidden_size' expected int, got str"),
-        (written[:50], "line"),
-    ):
-        assert damaged != written
-        config.write_text(damaged)
-        with pytest.raises(ValueError, match=f"the configuration in {re.escape(str(tmp_path))} is not that of a model: .*{message}"):
-            loading.load(tmp_path, torch.float32)
 
 
 def test_generation(trained):
@@ -319,17 +293,6 @@ def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
     assert cli.main(["eval", *model, "--tasks", "tiny_chioce"]) == 2
     assert "lm-eval has no tasks ['tiny_chioce']" in capsys.readouterr().err
     assert set(evaluation.PAPER_TASKS) <= set(evaluation.task_manager(str(task)).all_tasks)
-
-
-def test_interruption_says_how_to_continue(tmp_path, monkeypatch, capsys):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "start", interrupted)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text("{}")
-    assert cli.main(["train", "--output", str(tmp_path / "run"), "--data", "x"]) == 130
-    assert f"continue with: flashmhf train --resume --output {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 def test_missing_extra_is_named():

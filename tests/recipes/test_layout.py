@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import environment, options, write_text
+from lm_runs import environment, options
 from safetensors.torch import load_file
 
 from flashmhf_recipes import metrics, training
@@ -76,8 +76,8 @@ def test_layouts_that_there_are_not(sizes, processes, message):
         ("flashmhf", {"num_key_value_heads": 1}, "tp is 2: model.layers.0.self_attn.k_proj has 1 heads"),
     ],
 )
-def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(tmp_path, monkeypatch, ffn, model, message):
-    chosen = options(tmp_path / "run", write_text(tmp_path / "text.txt"), tp=2, ffn=ffn, model=model)
+def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(text, tmp_path, monkeypatch, ffn, model, message):
+    chosen = options(tmp_path / "run", text, tp=2, ffn=ffn, model=model)
     monkeypatch.setattr(type(chosen), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
     with pytest.raises(OptionError, match=message):
         training.start(chosen, bar=False)
@@ -85,11 +85,9 @@ def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(t
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("one")
-    text = write_text(folder / "text.txt")
+def one_process(text, tmp_path_factory) -> Path:
     small = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.1, eval_every=6)
-    return training.start(options(folder / "run", text, **small), bar=False).output
+    return training.start(options(tmp_path_factory.mktemp("one") / "run", text, **small), bar=False).output
 
 
 def torchrun(processes: int, *arguments: object, script: bool = False, **variables: str) -> subprocess.CompletedProcess:

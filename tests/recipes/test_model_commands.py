@@ -10,18 +10,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import options, write_text
+from lm_runs import options
 from transformers import trainer
 
 from flashmhf.models.presets import PRESETS, SCALES
-from flashmhf_recipes import cli, pretrained, training
+from flashmhf_recipes import cli, pretrained, tokenizer, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +90,9 @@ def test_cuda_without_a_gpu(command, run, capsys):
 
 
 def test_a_tokenizer_larger_than_the_model(run, text, tmp_path, capsys):
-    other = training.start(options(tmp_path / "other", text, vocab_size=320, steps=1, arguments={"report_to": []}), bar=False).output
-    assert cli.main(["eval", "--model", str(run), "--tokenizer", str(other), "--device", "cpu", "--data", str(text)]) == 2
+    tokenizer.train([text.read_text()], 320).save_pretrained(tmp_path)
+    assert cli.main(["eval", "--model", str(run), "--tokenizer", str(tmp_path), "--device", "cpu", "--data", str(text)]) == 2
     assert re.search("has token numbers up to 3[01][0-9]; the vocabulary of .* has 300", capsys.readouterr().err)
-
-
-def test_a_damaged_model(run, tmp_path, capsys):
-    for path in run.glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:1000])
-    assert cli.main(["generate", "--model", str(tmp_path), "--device", "cpu", "x"]) == 2
-    assert "do not load" in capsys.readouterr().err
 
 
 def test_help_of_train_is_true(capsys):

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import ROOT, StopAt, environment, options, same_run, write_text
+from lm_runs import HELD_OUT, ROOT, StopAt, environment, options, same_run
 from transformers import TrainerCallback
 
 from flashmhf.models import conversion
@@ -36,18 +36,10 @@ def no_pictures():
         yield
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
-
-
-@pytest.fixture(scope="module")
-def expected(text, tmp_path_factory) -> Path:
+@pytest.fixture
+def expected(uninterrupted) -> Path:
     """The directory of an uninterrupted run."""
-    return training.start(options(tmp_path_factory.mktemp("run") / "run", text, **HELD_OUT), bar=False).output
+    return uninterrupted[0].output
 
 
 @pytest.fixture
@@ -259,30 +251,30 @@ def test_runs_killed_at_random_times():
     assert done.stdout.count("1 runs ended as the uninterrupted one") == 2
 
 
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
 @pytest.mark.parametrize(
-    ("name", "mark"),
+    ("name", "damage", "old_mark"),
     [
-        *((name, "sizes") for name in ("model.safetensors", "optimizer.pt", "rng_state.pth")),
-        *((name, "empty") for name in ("model.safetensors", "scheduler.pt", "trainer_state.json")),
+        *((name, half, False) for name in ("model.safetensors", "optimizer.pt", "rng_state.pth")),
+        *((name, half, True) for name in ("model.safetensors", "scheduler.pt", "trainer_state.json")),  # as version 0.1 wrote it: empty
+        ("model.safetensors", lambda content: b"", False),
+        ("model.safetensors", lambda content: bytes(len(content)), False),
+        ("complete", lambda content: b"x", False),
+        ("complete", lambda content: b"[]", False),
     ],
 )
-def test_a_damaged_checkpoint_is_set_aside(name, mark, run, expected, caplog):
-    path = run / "checkpoint-20" / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    if mark == "empty":  # as version 0.1 wrote it
-        (run / "checkpoint-20" / "complete").write_text("")
+def test_a_damaged_checkpoint_is_set_aside(name, damage, old_mark, run, expected, caplog):
+    checkpoint = run / "checkpoint-20"
+    (checkpoint / name).write_bytes(damage((checkpoint / name).read_bytes()))
+    if old_mark:
+        (checkpoint / "complete").write_text("")
     training.resume(run, bar=False)
     same_run(run, expected)
     assert re.search(rf"checkpoint-20 is damaged: {name}.*it is now damaged-checkpoint-20", caplog.text)
     assert (run / "damaged-checkpoint-20" / name).exists()
-
-
-@pytest.mark.parametrize("content", ["x", "[]"])
-def test_a_damaged_mark_is_damage(content, run, expected, caplog):
-    (run / "checkpoint-20" / "complete").write_text(content)
-    training.resume(run, bar=False)
-    same_run(run, expected)
-    assert "checkpoint-20 is damaged: complete does not load" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -301,15 +293,6 @@ def test_damaged_tokens_are_refused(name, content, message, run):
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         training.resume(run, steps=40, bar=False)
-
-
-@pytest.mark.parametrize("content", [b"", b"\0" * 100])
-def test_zeros_and_nothing_are_damage(content, run, expected):
-    path = run / "checkpoint-20" / "model.safetensors"
-    size = path.stat().st_size
-    path.write_bytes(content * (size // 100) + b"\0" * (size % 100) if content else b"")
-    training.resume(run, bar=False)
-    same_run(run, expected)
 
 
 def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
@@ -412,6 +395,7 @@ BAD_STARTS = [
     (["--model-set", "hidden_size=wide"], "model: Field 'hidden_size' expected int"),
     (["--model-set", "hiden_size=64"], "did you mean hidden_size?"),
     (["--length", "100000"], "less than one block"),
+    (["--data", "empty.txt"], "no text is left to train on"),
     (["--tokenizer", "nosuch.json"], "no tokenizer could be loaded"),
     (["--data", "broken.txt.gz"], "broken.txt.gz"),
 ]
@@ -420,6 +404,7 @@ BAD_STARTS = [
 def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, capsys):
     """Every error is one line with status 2, and the corrected command works in the same directory."""
     monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
     whole = subprocess.run(["gzip", "-c", text], capture_output=True, check=True).stdout
     Path("broken.txt.gz").write_bytes(whole[:200] + bytes(200) + whole[400:])
     command = ["train", "--output", "run", "--preset", "tiny", "--data", str(text), "--steps", "2", "--device", "cpu"]
@@ -484,29 +469,21 @@ def test_a_start_overwrites_nothing(name, text, tmp_path):
     assert [path.name for path in output.iterdir()] == [name]
 
 
-def test_a_longer_run_states_its_schedule(run, text, tmp_path, caplog):
-    """Learning rates from the resumption on are those of a run of that length."""
-    result = training.resume(run, steps=30, bar=False)
-    assert result.steps == 30
-    assert "the run ends after 30 steps instead of 20, and its schedule with it: the learning rate of step 21 is" in caplog.text
+@pytest.mark.parametrize("steps", [21, 30])
+def test_a_longer_run_states_its_schedule(steps, run, text, tmp_path, caplog):
+    """Learning rates from the resumption on, that of its first step included, are those of a run of that length."""
+    assert training.resume(run, steps=steps, bar=False).steps == steps
+    stated = f"the run ends after {steps} steps instead of 20, and its schedule with it: the learning rate of step 21 is"
+    assert stated in caplog.text
     settings = json.loads((run / "run.json").read_text())
-    assert settings["steps"] == 30 and [(change["after_step"], change["steps"]) for change in settings["changes"]] == [(20, [20, 30])]
-    whole = training.start(options(tmp_path / "whole", text, steps=30, **HELD_OUT), bar=False).output
-    rates = [
-        {row["step"]: row["learning_rate"] for row in metrics.read_rows(output) if row["step"] > 20 and "loss" in row}
-        for output in (run, whole)
-    ]
-    assert rates[0] == rates[1] and list(rates[0]) == [25, 30]
-    assert training.resume(run, bar=False).steps == 30
-    with pytest.raises(ValueError, match="steps is 30; the run has done 30 steps"):
-        training.resume(run, steps=30, bar=False)
-
-
-def test_the_first_step_of_a_longer_run_has_the_new_learning_rate(run, text, tmp_path):
-    training.resume(run, steps=21, bar=False)
-    whole = training.start(options(tmp_path / "whole", text, steps=21, log_every=1, **HELD_OUT), bar=False).output
-    last = [[row for row in metrics.read_rows(output) if "loss" in row][-1] for output in (run, whole)]
-    assert [row["step"] for row in last] == [21, 21] and last[0]["learning_rate"] == last[1]["learning_rate"]
+    assert settings["steps"] == steps and [(c["after_step"], c["steps"]) for c in settings["changes"]] == [(20, [20, steps])]
+    whole = training.start(options(tmp_path / "whole", text, steps=steps, log_every=1, **HELD_OUT), bar=False).output
+    rates, expected = ({row["step"]: row["learning_rate"] for row in metrics.read_rows(o) if "loss" in row} for o in (run, whole))
+    later = [step for step in rates if step > 20]
+    assert later == ([21] if steps == 21 else [25, 30]) and all(rates[step] == expected[step] for step in later)
+    assert training.resume(run, bar=False).steps == steps
+    with pytest.raises(ValueError, match=f"steps is {steps}; the run has done {steps} steps"):
+        training.resume(run, steps=steps, bar=False)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import Batches, StopAt, environment, options, same_run, write_text
+from lm_runs import HELD_OUT, Batches, StopAt, environment, options, same_run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -26,20 +26,6 @@ from flashmhf_recipes.errors import DataError
 from flashmhf_recipes.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(text, tmp_path_factory):
-    """A run from start to end, with the batches it saw."""
-    batches = Batches()
-    output = tmp_path_factory.mktemp("run") / "run"
-    result = training.start(options(output, text, eval_fraction=0.1, eval_every=10), bar=False, callbacks=[batches])
-    return result, batches.seen
 
 
 def test_what_a_run_leaves(uninterrupted):
@@ -138,7 +124,7 @@ def test_resuming_between_checkpoints(uninterrupted, text, tmp_path):
     expected, seen = uninterrupted
     output = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        training.start(options(output, text, eval_fraction=0.1, eval_every=10), bar=False, callbacks=[StopAt(17)])
+        training.start(options(output, text, **HELD_OUT), bar=False, callbacks=[StopAt(17)])
     assert metrics.read_rows(output)[-1]["step"] == 15
     with (output / "metrics.jsonl").open("a") as out:
         out.write('{"step": 16, "lo')  # torn by a kill
@@ -285,15 +271,6 @@ def test_muon_trains_and_resumes(text, tmp_path):
     same_run(tmp_path / "parts", whole)
 
 
-def test_muon_with_an_optimizer_of_transformers_is_refused(text, tmp_path):
-    for settings, message in (
-        (dict(optimizer="muon", arguments={"optim": "adafactor"}), "cannot set optim with optimizer 'muon'"),
-        (dict(optimizer="lion"), "optimizer is 'lion'; supported: adamw, muon"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            training.start(options(tmp_path / "run", text, **settings), bar=False)
-
-
 def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypatch):
     own = lambda self, *_: (torch.optim.AdamW, {"params": list(self.model.parameters())})  # noqa: E731 - as GaLore's
     monkeypatch.setattr(training.RunTrainer, "get_optimizer_cls_and_kwargs", own)
@@ -316,44 +293,6 @@ def test_a_short_warmup_at_the_papers_rate_is_warned_of(preset, settings, warns,
     monkeypatch.setattr(training._Run, "train", lambda *_: None)
     training.start(Options(output=str(tmp_path / "run"), preset=preset, data=[str(text)], device="cpu", **settings), bar=False)
     assert [record.message.startswith("the warm-up is ") for record in caplog.records] == [True] * warns
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"preset": "flashmhf-7b", "ffn": None}, "no preset 'flashmhf-7b'"),
-        ({"ffn": "mlp"}, "supported: swiglu"),
-        ({"data": []}, "give one of data, dataset and tokens"),
-        ({"dataset": "pile"}, "give one of data, dataset and tokens"),
-        ({"steps": 0}, "steps is 0; supported: integers from 1 on"),
-        ({"keep": 1}, "keep is 1"),
-        ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
-        ({"learning_rate": 1e-6}, "min_learning_rate is 1e-05; it must be above 0 and at most learning_rate = 1e-06"),
-        ({"precision": "fp8"}, "precision is 'fp8'"),
-        ({"device": "tpu"}, "device is 'tpu'"),
-    ],
-)
-def test_refused_options(settings, message, text, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        training.start(options(tmp_path / "run", text, **settings), bar=False)
-    assert not (tmp_path / "run").exists()
-
-
-def test_unusable_data_leaves_the_directory_free(text, tmp_path):
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "short.txt").write_text("too short")
-    for name, message in (
-        ("missing.txt", "does not exist"),
-        ("empty.txt", "no text is left to train on"),
-        ("short.txt", "less than one block"),
-    ):
-        with pytest.raises(DataError, match=message):
-            training.start(options(tmp_path / "run", tmp_path / name), bar=False)
-    assert training.start(options(tmp_path / "run", text, steps=1), bar=False).steps == 1
-    with pytest.raises(FileExistsError, match="holds a run already"):
-        training.start(options(tmp_path / "run", text), bar=False)
-    with pytest.raises(FileNotFoundError, match="holds no run"):
-        training.resume(tmp_path / "nothing")
 
 
 @pytest.mark.slow
@@ -388,7 +327,7 @@ def test_two_processes_train_as_one(text, tmp_path):
 def test_tokens_of_another_run(uninterrupted, text, tmp_path):
     """Several networks on one set of tokens: the same batches, the text tokenised once."""
     expected, _ = uninterrupted
-    shared = dict(data=[], tokens=str(expected.output), eval_fraction=0.1, eval_every=10)
+    shared = dict(data=[], tokens=str(expected.output), **HELD_OUT)
     same_run(training.start(options(tmp_path / "run", text, **shared), bar=False).output, expected.output)
     assert (tmp_path / "run" / "data" / "tokens.bin").samefile(expected.output / "data" / "tokens.bin")  # a link takes no space
     with pytest.raises(DataError, match="holds no tokens: there is no data/manifest.json"):
