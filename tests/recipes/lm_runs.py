@@ -31,10 +31,12 @@ def options(output: Path, text: Path, **settings) -> Options:
     return Options(**{**small, "output": str(output), "data": [str(text)], **settings})
 
 
-def flashmhf(*arguments: object, cwd: Path | None = None, timeout: float = 200) -> subprocess.CompletedProcess:
-    """The command line in a process of its own."""
-    command = [sys.executable, "-m", "flashmhf_recipes", *map(str, arguments)]
-    return subprocess.run(command, env=environment(), cwd=cwd, capture_output=True, text=True, timeout=timeout)
+def torchrun(processes: int, *arguments: object, script: bool = False, **variables: str) -> subprocess.CompletedProcess:
+    """The command line, or failing_rank.py, in processes of their own."""
+    program = [str(Path(__file__).with_name("failing_rank.py"))] if script else ["-m", "flashmhf_recipes"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [*launcher, *program, *map(str, arguments)]
+    return subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=240)
 
 
 def environment() -> dict[str, str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import environment, options
+from lm_runs import options, torchrun
 from safetensors.torch import load_file
 
 from flashmhf_recipes import metrics, training
@@ -88,13 +86,6 @@ def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(t
 def one_process(text, tmp_path_factory) -> Path:
     small = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.1, eval_every=6)
     return training.start(options(tmp_path_factory.mktemp("one") / "run", text, **small), bar=False).output
-
-
-def torchrun(processes: int, *arguments: object, script: bool = False, **variables: str) -> subprocess.CompletedProcess:
-    program = [str(Path(__file__).with_name("failing_rank.py"))] if script else ["-m", "flashmhf_recipes"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [*launcher, *program, *map(str, arguments)]
-    return subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=240)
 
 
 def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:

@@ -244,8 +244,7 @@ def test_the_command_stops_on_signals(text, tmp_path):
 
 @pytest.mark.slow
 def test_runs_killed_at_random_times():
-    """Fewer repetitions of what kill_runs.py does by default."""
-    command = [sys.executable, str(ROOT / "tests" / "recipes" / "kill_runs.py"), "--repeats", "1", "--signals", "KILL", "TERM"]
+    command = [sys.executable, str(ROOT / "tests" / "recipes" / "kill_runs.py"), "1", "KILL", "TERM"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 runs ended as the uninterrupted one") == 2

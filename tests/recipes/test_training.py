@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import HELD_OUT, Batches, StopAt, environment, options, same_run
+from lm_runs import HELD_OUT, Batches, StopAt, environment, options, same_run, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -305,17 +303,9 @@ def test_two_processes_train_as_one(text, tmp_path):
     single = metrics.read_rows(training.start(options(tmp_path / "single", text, **settings), bar=False).output)
     settings = "train --preset tiny --ffn flashmhf --vocab-size 300 --length 32 --batch 8 --micro-batch 4 --steps 20 --log-every 5".split()
     settings += ["--save-every", "10", "--eval-fraction", "0.1", "--eval-every", "10", "--device", "cpu", "--set", "eval_on_start=true"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "flashmhf_recipes"]
-    process = subprocess.run(
-        [*launcher, *settings, "--data", str(text), "--output", str(tmp_path / "run")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.count("20 steps, loss") == 1
+    done = torchrun(2, *settings, "--data", text, "--output", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("20 steps, loss") == 1
     rows = metrics.read_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == [row["step"] for row in single]
     held_out = len(data.split(data.load(tmp_path / "run" / "data"), 0.1, 32, 0)[1]) // 32
