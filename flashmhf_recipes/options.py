@@ -9,7 +9,8 @@ import os
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -303,6 +304,17 @@ def option_types() -> dict[str, Any]:
     return {name: typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind for name, kind in hints.items()}
 
 
+@contextmanager
+def naming(option: str, options: Options) -> Iterator[None]:
+    """Name ``option`` in what transformers raises about the settings that it passes on."""
+    try:
+        yield
+    except (StrictDataclassError, ValueError, TypeError, ImportError, RuntimeError, KeyError, AttributeError) as error:
+        if not getattr(options, option):
+            raise
+        raise OptionError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from error
+
+
 def _check_settings(option: str, given: Iterable[str], owner: type, own: Mapping[str, str]) -> None:
     """Refuse settings that another option decides, by its name, and settings that do not exist."""
     known = [entry.name for entry in fields(owner) if entry.init]
@@ -361,17 +373,12 @@ def training_arguments(options: Options) -> TrainingArguments:
     )
     if "lr_scheduler_type" in options.arguments:
         del settings["lr_scheduler_kwargs"]  # other schedules know no minimum
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), naming("arguments", options):
         warnings.simplefilter("ignore", FutureWarning)
-        try:
-            arguments = TrainingArguments(**{**settings, **options.arguments})
-            for callback in get_reporting_integration_callbacks(arguments.report_to):
-                callback()  # raises where the package of a report is missing
-            schedule(arguments, options.steps)
-        except (ValueError, TypeError, ImportError, RuntimeError, KeyError, AttributeError) as error:
-            if not options.arguments:
-                raise
-            raise OptionError(f"arguments: {' '.join(str(error).split())}") from error
+        arguments = TrainingArguments(**{**settings, **options.arguments})
+        for callback in get_reporting_integration_callbacks(arguments.report_to):
+            callback()  # raises where the package of a report is missing
+        schedule(arguments, options.steps)
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)
@@ -398,13 +405,9 @@ def model_config(chosen: Preset, options: Options) -> FlashMHFConfig:
     Raises OptionError for sizes that no model has.
     """
     positions = max(chosen.scale.context, options.length)
-    try:
+    with naming("model", options):
         config = chosen.config(**{"max_position_embeddings": positions, "vocab_size": options.vocab_size, **options.model})
         empty_model(config)
-    except (StrictDataclassError, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        if not options.model:
-            raise
-        raise OptionError(f"model: {' '.join(str(error.__cause__ or error).split())}") from error
     return config
 
 

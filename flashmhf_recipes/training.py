@@ -37,7 +37,7 @@ from . import checkpoints, data, metrics, pretrained
 from .documents import find_files
 from .errors import DataError, OccupiedError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
-from .options import Options, empty_model, model_config, schedule, training_arguments
+from .options import Options, empty_model, model_config, naming, schedule, training_arguments
 from .stopping import Stopped, StopSignals
 from .tokenizer import chat_template
 from .tokenizer import load as load_tokenizer
@@ -310,7 +310,7 @@ class _Run:
         recorder = metrics.MetricsCallback(self.output, options.batch * options.length, flops, peak, self.bar)
         blocks = data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed)
         held_out = None if eval_tokens is None else data.Blocks(eval_tokens, options.length)
-        try:
+        with naming("arguments", options):  # what transformers looks at only now
             trainer = RunTrainer(
                 options=options,
                 layout=options.layout(arguments.world_size),
@@ -324,10 +324,6 @@ class _Run:
                 processing_class=tokenizer,
                 callbacks=[recorder, *self.callbacks],
             )
-        except (ImportError, ValueError, RuntimeError) as error:  # what transformers looks at only now
-            if not options.arguments:
-                raise
-            raise OptionError(f"arguments: {' '.join(str(error).split())}") from error
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         return trainer

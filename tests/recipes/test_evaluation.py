@@ -19,7 +19,6 @@ import transformers
 
 import flashmhf
 from flashmhf.models import FFN_TYPES, conversion, decoding, generation
-from flashmhf.models.presets import preset
 from flashmhf_recipes import cli, evaluation, pretrained, training
 from flashmhf_recipes.errors import DataError
 
@@ -276,7 +275,3 @@ def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
     assert cli.main(["eval", *model, "--tasks", "tiny_chioce"]) == 2
     assert "lm-eval has no tasks ['tiny_chioce']" in capsys.readouterr().err
     assert set(evaluation.PAPER_TASKS) <= set(evaluation.task_manager(str(task)).all_tasks)
-
-
-def test_presets_cover_the_commands_defaults():
-    assert training.Options(output="x", data=["x"]).resolve()[0] == preset("flashmhf-128m")

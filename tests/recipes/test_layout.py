@@ -21,6 +21,7 @@ from flashmhf_recipes.layout import Layout, layout_of
 
 FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1 --save-every 4"
 FLAGS += " --eval-fraction 0.1 --eval-every 6 --device cpu"
+LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -33,17 +34,8 @@ FLAGS += " --eval-fraction 0.1 --eval-every 6 --device cpu"
         ((4, 1), 4, {}, (1, 1, 4)),
         ((None, None), 4, {"ACCELERATE_USE_FSDP": "true"}, (1, 4, 1)),
         ((None, None), 1, {"ACCELERATE_USE_FSDP": "true"}, (1, 1, 1)),
-        (
-            (None, None),
-            4,
-            {
-                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-                "PARALLELISM_CONFIG_TP_SIZE": "2",
-                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-            },
-            (1, 2, 2),
-        ),
-        ((1, 4), 4, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, (1, 4, 1)),
+        ((None, None), 4, LAUNCHED, (1, 2, 2)),
+        ((1, 4), 4, LAUNCHED, (1, 4, 1)),
     ],
 )
 def test_layouts(sizes, processes, environment, expected):

@@ -74,7 +74,20 @@ def test_paths_in_python(tmp_path):
     """One path is one path, not its letters."""
     for given in ("file.txt", Path("file.txt"), ["file.txt"], (Path("file.txt"),)):
         assert Options(output=tmp_path, preset="tiny", data=given).resolve()[1].data == [os.path.abspath("file.txt")]
-    assert preset("tiny") == preset("flashmhf-tiny") and preset("128m").name == "flashmhf-128m"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "flashmhf-128m"),
+        ({"preset": "tiny"}, "flashmhf-tiny"),
+        ({"preset": "370m", "ffn": "pkv"}, "pkv-370m"),
+        ({"preset": "flashmhf-370m", "ffn": "pkv"}, "pkv-370m"),
+        ({"preset": "flashmhf-1.3b-dh64"}, "flashmhf-1.3b-dh64"),
+    ],
+)
+def test_presets_and_networks_combine(settings, name):
+    assert Options(output="run", data=["x"], **settings).resolve()[0] == preset(name)
 
 
 @pytest.mark.parametrize(

@@ -148,14 +148,6 @@ def test_the_papers_settings(tmp_path):
         assert arguments.get_warmup_steps(steps) == pytest.approx(0.015 * steps, abs=1)
 
 
-def test_presets_and_networks_combine(tmp_path):
-    def name(**settings):
-        return Options(output=str(tmp_path), data=["x"], **settings).resolve()[0].name
-
-    assert name(preset="370m", ffn="pkv") == name(preset="flashmhf-370m", ffn="pkv") == "pkv-370m"
-    assert name(preset="flashmhf-1.3b-dh64") == "flashmhf-1.3b-dh64" and name(preset="tiny") == "flashmhf-tiny"
-
-
 def test_compiled_and_checkpointed_training(text, tmp_path):
     """Both switches reach the model: the same loss from the same seed."""
     plain = training.start(options(tmp_path / "plain", text, steps=2), bar=False)
