@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from .errors import DataError, OptionError
@@ -17,7 +16,6 @@ SMALLEST = 258  # all bytes and both special tokens
 TRAINING_CHARACTERS = 100_000_000  # more changes a vocabulary of 50k hardly
 # The trainer takes a run without spaces, or of spaces, for one word, and its time is quadratic in the length of a word.
 LONGEST_WORD = 256
-_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD},}}|\s{{{LONGEST_WORD},}}")
 
 
 def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTrainedTokenizerFast:
@@ -29,7 +27,9 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
     if vocab_size < SMALLEST:
         raise OptionError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    long_words = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([long_words, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -37,7 +37,8 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=bar,
     )
-    tokenizer.train_from_iterator(map(_parts, _limited(texts)), trainer)
+    tokenizer.train_from_iterator(_limited(texts), trainer)
+    tokenizer.pre_tokenizer = byte_level
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -71,15 +72,6 @@ def chat_template(name: str) -> str:
     if "a message" not in shown:
         raise OptionError(f"chat_template is {name!r}, a template that leaves the messages out")
     return text
-
-
-def _parts(text: str) -> list[str]:
-    """``text`` cut where words are too long."""
-    cuts = [0]
-    for word in _LONG_WORD.finditer(text):
-        cuts += range(word.start(), word.end(), LONGEST_WORD)
-        cuts.append(word.end())
-    return [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True) if start < end]
 
 
 def _limited(texts: Iterable[str]) -> Iterable[str]:
