@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -116,13 +117,8 @@ def window_losses(model: PreTrainedModel, ids: np.ndarray, window: int, stride: 
 
 def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
     """(start, end, tokens scored at the end) of the windows over a sequence."""
-    end = min(window, tokens)
-    spans = [(0, end, end - 1)] if end > 1 else []
-    while end < tokens:
-        new = min(stride, tokens - end)
-        end += new
-        spans.append((end - window, end, new))
-    return spans
+    ends = [*range(min(window, tokens), tokens, stride), tokens]
+    return [(max(0, end - window), end, end - before) for before, end in pairwise([1, *ends]) if end > before]
 
 
 @lru_cache

@@ -13,6 +13,7 @@ from .study import Accuracy, Measurement, Setting, headline
 from .tiny_lm import Trained
 
 COLUMNS = ("SwiGLU", "naive MH-FFN", "FlashMHF")
+FIGURES = {"forward_ms": "forward, ms", "step_ms": "training step, ms", "peak_mib": "peak memory of a step, MiB"}
 COLORS = {"SwiGLU": "tab:orange", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
 
 
@@ -69,11 +70,7 @@ def table(results: Results) -> str:
         s = results.setting
         title = f"one layer, d_model {s.d_model}, batch {s.batch}, {str(s.dtype).removeprefix('torch.')}: parameters"
         rows += [(), (title, *(_number(by_place[name, lengths[0]].parameters) for name in COLUMNS))]
-        for title, attribute in (
-            ("forward, ms", "forward_ms"),
-            ("training step, ms", "step_ms"),
-            ("peak memory of a step, MiB", "peak_mib"),
-        ):
+        for attribute, title in FIGURES.items():
             for length in lengths:
                 figures = (_number(getattr(by_place[name, length], attribute)) if (name, length) in by_place else "-" for name in COLUMNS)
                 rows.append((f"  {title}, length {length}", *figures))
@@ -98,13 +95,12 @@ def picture(results: Results, path: Path) -> bool:
         from matplotlib import ticker
 
         time_axis, memory_axis, loss_axis = figure.subplots(1, 3)
-        titles = (("step_ms", "training step (ms)"), ("peak_mib", "peak memory of a step (MiB)"))
-        for axis, (attribute, title) in zip((time_axis, memory_axis), titles, strict=True):
+        for axis, attribute in ((time_axis, "step_ms"), (memory_axis, "peak_mib")):
             for name in COLUMNS:
                 points = [(m.length, getattr(m, attribute)) for m in results.measurements if m.module == name]
                 if points:
                     axis.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=name)
-            axis.set(title=title, xlabel=f"length (batch {results.setting.batch})", xscale="log", yscale="log")
+            axis.set(title=FIGURES[attribute], xlabel=f"length (batch {results.setting.batch})", xscale="log", yscale="log")
             axis.set_xticks(sorted({m.length for m in results.measurements}), minor=False)
             axis.xaxis.set_minor_locator(ticker.NullLocator())
             for formatted in (axis.xaxis.set_major_formatter, axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
