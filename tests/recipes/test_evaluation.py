@@ -114,7 +114,7 @@ def test_what_can_be_loaded(runs, trained, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no model"):
         pretrained.load(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="dtype is 'int8'; supported: auto, float32"):
-        pretrained.load(str(tmp_path), device="cpu", dtype="int8")
+        pretrained.load(str(runs["flashmhf"]), device="cpu", dtype="int8")
 
 
 def test_generation(trained):
