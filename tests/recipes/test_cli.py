@@ -127,7 +127,6 @@ def test_bench_takes_sizes(small, capsys):
     assert "d_model 48" in out and "length 8" in out and "language model" not in out
 
 
-NO_GPU = [] if torch.cuda.is_available() else [(["bench", "--device", "cuda"], "device is 'cuda'; this PyTorch sees no CUDA GPUs")]
 MISTAKES = [
     (["bench", "--device", "cpu", "--d-model", "64", "--num-heads", "3"], "--d-model 64 is not a multiple of --num-heads 3"),
     (["bench", "--lengths", "0"], "argument --lengths: 0 is not positive; flashmhf bench --help lists the options"),
@@ -137,15 +136,29 @@ MISTAKES = [
     (["--device", "cpu", "bench"], "bench is not an option or a command; options come after the command"),
     (["info", "--device", "cpu"], "unrecognized arguments: --device cpu"),
     (["check", "--device", "cpu", "--backend", "hopper"], "back end hopper cannot run: device is cpu"),
-    *NO_GPU,
+    (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
+    (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
+    (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
+    (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: 0 is not positive"),
+    (["train", "--data", "x"], "the following arguments are required: --output"),
+    (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
+    (["train", "--output", "./run"], "give one of data, dataset and tokens"),
+    (["train", "--output", "./run", "--data", "x", "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
+    (["train", "--output", "./run", "--data", "x", "--set", "a"], "argument --set: 'a' is not NAME=VALUE"),
+    (["train", "--output", "./run", "--resume"], "holds no run"),
+    (["train", "--output", "./run", "--resume", "--batch", "9", "--set", "x=1"], "leave out: arguments, batch"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES)
-def test_every_mistake_is_one_line_with_status_2(arguments, message, capsys):
+def test_every_mistake_is_one_line_with_status_2(arguments, message, tmp_path, monkeypatch, capsys):
+    if arguments[0] in ("generate", "eval", "train"):
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.rpartition("\r")[2].startswith("flashmhf: error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_interruption_is_short(monkeypatch, capsys):

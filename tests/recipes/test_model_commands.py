@@ -47,35 +47,11 @@ def test_every_option_has_a_flag(given):
     assert given == [training.Options("run", **expected)]
 
 
-MISTAKES = [
-    (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
-    (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
-    (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
-    (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: 0 is not positive"),
-    (["train", "--data", "x"], "the following arguments are required: --output"),
-    (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
-    (["train", "--output", "./run"], "give one of data, dataset and tokens"),
-    (["train", "--output", "./run", "--data", "x", "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
-    (["train", "--output", "./run", "--data", "x", "--set", "a"], "argument --set: 'a' is not NAME=VALUE"),
-    (["train", "--output", "./run", "--resume"], "holds no run"),
-    (["train", "--output", "./run", "--resume", "--batch", "9", "--set", "x=1"], "leave out: arguments, batch"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
-def test_every_mistake_is_one_line_with_status_2(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("flashmhf: error: ") and message in error and error.count("\n") == 1
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
 @pytest.mark.parametrize("device", ["cuda:99", "nosuch", "meta", *([] if torch.cuda.is_available() else ["cuda"])])
-@pytest.mark.parametrize("command", ["generate", "eval", "train"])
+@pytest.mark.parametrize("command", ["generate", "eval", "train", "bench"])
 def test_a_device_that_is_not_there(command, device, run, text, capsys):
-    extra = {"generate": ["the"], "eval": ["--data", str(text)], "train": ["--output", "run", "--data", str(text)]}[command]
-    model = [] if command == "train" else ["--model", str(run)]
+    extra = {"generate": ["the"], "eval": ["--data", str(text)], "train": ["--output", "run", "--data", str(text)]}.get(command, [])
+    model = ["--model", str(run)] if command in ("generate", "eval") else []
     assert cli.main([command, *model, "--device", device, *extra]) == 2
     error = capsys.readouterr().err
     assert "--device: invalid choice" in error if command == "train" and device != "cuda" else f"device is '{device}'" in error, error
