@@ -17,8 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from lm_runs import HELD_OUT, options, same_run, write_text
 

@@ -7,15 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lm_runs import options, torchrun
-from safetensors.torch import load_file
+from lm_runs import options, same_run, torchrun
 
-from flashmhf_recipes import metrics, training
+from flashmhf_recipes import training
 from flashmhf_recipes.errors import OptionError
 from flashmhf_recipes.layout import Layout, layout_of
 
@@ -80,19 +78,6 @@ def one_process(text, tmp_path_factory) -> Path:
     return training.start(options(tmp_path_factory.mktemp("one") / "run", text, **small), bar=False).output
 
 
-def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
-    """The same losses and weights to rounding."""
-    ours, theirs = metrics.read_rows(run), metrics.read_rows(expected)
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
-        assert [row[key] for row in ours if key in row] == pytest.approx([row[key] for row in theirs if key in row], rel=rel), key
-    weights, others = (load_file(folder / "model.safetensors") for folder in (run, expected))
-    assert weights.keys() == others.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, others[name], rtol=10 * rel, atol=rel)
-    assert (run / "config.json").read_text() == (expected / "config.json").read_text()
-
-
 @pytest.mark.slow
 def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on_one(one_process, tmp_path):
     """Heads over two processes and FSDP2 over two; killed amid step 6. Then FSDP2 on two to step 12; then one process, step 8 to 12."""
@@ -104,10 +89,10 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
     done = torchrun(2, "train", "--resume", "--output", run, "--dp-shard", 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("12 steps, loss") == 1
-    assert_same(run, one_process)
+    same_run(run, one_process, rel=1e-5)
     shutil.rmtree(run / "checkpoint-12")
     training.resume(run, tp=1, bar=False)
-    assert_same(run, one_process)
+    same_run(run, one_process, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -127,7 +112,7 @@ def test_replicas_of_shards_train_with_muon_as_one_process(one_process, tmp_path
     run = tmp_path / "run"
     done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--optimizer", "muon", "--output", run, "--dp-shard", 2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_same(run, whole, rel=1e-3)  # Muon's iteration is in bf16, which makes more of rounding
+    same_run(run, whole, rel=1e-3)  # Muon's iteration is in bf16, which makes more of rounding
     shutil.rmtree(run / "checkpoint-12")
     training.resume(run, dp_shard=1, bar=False)
-    assert_same(run, whole, rel=1e-3)
+    same_run(run, whole, rel=1e-3)

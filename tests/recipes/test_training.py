@@ -57,6 +57,7 @@ KILLED = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
+from lm_runs import HELD_OUT, options
 from transformers import Trainer, TrainerCallback
 from flashmhf_recipes import data, training
 
@@ -76,8 +77,7 @@ def start():
         die()
 
     data.encode = encode_some
-    settings = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
-    training.start(training.Options(output=output, data=[text], eval_fraction=0.1, eval_every=10, device="cpu", **settings), bar=False)
+    training.start(options(output, text, **HELD_OUT), bar=False)
 
 def step():
     training.resume(output, bar=False, callbacks=[DieAt()])
