@@ -293,9 +293,10 @@ class Options:
         layout = self.layout(processes)
         size = self.micro_batch_for(layout.data_processes)
         turns = self.batch // (size * layout.data_processes)
-        devices = f"{layout.data_processes} {'devices' if layout.tp == 1 else f'groups of {layout.tp} devices'}"
+        devices = f"each of {layout.data_processes} {'devices' if layout.tp == 1 else f'groups of {layout.tp} devices'}"
+        times = f", {turns} times" if turns > 1 else ""
         tokens = f"{self.batch:,} sequences of {self.length:,} tokens = {self.batch * self.length:,} tokens"
-        return f"a step: {tokens}; {size} sequences at once on each of {devices}, {turns} times"
+        return f"a step: {tokens}; {size} sequences at once on {devices if processes > 1 else '1 device'}{times}"
 
 
 def option_types() -> dict[str, Any]:

@@ -6,8 +6,10 @@ learning rate. Needs the extra ``flashmhf[lm]``; :func:`why_not` says so where i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
+import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass, replace
@@ -127,7 +129,8 @@ def train(text: bytes, recipe: Recipe, device: torch.device, bar: bool = False) 
                 device="cpu" if device.type == "cpu" else "auto",
                 arguments={"report_to": [], "save_strategy": "no"},
             )
-            result = training.start(options, bar=bar)
+            with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
+                result = training.start(options, bar=bar)
             losses = [row["loss"] for row in metrics.read_rows(result.output) if "loss" in row]
             trained[name] = Trained(result.parameters, losses, result.eval_loss)
     return trained
