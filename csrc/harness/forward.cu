@@ -175,10 +175,29 @@ template <typename T> int run_f16(const Arguments &options) {
 __device__ double of_fp8(__nv_fp8_storage_t x) { return double(__half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)))); }
 __device__ __nv_fp8_storage_t to_fp8(double x) { return __nv_cvt_float_to_fp8(float(x), __NV_SATFINITE, __NV_E4M3); }
 
-// Scales near the root mean square of the inputs, another one for each of 5 sub-networks in turn; of K for each head, as the kernel asks.
-__global__ void fill_scales(float *scales, int64_t plane, float rms, float rms_v, Shape s) {
-    for (int64_t i = threadIdx.x; i < 3 * plane; i += blockDim.x)
-        scales[i] = (i < 2 * plane ? rms : rms_v) * (0.8f + 0.1f * ((i < plane ? i / s.subnets : i % plane) % 5));
+// Scale of sub-network blockIdx.x of x [.., d_e, d_h]: its root mean square, or more where a value or, for rows, a norm would be too large.
+template <typename T> __global__ void scale_of(float *scale, const T *x, Shape s, bool rows) {
+    __shared__ float squares, most;
+    if (threadIdx.x == 0) squares = most = 0;
+    __syncthreads();
+    const T *at = x + blockIdx.x * s.subnet_dim * s.head_dim;
+    for (int64_t row = threadIdx.x; row < s.subnet_dim; row += blockDim.x) {
+        float sum = 0, largest = 0;
+        for (int i = 0; i < s.head_dim; ++i) {
+            const float v = float(at[row * s.head_dim + i]);
+            sum += v * v;
+            largest = fmaxf(largest, fabsf(v));
+        }
+        atomicAdd(&squares, sum);
+        atomicMax(reinterpret_cast<int *>(&most), __float_as_int(fmaxf(largest / 448.f, rows ? sqrtf(sum) / 180.f : 0.f)));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) scale[blockIdx.x] = fmaxf(sqrtf(squares / (s.subnet_dim * s.head_dim)), most);
+}
+__global__ void scale_of_head(float *scale, Shape s) {  // the largest of a head's sub-networks, for all of them
+    float *at = scale + int64_t{threadIdx.x} * s.subnets, most = 0;
+    for (int e = 0; e < s.subnets; ++e) most = fmaxf(most, at[e]);
+    for (int e = 0; e < s.subnets; ++e) at[e] = most;
 }
 // Where column c lies in its block of 16.
 __device__ int64_t place(int64_t c) { return c / 16 * 16 + c % 8 / 2 * 4 + c % 16 / 8 * 2 + c % 2; }
@@ -233,7 +252,10 @@ template <typename T> int run_e4m3(const Arguments &options) {
     const Shape &s = in.s;
     const Buffer<float> scales(3 * in.subnets);
     const Buffer<__nv_fp8_storage_t> k8(in.weights), u8(in.weights), v8(in.weights);
-    fill_scales<<<1, 256>>>(scales, in.subnets, in.scale(), in.scale_v(), s);
+    scale_of<T><<<in.subnets, 128>>>(scales, in.k, s, true);
+    scale_of_head<<<1, s.weight_heads()>>>(scales, s);
+    scale_of<T><<<in.subnets, 128>>>(scales + in.subnets, in.u, s, true);
+    scale_of<T><<<in.subnets, 128>>>(scales + 2 * in.subnets, in.v, s, false);
     quantise<T><<<1024, 256>>>(k8, in.k, scales, s, false);
     quantise<T><<<1024, 256>>>(u8, in.u, scales + in.subnets, s, false);
     quantise<T><<<1024, 256>>>(v8, in.v, scales + 2 * in.subnets, s, true);
