@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from .suites.tables import stack_ms
+from .write_readme import Records
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, OTHERS = "#3949ab", "#9e9e9e"
@@ -19,11 +19,6 @@ NAMES = {
     "official": "official Triton kernel",
 }
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "flashmhf", "font.family": "sans-serif", "font.size": 9}
-
-
-def layer_record(device: str) -> dict:
-    """Return the record of whole layers on ``device`` ("h100" or "h200")."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"layer_{device}.json").read_text())
 
 
 def cell(record: dict, group: str, length: int | None = None) -> dict[str, dict]:
@@ -90,8 +85,7 @@ def save(figure: Figure, path: Path) -> None:
 def main() -> int:
     import matplotlib
 
-    device = "h100" if (ROOT / "benchmarks" / "results" / "layer_h100.json").exists() else "h200"
-    record = layer_record(device)
+    record = Records(ROOT)["layer"]
     with matplotlib.rc_context(STYLE):
         save(overview(record), ROOT / "docs" / "assets" / "overview.svg")
         save(speedup(record), ROOT / "docs" / "assets" / "speedup.svg")

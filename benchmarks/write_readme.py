@@ -31,14 +31,22 @@ OPERATOR_COLUMNS = ("operator", "T", "H, d_h, E, d_e", "Hopper ms", "TFLOP/s", "
 
 
 class Records:
-    """The records below ``root``, by the part of their name before the device."""
+    """The records below ``root``, by the part of their name before the device.
+
+    Where decode has a record of its own, the rows of ``layer`` for decode are those of it.
+    """
 
     def __init__(self, root: pathlib.Path):
         self.folder = root / "benchmarks" / "results"
 
     def __getitem__(self, name: str) -> dict:
         paths = [self.folder / f"{name}_{device}.json" for device in DEVICES]
-        return json.loads(next((path for path in paths if path.exists()), paths[-1]).read_text())
+        path = next((path for path in paths if path.exists()), paths[-1])
+        record, apart = json.loads(path.read_text()), path.with_name(path.name.replace("layer_", "decode_"))
+        if name == "layer" and apart.exists():
+            rows = [row for row in record["rows"] if row["group"] != "decode"]
+            record["rows"] = rows + [row for row in json.loads(apart.read_text())["rows"] if row["group"] == "decode"]
+        return record
 
     def find(self, name: str) -> dict | None:
         """Return a record that this version of flashmhf wrote, or None."""
@@ -258,20 +266,21 @@ def speed_answer(records: Records) -> str:
 # Whole models
 
 UNKNOWN = "not measured"
+SCALES = ("tiny", "128m", "370m", "1.3b")
 Cells = dict[tuple[str, bool], dict[tuple, dict[str, dict]]]
 
 
 def whole_training(records: Records) -> str:
-    """How the largest model that both networks trained compiled and without checkpointing compares with its counterpart."""
+    """How models that both networks trained compiled and without checkpointing compare, from the smallest to the largest."""
     record, cells = training_cells(records)
     pairs = {key[0]: rows for key, rows in cells[("compiled", False)].items() if {"flashmhf", "swiglu"} <= rows.keys()}
     if not pairs:
         return "The training of whole models has not been measured."
-    scale, rows = max(pairs.items(), key=lambda item: item[1]["flashmhf"]["parameters"])
-    speed = rows["flashmhf"]["tokens_per_s"] / rows["swiglu"]["tokens_per_s"]
-    memory = 100 * (1 - rows["flashmhf"]["memory_mib"] / rows["swiglu"]["memory_mib"])
-    named = f"A whole {scale.upper()} model trains at {speed:.2f} of its SwiGLU counterpart's speed"
-    return f"{named}, with {memory:.0f} % less memory ({gpu(record)})."
+    scales = [scale.upper() for scale in sorted(pairs, key=lambda scale: pairs[scale]["flashmhf"]["parameters"])]
+    speed, memory = ([rows["flashmhf"][what] / rows["swiglu"][what] for rows in pairs.values()] for what in ("tokens_per_s", "memory_mib"))
+    less = span((100 * (1 - ratio) for ratio in memory), 0)
+    models = f"A whole {scales[0]} model trains" if len(scales) == 1 else f"Whole models of {scales[0]} to {scales[-1]} parameters train"
+    return f"{models} at {span(speed)} of SwiGLU's speed with compiled blocks, in {less} % less memory ({gpu(record)})."
 
 
 def training_cells(records: Records) -> tuple[dict, Cells]:
@@ -294,7 +303,7 @@ def _compared(record: dict, scales: list[str], speeds: list[float], memories: It
     """Cells of the decision table for what was measured at ``scales``: speed, memory, where."""
     if not speeds:
         return [UNKNOWN, UNKNOWN, ""]
-    where = f"{gpu(record)}, {', '.join(dict.fromkeys(scale.upper() for scale in scales))}"
+    where = f"{gpu(record)}, {', '.join(scale.upper() for scale in sorted(set(scales), key=SCALES.index))}"
     return [span(speeds), span(memories) if memories else UNKNOWN, where]
 
 
@@ -439,7 +448,7 @@ def fp8_price(records: Records) -> str:
 
 
 def decode(records: Records) -> str:
-    record = records["layer"]
+    record = records["decode"]
     return f"{tables.decode_table(record)}\n\n{conditions('Decode', record)}"
 
 
@@ -473,7 +482,7 @@ def training_table(records: Records) -> str:
     for row in record["rows"]:
         found.setdefault((row["scale"], row["blocks"], row["checkpointing"], row["batch"], row["length"]), {})[row["subject"]] = row
     lines = []
-    for (scale, blocks, checkpointing, batch, length), rows in found.items():
+    for (scale, blocks, checkpointing, batch, length), rows in sorted(found.items(), key=lambda item: SCALES.index(item[0][0])):
         ours, theirs = ({} if rows[name]["status"] != "ok" else rows[name] for name in ("flashmhf", "swiglu"))
         gib = [f"{row['memory_mib'] / 1024:.1f}" if row else "" for row in (ours, theirs)]
         rates = [fixed(row.get("tokens_per_s"), 0) for row in (ours, theirs)]
@@ -505,7 +514,8 @@ def generation(record: dict) -> dict[tuple, dict[str, dict]]:
 
 def generate_table(records: Records) -> str:
     record, lines = records["generate"], []
-    for (scale, batch, context), rows in by(record["rows"], "scale", "batch", "context").items():
+    found = by(record["rows"], "scale", "batch", "context")
+    for (scale, batch, context), rows in sorted(found.items(), key=lambda item: SCALES.index(item[0][0])):
         ours, theirs = (rows.get(name, {}) for name in ("flashmhf", "swiglu"))
         rates = [fixed(row.get("tokens_per_s"), 0) for row in (ours, theirs)]
         ms = ours.get("ms", {}).get("p50")
