@@ -136,7 +136,10 @@ _define("fp8_layer", "Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w",
 
 
 def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
-    """Call the operator that these weights need."""
+    """Return the layer's result [..., d_model] in x's dtype for x [..., d_model], by the operator that these weights need.
+
+    in_proj and out_proj may hold the heads of one rank: the result is then that rank's part of the sum over the ranks.
+    """
     in_proj, networks, router, eps, out_proj, *norm = weights
     operands = (x, *in_proj, *networks, router, eps, *out_proj, *norm)
     if weights.is_fp8:
@@ -152,41 +155,3 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
     if torch.compiler.is_compiling() or x.is_meta:
         return call(x, weights, backend, activation)
     return _layer(x, weights, backend, activation)
-
-
-def layer(
-    x: Tensor,
-    in_proj: tuple[Tensor, Tensor | None],
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    eps: float,
-    out_proj: tuple[Tensor, Tensor | None],
-    *,
-    q_norm: Tensor | None = None,
-    q_norm_eps: float = 0.0,
-    backend: str = "auto",
-    activation: str = "silu",
-) -> Tensor:
-    """Return out_proj(S(in_proj(x))) at inference (paper, section 3.2), by one operator.
-
-    Args:
-        x: [..., d_model].
-        in_proj, out_proj: weights [H d_h, d_model] and [d_model, H d_h], each with a bias or None. H may be the heads of one rank: the
-            result is then that rank's part of the sum over the ranks.
-        k, u, v: [H_kv, E, d_e, d_h], contiguous, x's dtype; H_kv divides H.
-        w: the router [H, d_h, E], or None for a network without gate (MH-FFN). eps: of the gate's normalisation.
-        q_norm, q_norm_eps: weight [H, d_h] and eps of the per-head RMS normalisation of Q, or None.
-        backend, activation: as in :func:`flashmhf.flash_mhf`.
-
-    Returns [..., d_model] in x's dtype. Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf`, and
-    NotImplementedError where a gradient is needed.
-    """
-    weights = LayerWeights(ProjectionWeights(*in_proj), (k, u, v), w, eps, ProjectionWeights(*out_proj), q_norm, q_norm_eps)
-    given = {"x": x, "in_w": in_proj[0], "k": k, "u": u, "v": v, "out_w": out_proj[0]}
-    optional = {"w": w, "in_bias": in_proj[1], "out_bias": out_proj[1], "q_norm": q_norm}
-    checks.strided(**given, **{name: value for name, value in optional.items() if value is not None})
-    checks.real(eps=eps, q_norm_eps=q_norm_eps)
-    checks.options(backend=(backend, str), activation=(activation, str))
-    return call(x, weights, backend, activation)

@@ -208,7 +208,8 @@ def test_vmap_of_the_operator():
 
     def call(x: Tensor, k: Tensor) -> Tensor:
         ends = (module.in_proj.weight, None), (module.out_proj.weight, None)
-        return layer.layer(x, ends[0], k, module.u, module.v, module.router, 1e-20, ends[1], q_norm=module.q_norm.weight, q_norm_eps=1e-5)
+        networks = (k, module.u, module.v, module.router, 1e-20)
+        return torch.ops.flashmhf.layer(x, *ends[0], *networks, *ends[1], module.q_norm.weight, 1e-5)
 
     with torch.no_grad():
         for dims, given in (((1, None), k[0]), ((1, 0), k)):
@@ -334,8 +335,8 @@ REFUSED = {  # argument, what it becomes, and the error
     "in_bias": (lambda b: b[:1], ValueError, r"in_bias has shape \[1\]; expected \[256\]"),
     "k": (lambda k: k[:0], ValueError, "k has shape .*; H_kv must be at least 1"),
     "u": (lambda u: u[:, :, :-1], ValueError, "u has shape"),
-    "w": (lambda w: "abc", TypeError, "w must be a torch.Tensor, got str"),
-    "eps": (lambda eps: None, TypeError, "eps must be a float, got NoneType"),
+    "w": (lambda w: w.double(), TypeError, "w has dtype float64; supported: float32"),
+    "eps": (lambda eps: -1.0, ValueError, "eps is -1.0; supported: finite numbers from 0"),
     "out_w": (lambda w: w.bfloat16(), TypeError, "out_w has dtype bfloat16; supported: float32"),
     "out_bias": (lambda b: torch.tensor(1.0), ValueError, r"out_bias has shape \[\]; expected \[256\]"),
     "q_norm": (lambda w: w[:1], ValueError, r"q_norm has shape \[1, 64\]; expected \[4, 64\] \(\[H, d_h\]\)"),
@@ -345,8 +346,7 @@ REFUSED = {  # argument, what it becomes, and the error
 
 def call_on(arguments: dict, device: str) -> torch.Tensor:
     placed = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
-    in_proj, out_proj = ((placed.pop(f"{end}_w"), placed.pop(f"{end}_bias")) for end in ("in", "out"))
-    return layer.layer(in_proj=in_proj, out_proj=out_proj, **placed)
+    return torch.ops.flashmhf.layer(**placed)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
