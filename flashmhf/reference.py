@@ -46,35 +46,35 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tupl
 
 
 def _by_group(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., H, c] as [..., H_kv, g, c], for the heads H_kv of ``weight``."""
+    """Return x [..., H, c] as [..., H_kv, g, c], for the heads H_kv of ``weight``."""
     return x.unflatten(-2, (weight.shape[0], -1))
 
 
 def _scores(q: Tensor, weight: Tensor) -> Tensor:
-    """[..., H_kv, g, E, J] for q [..., H_kv, g, D]."""
+    """Return the scores [..., H_kv, g, E, J] for q [..., H_kv, g, D]."""
     return torch.einsum("...hgd,hejd->...hgej", q, weight)
 
 
 def _sum_over_units(activation: Tensor, weight: Tensor) -> Tensor:
-    """[..., H, D] for an activation [..., H_kv, g, E, J]."""
+    """Return the sum over the units [..., H, D] for an activation [..., H_kv, g, E, J]."""
     return torch.einsum("...hgej,hejd->...hgd", activation, weight).flatten(-3, -2)
 
 
 def _sum_over_tokens(activation: Tensor, x: Tensor) -> Tensor:
-    """[H_kv, E, J, D], the sum over the heads of a group too, for x [..., H_kv, g, D]."""
+    """Return the sum over tokens and the heads of a group, [H_kv, E, J, D], for x [..., H_kv, g, D]."""
     return torch.einsum("...hgej,...hgd->hejd", activation, x)
 
 
 def normalise_heads(q: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS normalisation of q [..., H, D] over D with weight [H, D], in fp32 (fp64 for fp64 operands); the result has q's dtype."""
+    """Normalise q [..., H, D] over D (RMS) with weight [H, D], in fp32 (fp64 for fp64 operands), and return it in q's dtype."""
     x = q.to(accumulate_dtype(q.dtype))
     return (torch.rms_norm(x, x.shape[-1:], eps=eps) * weight.to(x.dtype)).to(q.dtype)
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu") -> Tensor:
-    """S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e (paper, section 3.2).
+    """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e (paper, section 3.2).
 
-    q [..., H, D]; k, u, v [H_kv, E, J, D]; r [..., H, E] or None (weights 1). Returns [..., H, D] in q's dtype.
+    q [..., H, D]; k, u, v [H_kv, E, J, D]; r [..., H, E], or None, which stands for weights of 1. Returns [..., H, D] in q's dtype.
     activation: a name of ACTIVATIONS in place of SiLU.
     """
     q = _by_group(q, k)
@@ -87,9 +87,9 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None,
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`forward` written out (paper, appendix on the backward pass).
+    """Return the gradients of :func:`forward`, written out (paper, appendix on the backward pass).
 
-    Returns dq, dk, du, dv in q's dtype and dr in r's dtype (an empty tensor when r is None).
+    They are dq, dk, du, dv in q's dtype and dr in r's dtype (an empty tensor when r is None).
     """
     q, grad_out = _by_group(q, k), _by_group(grad_out, k)
     m, n, g = _scores(q, k), _scores(q, u), _scores(grad_out, v)
@@ -107,19 +107,19 @@ def backward(
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the router and all sums are formed: float64 for float64, else float32."""
+    """Return the dtype in which the router and all sums are formed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _gate_terms(q: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """sigmoid(P) [..., H, E] and its sum over the sub-networks plus eps, in the accumulation dtype."""
+    """Return sigmoid(P) [..., H, E] and its sum over the sub-networks plus eps, in the accumulation dtype."""
     dtype = accumulate_dtype(q.dtype)
     score = torch.sigmoid(torch.einsum("...hd,hde->...he", q.to(dtype), w.to(dtype)))
     return score, score.sum(-1, keepdim=True) + eps
 
 
 def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
-    """R[t,h,e] = sigmoid(P) / (sum_e sigmoid(P) + eps), P = Q_h W_h (paper, equation for the gating weights).
+    """Compute R[t,h,e] = sigmoid(P) / (sum_e sigmoid(P) + eps), P = Q_h W_h (paper, equation for the gating weights).
 
     q [..., H, D], w [H, D, E]. Returns [..., H, E] in float32 (float64 for float64 inputs).
     """
@@ -128,7 +128,7 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
 
 
 def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float = 1e-20) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`gate`: (dq [..., H, D], dw [H, D, E]), both in the accumulation dtype."""
+    """Return the gradients of :func:`gate`: (dq [..., H, D], dw [H, D, E]), both in the accumulation dtype."""
     score, total = _gate_terms(q, w, eps)
     grad_r = grad_r.to(score.dtype)
     grad_score = (grad_r - (grad_r * score).sum(-1, keepdim=True) / total) / total

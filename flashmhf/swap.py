@@ -56,8 +56,8 @@ def replace_ffn(
             down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left alone.
         num_heads: H; None for heads of 128 (the paper's choice), of 64 or fewer if d_model is not a multiple of 128.
         num_subnets: E; None for equal parameters, up to the granularity of d_e. Give num_subnets and subnet_dim both or neither.
-        subnet_dim: d_e, as num_subnets.
-        kwargs: of :class:`flashmhf.FlashMHF`.
+        subnet_dim: d_e; give it together with num_subnets.
+        kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
     Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the initializer_range
     of ``model.config``. The configuration of a transformers model records the new networks, so that

@@ -58,7 +58,7 @@ class MHFFN(GroupedHeads):
         self._draw_heads(self.intermediate_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
+        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         return self.join_heads(self._mix(x))
 
     def _mix(self, x: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ class MHFFN(GroupedHeads):
 
 
 class SwiGLU(Network):
-    """W_down(SiLU(W_gate x) * W_up x): the baseline of the paper.
+    """Compute W_down(SiLU(W_gate x) * W_up x), the baseline of the paper.
 
     State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
-    Raises TypeError for arguments of other types, ValueError for sizes below 1. A call raises ValueError if the last dimension of x is
+    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1. A call raises ValueError if the last dimension of x is
     not d_model, or if x is on another device, TypeError if x has another dtype than the module.
     """
 
@@ -92,7 +92,7 @@ class SwiGLU(Network):
         self._add_projection("down_proj", (self.intermediate_dim, self.d_model), "out_proj", fan_in, *settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
+        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         check_matches(x, self.gate_proj)
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -102,7 +102,7 @@ class ParametricKV(MultiHead):
     """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4, "PKV").
 
     State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight. Initialised by "normal": "balanced" values are too large to learn
-    (flashmhf.nn.init). Raises TypeError for arguments of other types, ValueError for sizes below 1 and if H does not divide d_model. A
+    (flashmhf.nn.init). Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and if H does not divide d_model. A
     call raises what a call of :class:`flashmhf.SwiGLU` raises.
     """
 
@@ -126,7 +126,7 @@ class ParametricKV(MultiHead):
         self.scheme.draw(self.v, "v", math.sqrt(self.num_kv / math.e))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
+        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         q = self.split_heads(x)
         q = q.flatten(0, -3) if q.dim() > 2 else q.unsqueeze(0)
         k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))
@@ -139,7 +139,7 @@ class DenseMoE(Network):
 
     All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
     State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim], router [d_model, E].
-    Raises TypeError for arguments of other types, ValueError for sizes below 1 and a router_eps that is negative or not finite. A call
+    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and a router_eps that is negative or not finite. A call
     raises what a call of :class:`flashmhf.SwiGLU` raises.
     """
 
@@ -174,7 +174,7 @@ class DenseMoE(Network):
         self.scheme.draw(self.router, "router", self.scheme.initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
+        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         check_matches(x, self.gate_proj)
         r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)

@@ -54,9 +54,10 @@ def official_activation(config: Mapping[str, object]) -> str:
 
 
 def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
-    """Return an official configuration's scales: of Q K^T and Q U^T, and of the sum over the sub-networks.
+    """Return two factors of an official configuration: the one on Q K^T and Q U^T, and the one on the sum over the sub-networks.
 
-    apply_dot_scaling: sqrt(H), or H with apply_dot_scaling_theory, which does nothing alone; apply_final_scaling: sqrt(3/8).
+    The first is sqrt(H) with apply_dot_scaling, and H with apply_dot_scaling_theory too, which does nothing alone. The second is sqrt(3/8)
+    with apply_final_scaling. Without these settings both are 1.
     """
     settings = official_settings(config)
     heads = positive("num_heads", settings.get("num_heads", 1))
@@ -72,7 +73,7 @@ def _check_tensors(state: object) -> None:
 
 
 def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional: set[str], what: str) -> None:
-    """``known``: every name that ``state`` may hold, with its name on the other side."""
+    """Refuse missing and unknown names. ``known`` has every name that ``state`` may hold, with its name on the other side."""
     unknown = sorted(set(state) - set(known))
     if unknown:
         raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(known)}")
@@ -88,7 +89,7 @@ def _check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, tuple[tupl
 
 
 def _shared_shapes(heads: int, subnets: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The shapes, by our names, of the tensors that are equal on both sides."""
+    """Return the shapes, by our names, of the tensors that are equal on both sides."""
     d_model = heads * head_dim
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
         "router": ((heads, head_dim, subnets), f"[H, d_h, E] with H = {heads}, d_h = {head_dim}, E = {subnets}"),
@@ -145,7 +146,7 @@ def from_official(
         num_subnets: E; None for a module without sub-networks.
         num_kv_heads: heads of K, U and V; None for H.
         skip_linear: the module has no W_in and W_out.
-        scales: the result of :func:`official_scales`, which K, U and V take in.
+        scales: the factors of :func:`official_scales`; they are multiplied into K, U and V.
 
     ``q_norm.weight`` is kept when present; load it into a module with q_norm=True, or drop it when the checkpoint's configuration
     has it off. Raises what :func:`check_official` raises.
@@ -192,11 +193,13 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def resize_subnets(state: Mapping[str, Tensor], subnet_dim: int) -> dict[str, Tensor]:
-    """Give k, u and v [H_kv, E, d_e, d_h] of a ``FlashMHF`` state dict ``subnet_dim`` rows per sub-network: the same function.
+    """Return a ``FlashMHF`` state dict whose k, u and v [H_kv, E, d_e, d_h] have ``subnet_dim`` rows per sub-network.
 
-    More rows are zeros. They get zero gradients, so optimizers leave them zero; fewer rows are possible where the others are zero.
-    The kernels need multiples of 16 (docs/official.md). Raises KeyError for a missing weight, ValueError for other dimensions and if a
-    row that is not zero would be lost, TypeError if ``subnet_dim`` is not an integer.
+    The network computes the same function. Added rows are zeros. They get zero gradients, so optimizers leave them zero. Rows can be
+    removed if they are zero. The kernels need multiples of 16 (docs/official.md).
+
+    Raises KeyError for a missing weight, ValueError for other dimensions and if a row that is not zero would be lost, TypeError if
+    ``subnet_dim`` is not an integer.
     """
     rows, result = positive("subnet_dim", subnet_dim), dict(state)
     for name in ("k", "u", "v"):

@@ -39,7 +39,7 @@ _PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
 
 
 def _keeps_parts(module: nn.Module) -> bool:
-    """Return whether ``module``, of a subclass perhaps, computes what FlashMHF computes."""
+    """Return whether ``module``, an instance of FlashMHF or a subclass, computes what FlashMHF computes."""
     kind = type(module)
     same = kind is FlashMHF or all(getattr(kind, name) is getattr(FlashMHF, name) for name in _PARTS)
     return same and not any(name in module.__dict__ for name in _PARTS)
@@ -58,15 +58,15 @@ class FlashMHF(GroupedHeads):
             its own router.
         q_norm: per-head RMS normalisation of Q (official setting; the paper's text has none).
         q_norm_eps: the eps of that normalisation.
-        skip_linear: no W_in and W_out.
+        skip_linear: leave out W_in and W_out.
         activation: "silu", "gelu", "relu" or "relu2", as in :func:`flashmhf.flash_mhf`.
-        bias: biases in in_proj and out_proj.
+        bias: give in_proj and out_proj biases.
         backend: as in :func:`flashmhf.flash_mhf`.
         deterministic: as in :func:`flashmhf.flash_mhf`.
 
     State: in_proj.weight, k, u, v [num_kv_heads, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h] when on.
 
-    Raises TypeError for arguments of other types, ValueError for sizes below 1, a d_model that H does not divide, an H that num_kv_heads
+    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1, a d_model that H does not divide, an H that num_kv_heads
     does not divide, an eps that is negative or not finite, an unknown activation or backend, and a bias with skip_linear. A call raises
     ValueError if the last dimension of x is not d_model or x is on another device, TypeError if x has another dtype than the module.
     """
@@ -159,18 +159,18 @@ class FlashMHF(GroupedHeads):
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
-        """(H_kv, E, d_e, d_h) of k, u and v."""
+        """Return the shape (H_kv, E, d_e, d_h) of k, u and v."""
         return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """k, u, v [H_kv, E, d_e, d_h], from parameters of four dimensions or of three (flashmhf.integrations.peft)."""
+        """Return k, u, v [H_kv, E, d_e, d_h], from parameters of four dimensions or of three (flashmhf.integrations.peft)."""
         k, u, v = self.k, self.u, self.v
         if k.dim() != 4:
             k, u, v = (weight.view(self.weight_shape) for weight in (k, u, v))
         return k, u, v
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
+        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         weights = self._plain_weights(x) if only_values_matter(x) else None
         if weights is None or (torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))):
@@ -189,7 +189,7 @@ class FlashMHF(GroupedHeads):
         return weights if k.dim() == 4 else weights._replace(mix=self._weights())
 
     def _mix(self, q: Tensor) -> Tensor:
-        """Q -> S, both [..., H, d_h]. The caller keeps no reference to Q, so it is released before out_proj where no gradient needs it."""
+        """Return S for Q, both [..., H, d_h]. The caller keeps no reference to Q: without gradients it is released before out_proj."""
         q = self.normalise(q)
         return gated_flash_mhf(
             q,

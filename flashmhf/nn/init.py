@@ -1,4 +1,4 @@
-"""How the modules draw their weights.
+"""The initialisation of the modules.
 
 ``init`` "normal" draws every weight from N(0, initializer_range); "official" takes the official code's settings: projections
 xavier_uniform with gain 0.707, K U V normal 0.02, router truncated normal 0.02.
@@ -36,7 +36,7 @@ GATED_VARIANCE = {"silu": SWIGLU_VARIANCE, "gelu": 0.42522, "relu": 0.5, "relu2"
 
 @dataclass(frozen=True)
 class OfficialInit:
-    """Gains of the official initialisation; the defaults are those of its shipped mixtures (``configs/mhffnmoe``).
+    """Hold the gains of the official initialisation; the defaults are those of its shipped mixtures (``configs/mhffnmoe``).
 
     in_proj, out_proj: gains of xavier_uniform. k, u, v, router: factors of the standard deviation. identity: W_in and W_out begin as
     identities. Raises TypeError if a gain is not a number or identity is not a bool, ValueError if a gain is negative or not finite.
@@ -57,7 +57,7 @@ class OfficialInit:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a network are drawn: the arguments of its ``reset_parameters``."""
+    """Hold how the weights of a network are drawn: the arguments of its ``reset_parameters``."""
 
     init: str = DEFAULT_INIT
     initializer_range: float = INITIALIZER_RANGE
@@ -74,7 +74,7 @@ class Scheme:
 
     @property
     def residual(self) -> float:
-        """Standard deviation of a network's output under "balanced"."""
+        """Return the standard deviation of a network's output under "balanced"."""
         return 1 / math.sqrt(2 * self.num_layers)
 
     def draw(self, weight: Tensor, role: str, std: float) -> None:

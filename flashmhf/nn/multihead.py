@@ -82,7 +82,7 @@ def plain_linear(module: nn.Module | None) -> ProjectionWeights | None:
 class HeadRMSNorm(nn.Module):
     """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models).
 
-    [..., H, d_h] -> [..., H, d_h] in the input's dtype.
+    Takes [..., H, d_h] and returns the same shape in the input's dtype.
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None) -> None:
@@ -113,7 +113,7 @@ def plain_layer(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor)
 class MultiHead(Network):
     """The base of FlashMHF, MHFFN and ParametricKV: W_in, heads, W_out. ``k`` and its siblings belong to the subclass.
 
-    skip_linear: no W_in and W_out; the heads are slices of x and of the result.
+    skip_linear leaves out W_in and W_out: the heads are slices of x and of the result.
     """
 
     d_model: int
@@ -142,7 +142,7 @@ class MultiHead(Network):
         return self.in_proj is None
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Q = split_H(X W_in): [..., d_model] -> [..., H, d_h], a view of the projection's result.
+        """Return Q = split_H(X W_in) [..., H, d_h] for x [..., d_model], a view of the projection's result.
 
         H is what in_proj gives: under tensor parallelism a rank has some of the heads.
         """
@@ -151,7 +151,7 @@ class MultiHead(Network):
         return (x if self.skip_linear else self.in_proj(x)).unflatten(-1, (-1, self.head_dim))
 
     def join_heads(self, mixed: Tensor) -> Tensor:
-        """concat_H(S) W_out: [..., H, d_h] -> [..., d_model]."""
+        """Return concat_H(S) W_out [..., d_model] for S [..., H, d_h]."""
         return mixed.flatten(-2) if self.skip_linear else self.out_proj(mixed.flatten(-2))
 
 
@@ -195,5 +195,5 @@ class GroupedHeads(MultiHead):
             self.q_norm.reset_parameters()
 
     def normalise(self, q: Tensor) -> Tensor:
-        """q_norm(Q) where it is on; [..., H, d_h]."""
+        """Return q_norm(Q), or Q if it is off; [..., H, d_h]."""
         return q if self.q_norm is None else self.q_norm(q)

@@ -38,7 +38,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """The shard of a DTensor, placed as ``like`` is; any other tensor as it is."""
+    """Return the shard of a DTensor, placed as ``like`` is, or any other tensor as it is."""
     if not is_dtensor(tensor):
         return tensor
     if like is not None and tensor.placements != like.placements:
@@ -51,7 +51,7 @@ def _layout(tensor: Tensor) -> Hashable:
 
 
 def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
-    """:func:`orthogonalise` of N stacked shards [N, ...] of tensors that are placed as ``parameter`` is.
+    """Return :func:`orthogonalise` of N stacked shards [N, ...] of tensors that are placed as ``parameter`` is.
 
     Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are. Where the matrices themselves are sharded,
     an all-to-all gives each rank whole matrices of some of the N tensors, and a second one takes the results back.
@@ -95,16 +95,17 @@ class Muon(torch.optim.Optimizer):
 
     The update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that learning rates and
     weight decay mean what they mean for AdamW. A parameter of more than two dimensions is a stack of matrices, each treated by itself.
-    Parameters may be DTensors, as FSDP2 and tensor parallelism make them: every rank must then step the same parameters.
+    Parameters may be DTensors, as FSDP2 and tensor parallelism make them. Make the optimizer after ``parallelize`` and ``fully_shard``:
+    they replace the parameters. Every rank must step the same parameters.
 
     Args:
         params: groups with the key "muon".
-        lr: the learning rate of both rules.
-        weight_decay: of both rules, decoupled.
-        momentum: for Muon.
-        betas: for AdamW.
-        eps: for AdamW.
-        fused: whether AdamW's fused kernel runs; None: if all parameters of a group are on a GPU.
+        lr: the learning rate of groups without one of their own, for Muon and AdamW alike.
+        weight_decay: the decoupled weight decay of groups without one of their own.
+        momentum: the momentum of Muon, at least 0 and below 1.
+        betas: AdamW's decay rates of the two moments, each at least 0 and below 1.
+        eps: AdamW's term in the denominator.
+        fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
 
     Raises ValueError for a group without "muon" and for a vector in a Muon group, TypeError for a Muon group with integers or complex
     numbers. ``load_state_dict`` raises ValueError for the state of another optimizer.

@@ -63,12 +63,12 @@ class Network(Contiguous):
         code's gains.
 
         Args:
-            init: "balanced", which keeps unit variances and is ours, "official" or "normal" (see flashmhf.nn.init).
-            initializer_range: standard deviation of "normal", and of the router under "balanced".
-            num_layers: number of networks in the model. Under "balanced" each adds 1 / (2 num_layers) to the residual stream's variance.
-            official: gains of "official".
+            init: "balanced" (ours, which keeps unit variances), "official" or "normal" (see flashmhf.nn.init).
+            initializer_range: the standard deviation of "normal", and of the router under "balanced".
+            num_layers: how many networks the model has. Under "balanced" each adds 1 / (2 num_layers) to the residual stream's variance.
+            official: the gains of "official".
 
-        Raises TypeError for arguments of other types, ValueError for an unknown init, a negative range and num_layers below 1.
+        Raises TypeError for arguments of a wrong type, ValueError for an unknown init, a negative range and num_layers below 1.
         """
         given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
         self.set_scheme(dataclasses.replace(self.scheme, **{name: value for name, value in given.items() if value is not None}))

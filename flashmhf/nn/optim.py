@@ -43,21 +43,21 @@ def param_groups(
     """Return ``model``'s parameter groups for an optimizer with decoupled weight decay: ``torch.optim.AdamW``, :class:`flashmhf.Muon`.
 
     in_proj and out_proj of :class:`FlashMHF` layers learn at ``projection_rate`` of ``lr``. M = Q K^T is a product of two learned
-    matrices, W_in and K, and so is what a token receives, V W_out; where both learn at Adam's full rate, products move twice as fast
-    as a SwiGLU's weights do. AdamW decays by lr * weight_decay per step, so that group's weight decay is divided by the same factor and
-    the decay per step stays equal. Vectors (norms, biases) and q_norm's weights are not decayed.
+    matrices, W_in and K, and so is what a token receives, V W_out. If both matrices learn at Adam's full rate, their product changes
+    about twice as fast as one SwiGLU matrix. AdamW decays by lr * weight_decay per step, so that group's weight decay is divided by
+    the same factor and the decay per step stays equal. Vectors (norms, biases) and q_norm's weights are not decayed.
 
     Args:
         model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
-        lr: the learning rate of all others.
-        weight_decay: of all others.
-        projection_rate: above 0.
+        lr: the learning rate of all parameters but the projections.
+        weight_decay: the weight decay of all matrices but the projections, whose own is chosen so that the decay per step is equal.
+        projection_rate: the share of ``lr`` that the projections get, above 0.
         muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of vectors, q_norm's weights,
             embeddings and output layers (linear layers with as many output features as an embedding of ``model`` has rows).
 
-    Returns groups with "params", "lr" and "weight_decay", and "muon" where asked for; empty ones are left out.
+    Returns groups with "params", "lr" and "weight_decay", and "muon" if asked for. Empty groups are left out.
 
-    Raises TypeError if ``model`` is not a module or a rate not a number, ValueError for a negative rate and a projection_rate of 0.
+    Raises TypeError if ``model`` is not a module or a rate is not a number, ValueError for a negative rate and a projection_rate of 0.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)

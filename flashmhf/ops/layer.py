@@ -47,7 +47,7 @@ def _check(x: Tensor, weights: LayerWeights) -> None:
 
 
 def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None) -> Tensor:
-    """x W^T + b, written into ``out`` [T, N] if there is one."""
+    """Return x W^T + b, written into ``out`` [T, N] if there is one."""
     w, bias = projection
     if out is None:
         return linear(x, w, bias)
@@ -55,7 +55,7 @@ def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None
 
 
 def _mix(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
-    """Q -> S, both [..., H d_h]."""
+    """Return S for Q, both [..., H d_h]."""
     heads = q.unflatten(-1, (-1, weights.mix[0].shape[3]))
     if weights.q_norm is not None:
         heads = reference.normalise_heads(heads, weights.q_norm, weights.q_norm_eps)
@@ -70,14 +70,14 @@ def _mix(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Ten
 
 
 def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, out: Tensor | None = None) -> Tensor:
-    """The layer by its parts. ``out`` [T, d_model] takes the result and, where it is as wide, Q before it."""
+    """Run the layer by its parts. ``out`` [T, d_model] takes the result and, where it is as wide, Q before it."""
     q_out = out if out is not None and out.shape[1] == weights.in_proj.w.shape[0] else None
     mixed = _mix(_project(x, weights.in_proj, q_out), weights, backend, activation)
     return _project(mixed, weights.out_proj, out)
 
 
 def _layer(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
-    """The layer's values: what both operators run on every device."""
+    """Return the layer's values: what both operators run on every device."""
     if x.shape[:-1].numel() > CHUNK_TOKENS:
         return _by_chunks(x, weights, backend, activation)
     if weights.mix[0].dim() == 4:
@@ -92,7 +92,7 @@ def _layer(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> T
 
 
 def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
-    """Peak memory beyond x: the result, and S of one chunk."""
+    """Run the layer in chunks of tokens. The peak memory beyond x is the result and S of one chunk."""
     _check(x, weights)
     out = x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
     rows, results = x.flatten(0, -2), out.flatten(0, -2)

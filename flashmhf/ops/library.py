@@ -55,7 +55,7 @@ def _without_gradients(name: str, op: Callable) -> Callable:
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return what autocast to ``dtype`` makes of an operand: float64 and what is not floating stay as they are."""
+    """Return an operand as autocast to ``dtype`` makes it: float64 and tensors that are not floating stay as they are."""
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x
 
 

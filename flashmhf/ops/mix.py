@@ -55,7 +55,7 @@ def _check(call: _Call) -> None:
 
 
 def _values(call: _Call) -> Result:
-    """What every operator's kernel runs."""
+    """Check the call, run its back end and return the results: what every operator's kernel does."""
     _check(call)
     upstream, q, k, u, v, r, into, backend, settings = call
     back_end = _back_end(q, k, backend, settings.activation)
@@ -71,13 +71,13 @@ def _values(call: _Call) -> Result:
 
 
 def _shapes(call: _Call) -> Result:
-    """What every operator's fake kernel runs: the same checks, then tensors of the results' shapes."""
+    """Check the call and return tensors of the results' shapes: what every operator's fake kernel does."""
     _check(call)
     return _empty(call)
 
 
 def _empty(call: _Call) -> Result:
-    """Return uninitialised contiguous results, without elements for what is not needed."""
+    """Return uninitialised contiguous results; those that are not needed have no elements."""
     q, (tokens, weights) = call.q, call.settings.needs
     if not call.upstream:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -121,7 +121,7 @@ def _refuse_second_derivative(*_: object) -> Sequence[Tensor]:
 
 
 def _refuse_transforms(tensors: Sequence[Tensor | None]) -> None:
-    """torch.func.grad and forward mode would otherwise fail obscurely, or drop the tangent silently."""
+    """Refuse torch.func.grad and forward mode, which would otherwise fail obscurely or drop the tangent silently."""
     if torch_private.differentiated_by_functorch(*tensors):
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a torch.func transform (grad, vjp, jvp, hessian, ...)"))
     if torch_private.has_tangent(*tensors):
@@ -242,7 +242,7 @@ _define(
 
 
 def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """The batch as the first dimension; copied where the tokens would lie at more strides than every back end reads in place."""
+    """Return the batch as the first dimension, copied where the tokens would lie at more strides than every back end reads in place."""
     if x is None:
         return None
     if dim is None:
@@ -309,16 +309,16 @@ def flash_mhf(
     deterministic: bool | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e, without the T x d_ff intermediate (paper, section 3.2).
+    """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e without the T x d_ff intermediate (paper, section 3.2).
 
     Args:
         q: [..., H, d_h], any leading dimensions; bf16, fp16, fp32 or fp64 (which back end takes which: ``flashmhf.info``).
         k, u, v: [H_kv, E, d_e, d_h], contiguous, q's dtype. H is a multiple of H_kv; head h of q takes head h // (H / H_kv) of k, u, v.
-        r: gate values [..., H, E], float32 or q's dtype; None for weights 1.
+        r: gate values [..., H, E], float32 or q's dtype; None stands for weights of 1.
         backend: "auto" (the first of hopper, triton, eager that supports device, dtype and shape), one of these names, or "reference":
             the definition, which materialises T x d_ff per head and which PyTorch differentiates, transforms and exports in every way.
-        deterministic: bitwise equal gradients from run to run; None follows ``torch.are_deterministic_algorithms_enabled()``,
-            read now, not in backward.
+        deterministic: whether gradients are bitwise equal from run to run; None follows
+            ``torch.are_deterministic_algorithms_enabled()``, read now, not in backward.
         activation: "silu" (the paper's), "gelu" (with erf), "relu" or "relu2" (its square); hopper has "silu" only.
 
     Returns [..., H, d_h] in q's dtype, contiguous. Differentiable once in q, k, u, v, r; with backend="reference" any number of times.
@@ -347,7 +347,7 @@ def gated_flash_mhf(
     deterministic: bool | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """:func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H, d_h, E]."""
+    """Compute :func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H, d_h, E]."""
     if backend == REFERENCE:
         return _definition(_gated_forward, q, k, u, v, w, eps, activation=activation)
     return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)

@@ -33,13 +33,13 @@ def refuse_e4m3_projections(names: Iterable[str]) -> None:
 
 
 class Fp8FlashMHF(Contiguous):
-    """:class:`flashmhf.FlashMHF` for inference with K, U, V in e4m3; made by :func:`to_fp8`, whose errors the constructor raises.
+    """Run FlashMHF for inference with K, U and V in e4m3. :func:`to_fp8` makes it, and the constructor raises what that raises.
 
     State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj and out_proj as they were,
-    q_norm.weight where there is one. ``.to(dtype)`` and its kin leave the dtypes of packed weights.
+    q_norm.weight if there is one. ``.to(dtype)``, ``.half()`` and ``.float()`` do not change the packed weights.
 
-    A call raises ValueError where the last dimension of x is not d_model, NotImplementedError where x requires a gradient and gradients
-    are enabled.
+    A call raises ValueError if the last dimension of x is not d_model, NotImplementedError if x requires a gradient and gradients are
+    enabled.
     """
 
     k8: Tensor
@@ -75,7 +75,7 @@ class Fp8FlashMHF(Contiguous):
         return PackedWeights(self.k8, self.u8, self.v8, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., d_model] -> [..., d_model]."""
+        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         weights = self._plain_weights() if only_values_matter(x) else None
         if weights is None:
@@ -85,13 +85,13 @@ class Fp8FlashMHF(Contiguous):
         return layer.run(x, weights, self.backend)
 
     def _plain_weights(self) -> LayerWeights | None:
-        """As that of :class:`flashmhf.FlashMHF`."""
+        """Return the weights if the module is what its class says, else None."""
         if type(self) is not Fp8FlashMHF or any(name in self.__dict__ for name in _PARTS):
             return None
         return plain_layer(self, (self.k8, self.u8, self.v8, self.scales), self.router)
 
     def query(self, x: Tensor) -> Tensor:
-        """The operator's q [..., H, d_h] of x [..., d_model]."""
+        """Return the operator's q [..., H, d_h] for x [..., d_model]."""
         q = (x if self.in_proj is None else self.in_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
         return q if self.q_norm is None else self.q_norm(q)
 
@@ -133,24 +133,23 @@ class Fp8FlashMHF(Contiguous):
 def to_fp8(network: FlashMHF) -> Fp8FlashMHF:
     """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own. W_in and W_out keep their dtype.
 
-    Raises TypeError for anything but a FlashMHF and for weights of other dtypes than floating ones, ValueError for d_e or d_h that are no
-    multiples of 16 and for another activation than SiLU, NotImplementedError for a subclass with a forward of its own and for parameters
-    that are DTensors.
+    Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating, ValueError if d_e or d_h is not a multiple of 16 or
+    the activation is not SiLU, NotImplementedError for a subclass with a forward of its own and for parameters that are DTensors.
     """
     return Fp8FlashMHF(network).eval()
 
 
 def is_flashmhf(module: nn.Module, name: str = "") -> bool:
-    """Whether ``module`` is a FlashMHF: a ``filter_fn`` of torchao's ``quantize_``. ``name`` is unused."""
+    """Return whether ``module`` is a FlashMHF: a ``filter_fn`` of torchao's ``quantize_``. ``name`` is unused."""
     return isinstance(module, FlashMHF)
 
 
 def quantize_(model: nn.Module) -> list[str]:
-    """Replaces every FlashMHF in ``model`` by :func:`to_fp8` of it, in place; returns the names of the replaced modules.
+    """Replace every FlashMHF in ``model``, in place, by its FP8 module (:func:`to_fp8`) and return their names.
 
     The configuration of a transformers model records it, so that ``from_pretrained`` loads what ``save_pretrained`` then stores, once
-    ``flashmhf.models`` is imported. Raises TypeError for what is no module, and ValueError where ``model`` holds no FlashMHF or is one
-    itself: take :func:`to_fp8`.
+    ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a module, ValueError if it holds no FlashMHF or is one itself
+    (use :func:`to_fp8`).
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, FlashMHF):

@@ -18,12 +18,12 @@ V_MAX = 112.0  # of |v8|: a product with an a8 of 448 stays within fp16, in whic
 
 @dataclass(frozen=True, eq=False)  # equality of tensors is no bool
 class PackedWeights:
-    """What :func:`pack_fp8` makes.
+    """Hold K, U and V in e4m3 with their scales, as :func:`pack_fp8` returns them.
 
     k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], e4m3, last dimension permuted in blocks of 16. scales: [3, H_kv, E] fp32, factors
     of k8, u8 and v8; those of k8 are equal for all sub-networks of a head. layout: the version of this order.
 
-    Raises TypeError for what is no tensor; what takes the weights checks dtypes, shapes and layout.
+    Raises TypeError if an argument is not a tensor. Dtypes, shapes and layout are checked by the functions that take the weights.
     """
 
     k8: Tensor
@@ -40,19 +40,21 @@ class PackedWeights:
         return self.k8, self.u8, self.v8, self.scales
 
     def to(self, device: torch.device | str) -> PackedWeights:
-        """The same weights on ``device``; TypeError for what is no device, such as a dtype."""
+        """Return the same weights on ``device``. Raises TypeError if it is not a device."""
         checks.instance("device", device, (torch.device, str), "a torch.device or a str")
         return PackedWeights(*(x.to(device) for x in self.tensors), layout=self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors alone, for safetensors and torch.save."""
+        """Return the weights as a dict of tensors, for safetensors and torch.save."""
         named = dict(zip(("k8", "u8", "v8", "scales"), self.tensors, strict=True))
         return named | {"layout": torch.tensor([self.layout], dtype=torch.uint8)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> PackedWeights:
-        """Raises TypeError for what is no mapping and for dtypes, KeyError for a missing tensor, ValueError for another layout and for
-        shapes that do not belong together.
+        """Return the weights that :meth:`state_dict` stored.
+
+        Raises TypeError if ``state`` is not a mapping or a dtype is wrong, KeyError if a tensor is missing, ValueError for another
+        layout version and for shapes that do not fit each other.
         """
         checks.instance("state", state, Mapping, "a mapping of tensors")
         missing = [entry.name for entry in fields(cls) if entry.name not in state]
@@ -65,14 +67,14 @@ class PackedWeights:
 
 
 def check_layout(stored: Tensor) -> None:
-    """TypeError for what is no tensor, ValueError for another layout than this version's."""
+    """Raise TypeError if ``stored`` is not a tensor, ValueError if it is another layout version than this one's."""
     checks.tensors(layout=stored)
     if stored.numel() != 1 or stored.item() != LAYOUT:
         raise ValueError(f"layout is {stored.tolist()}; supported: [{LAYOUT}]. Pack the weights again with this version")
 
 
 def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of ``packed``; TypeError for another type, ValueError for another layout."""
+    """Return the tensors of ``packed``. Raises TypeError if it is not PackedWeights, ValueError for another layout version."""
     checks.instance("packed", packed, PackedWeights, "a flashmhf.quantize.PackedWeights")
     if packed.layout != LAYOUT:
         raise ValueError(f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack the weights again with this version")
@@ -81,13 +83,14 @@ def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
-    """K, U, V [H_kv, E, d_e, d_h] of any floating dtype -> packed weights on their device. No calibration data is needed.
+    """Pack K, U and V [H_kv, E, d_e, d_h] of any floating dtype into e4m3, on their device. No calibration data is needed.
 
     A scale follows the root mean square of its sub-network's weights, so that few outliers do not cost the others their bits; it grows
     where the largest weight would saturate, and for K and U where a row's norm would exceed 180. Weights that are NaN or infinite become
     NaN, which e4m3 has, and have no part in the scale.
 
-    Raises TypeError for dtypes and non-tensors, ValueError for shapes, devices, strides and sizes that are no multiples of 16.
+    Raises TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, devices and strides, and for d_e or d_h that are not
+    multiples of 16.
     """
     checks.strided(k=k, u=u, v=v)
     checks.weight_operands(k, u, v)
@@ -115,9 +118,10 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
 
 
 def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """(K, U, V) [H_kv, E, d_e, d_h] in ``dtype`` as the packed weights have them: e4m3 values times scales.
+    """Return (K, U, V) [H_kv, E, d_e, d_h] in ``dtype``: the e4m3 values times their scales.
 
-    Raises TypeError for what is no PackedWeights and for a ``dtype`` that is not floating, ValueError for another layout or shapes.
+    Raises TypeError if ``packed`` is not PackedWeights or ``dtype`` is not floating, ValueError for another layout version or wrong
+    shapes.
     """
     k8, u8, v8, scales = operands(packed)
     check_packed(k8, u8, v8, scales)
@@ -130,5 +134,5 @@ def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[T
 
 
 def _as_bytes(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """``change`` of an e4m3 tensor, which PyTorch indexes as bytes only."""
+    """Return ``change`` of an e4m3 tensor, which PyTorch indexes as bytes only."""
     return change(x.view(torch.uint8)).contiguous().view(E4M3)

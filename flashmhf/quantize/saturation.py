@@ -1,4 +1,4 @@
-"""How many values reach the limit of e4m3: a slow check, in float32, of single calls and of the calls of a model."""
+"""Counts of the values that reach the limit of e4m3: a slow check, in float32, of single calls and of the calls of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Counts = dict[str, tuple[int, int]]  # "k", "u", "v", "a": (elements at the limi
 
 @torch.no_grad()
 def count_saturated(q: Tensor, packed: PackedWeights) -> Counts:
-    """{"k", "u", "v", "a": (elements at the limit of e4m3, all elements)} for q [..., H, d_h]: a slow check, in float32.
+    """Count the elements at e4m3's limit: {"k", "u", "v", "a": (at the limit, all)} for q [..., H, d_h]. Slow: it computes in float32.
 
     "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm. Q cannot saturate:
     the largest value of a token and head becomes 4 at most.
@@ -46,7 +46,7 @@ def _of_call(q: Tensor, packed: PackedWeights) -> tuple[int, int]:
 
 @contextmanager
 def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
-    """Counts, in a ``with`` block, what saturates in the calls of every :class:`Fp8FlashMHF` of ``model``: a check mode.
+    """Count what saturates in every call of every :class:`Fp8FlashMHF` of ``model`` while a ``with`` block runs.
 
     ::
 
@@ -58,7 +58,7 @@ def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
     module that is not called. Outputs do not change. Each call computes A a second time, in float32 on its device, so that it takes many
     times as long. Compiled models run uncompiled in the block; calls replayed from a CUDA graph are not seen.
 
-    Raises TypeError for what is no module, and ValueError where ``model`` holds no Fp8FlashMHF.
+    Raises TypeError if ``model`` is not a module, ValueError if it holds no Fp8FlashMHF.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Fp8FlashMHF)}

@@ -14,9 +14,9 @@ from .modules import to_fp8
 
 @dataclass
 class Fp8Config(AOBaseConfig):
-    """FlashMHF networks in FP8, by ``torchao.quantization.quantize_(model, Fp8Config(), filter_fn=is_flashmhf)``.
+    """Put FlashMHF networks in FP8, by ``torchao.quantization.quantize_(model, Fp8Config(), filter_fn=is_flashmhf)``.
 
-    torchao's own ``filter_fn`` chooses linear layers, which this configuration does not quantise by themselves: it raises ValueError there.
+    torchao's own ``filter_fn`` chooses linear layers, which this configuration does not quantise by themselves: they raise ValueError.
     """
 
 
