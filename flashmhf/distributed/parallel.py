@@ -23,7 +23,7 @@ HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_p
 def placement_of(name: str) -> Placement:
     """Return where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism.
 
-    in_proj column-parallel, out_proj row-parallel, all else by heads; out_proj.bias is replicated.
+    in_proj is column-parallel, out_proj is row-parallel, all else is sharded by heads; out_proj.bias is replicated.
     """
     if name == "out_proj.weight":
         return Shard(1)
@@ -41,7 +41,7 @@ def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
 
 
 class HeadParallel(ParallelStyle):
-    """The style of :class:`flashmhf.FlashMHF` and :class:`flashmhf.MHFFN` for ``parallelize_module``: H / size heads per rank.
+    """Divide the heads of a :class:`flashmhf.FlashMHF` or :class:`flashmhf.MHFFN` over the ranks: a style for ``parallelize_module``.
 
     Every rank computes its heads of every token. The sum over the heads in out_proj is the one reduction of forward; the gradient
     of the input is the one of backward.
@@ -49,7 +49,7 @@ class HeadParallel(ParallelStyle):
     Args:
         input_layouts: the placement of the module's input: Replicate(), or Shard(dim) of a leading dimension for sequence parallelism,
             where an all-gather and a reduce-scatter stand for the all-reduce.
-        output_layouts: the placement of its output, alike.
+        output_layouts: the placement of the module's output: Replicate() or Shard(dim).
         use_local_output: return a tensor, not a DTensor.
 
     Raises TypeError for another module and ValueError if the mesh's size does not divide H.
@@ -122,12 +122,12 @@ def _reduce_in_place(out: DTensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _path(prefix: str, name: str) -> str:
-    """The path of a child; the root's own path is empty."""
+    """Return the path of a child; the root's own path is empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """Llama's attention by heads; transformers' forward takes the number of local heads from the projections' results."""
+    """Return the styles that divide Llama's attention by heads. transformers' forward counts local heads in the projections' results."""
     projections = ("q_proj", "k_proj", "v_proj")
     for name in projections:
         heads = module.get_submodule(name).out_features // module.head_dim
@@ -172,14 +172,15 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None = None, use_local_output: bool = True) -> nn.Module:
-    """Shard ``module`` in place over the ranks of ``mesh``, one dimension of a device mesh, and return it.
+    """Shard ``module`` in place over the ranks of ``mesh`` and return it.
 
     Args:
         module: a FlashMHF or an MHFFN, or a model that has some (see :func:`plan`). Parameters become DTensors; their values are
             those of the mesh's first rank.
-        mesh: of one dimension, e.g. ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))["tp"]``.
-        sequence_dim: of one network only: its input and output are sharded over this leading dimension (sequence parallelism).
-        use_local_output: of one network only: return a tensor, not a DTensor.
+        mesh: a device mesh of one dimension, for example ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))["tp"]``.
+        sequence_dim: for a single network, not a model: the leading dimension over which its input and output are sharded (sequence
+            parallelism).
+        use_local_output: for a single network, not a model: return a tensor, not a DTensor.
 
     Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with :func:`shard_placement`.
     The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
@@ -210,7 +211,7 @@ def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
     FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times the memory and
     the traffic. Dimensions that tensor parallelism shards already are taken with their local size.
 
-    Raises TypeError if size is not an integer, ValueError if it is below 1.
+    Raises TypeError if ``size`` is not an integer, ValueError if it is below 1.
     """
     size = positive("size", size)
 

@@ -48,7 +48,7 @@ class _MainGradForward(torch.autograd.Function):
 
 
 def _signal_accumulated(parameter: Tensor) -> Tensor | None:
-    """Megatron marks parameters whose hooks must still fire: they get the flag and a gradient without storage of its own."""
+    """Mark parameters whose hooks must still fire, as Megatron does: they get the flag and a gradient without storage of its own."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

@@ -53,8 +53,8 @@ def _part(name: str, whole: Tensor, rank: Rank) -> Tensor:
 def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor], shape: torch.Size) -> nn.Parameter:
     """Give ``parameter`` the attribute by which engines load it, ``weight_loader(parameter, whole)``, and return it.
 
-    ``part`` takes this rank's part of the checkpoint's tensor of ``shape``. The loader names the tensor where it raises: ValueError for
-    another shape, TypeError for packed weights in another dtype than e4m3 and the reverse.
+    ``part`` takes this rank's part of the checkpoint's tensor of ``shape``. The loader names the tensor in its errors: ValueError for
+    another shape, TypeError for packed weights that are not in e4m3 and for e4m3 in place of other weights.
     """
 
     def load(target: nn.Parameter, whole: Tensor) -> None:
@@ -73,13 +73,13 @@ def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor
 
 
 def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
-    """Leave the heads of one rank in ``network``, in place, and sum its result over the ranks. For inference.
+    """Leave the heads of one rank in ``network``, in place, and sum its result over the ranks, for inference.
 
     Args:
         network: a :class:`flashmhf.FlashMHF`, ``MHFFN``, ``ParametricKV`` or :class:`flashmhf.quantize.Fp8FlashMHF`. One on the meta
             device gets empty weights on the current default device.
-        rank: this process's.
-        prefix: stands before the parameters' names in messages, such as "model.layers.0.mlp.".
+        rank: the rank of this process.
+        prefix: the text before the parameters' names in messages, such as "model.layers.0.mlp.".
 
     in_proj is divided by rows of its weight, K, U, V, router and q_norm by heads, out_proj by columns. Buffers of packed weights become
     parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a checkpoint of the whole network loads

@@ -52,8 +52,8 @@ class TitanHeadRMSNorm(HeadRMSNorm, Module):
 class TitanFlashMHF(FlashMHF, Module):
     """FlashMHF with torchtitan's protocol: built from a configuration, sharded and initialised by it.
 
-    ``num_layers`` is that of the model, for the "balanced" initialisation. Under torchtitan's default SPMD backend a rank holds the
-    weights of its own heads as ordinary tensors; the network takes their number from them.
+    ``num_layers`` is the number of the model's layers, for the "balanced" initialisation. Under torchtitan's default SPMD backend a
+    rank holds the weights of its own heads as ordinary tensors. The network takes their number from them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -97,11 +97,11 @@ def feed_forward(
     """Return the configuration of a FlashMHF network in place of the SwiGLU ``cfg``.
 
     Args:
-        num_heads: None for heads of 128, or one head for narrower models.
-        subnet_dim: None for 8/3 d_h rounded up to a multiple of 64.
-        num_subnets: None for about the width of ``cfg``.
+        num_heads: H; None for heads of 128, or one head for narrower models.
+        subnet_dim: d_e; None for 8/3 d_h rounded up to a multiple of 64.
+        num_subnets: E; None for about the width of ``cfg``.
         q_norm, init: as in :class:`flashmhf.FlashMHF` and its ``reset_parameters``.
-        num_layers: of the model, for the "balanced" initialisation.
+        num_layers: the number of the model's layers, for the "balanced" initialisation.
 
     Raises TypeError for sizes that are not integers, ValueError for sizes below 1 and for a num_heads that does not divide the model's
     dimension.
@@ -131,7 +131,7 @@ def feed_forward(
 
 
 def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:
-    """K, U, V and the router by heads, in_proj by columns, out_proj by rows; x and the result lie as those of ``cfg``."""
+    """Shard K, U, V and the router by heads, in_proj by columns, out_proj by rows; x and the result lie as those of ``cfg``."""
     by_heads = dense_param_placement(tp=spmd.S(0))
     network.sharding_config = ShardingConfig(
         state_shardings={name: by_heads for name in ("k", "u", "v", "router")},

@@ -29,7 +29,7 @@ def _rank() -> Rank:
 
 
 class DenseMoE(llama.LlamaMLP):
-    """:class:`flashmhf.DenseMoE` with E / size sub-networks a rank: vLLM's merged gate and up projections, and the gate between."""
+    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank: vLLM's merged gate and up projections, and the gate between."""
 
     def __init__(self, config, prefix: str) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, "silu", prefix=prefix)
@@ -41,14 +41,14 @@ class DenseMoE(llama.LlamaMLP):
         self.router = loadable(router, f"{prefix}.router", lambda whole: whole, router.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, d_model] -> [T, d_model]."""
+        """Return the network's result [T, d_model] for x [T, d_model]."""
         r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)[:, self.first : self.first + self.count]
         activation = self.act_fn(self.gate_up_proj(x)[0]).unflatten(-1, (self.count, -1))
         return self.down_proj((activation * r[..., None].to(activation.dtype)).flatten(-2))[0]
 
 
 class NoNorm(nn.Module):
-    """In place of the feed-forward network's norm where the configuration has none; signature of vLLM's RMSNorm."""
+    """Stand in for the feed-forward network's norm if the configuration has none, with the signature of vLLM's RMSNorm."""
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual = x + residual

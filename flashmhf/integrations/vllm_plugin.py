@@ -1,4 +1,4 @@
-"""What vLLM's entry point ``vllm.general_plugins`` calls in every process, before a model class is imported.
+"""The plugin that vLLM loads by its entry point ``vllm.general_plugins`` in every process, before it imports a model class.
 
 It registers the configuration with transformers, and with vLLM the quantisation method "flashmhf_fp8" and, by name, the model class.
 """
@@ -26,9 +26,9 @@ def register() -> None:
 
 @register_quantization_config(METHOD)
 class FlashMHFFp8(QuantizationConfig):
-    """What vLLM asks of a checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded as it is.
+    """Answer what vLLM asks of a checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded as it is.
 
-    Raises ValueError without one: ``--quantization flashmhf_fp8`` quantises nothing by itself.
+    Raises ValueError if the checkpoint has none: ``--quantization flashmhf_fp8`` quantises nothing by itself.
     """
 
     def __init__(self, stored: dict[str, Any] | None = None) -> None:

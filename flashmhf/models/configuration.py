@@ -40,26 +40,26 @@ __all__ = [{", ".join(f'"{name}"' for name in AUTO_CLASSES.values())}]
 
 @strict
 class FlashMHFConfig(LlamaConfig):
-    """LlamaConfig with a choice of feed-forward network.
+    """Configure a Llama with a choice of feed-forward network.
 
     Args:
         ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
-        intermediate_size: width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
+        intermediate_size: the width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
         ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None for heads of 128.
         ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only; None for d_e near 8/3 d_h.
         ffn_num_kv_heads: heads of K, U and V, a divisor of H that neighbouring heads share; None for H. "mh_ffn", "flashmhf" only.
         ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
-        ffn_skip_linear: no W_in and W_out. These three are for "mh_ffn" and "flashmhf" only, and so is a hidden_act "gelu", "relu" or
-            "relu2" beside "silu".
-        ffn_router_eps: eps of the gate's normalisation.
-        ffn_norm: RMSNorm before the feed-forward network (official ``mhffnmoe_disable_original_mlp_rmsnorm`` is its negation).
+        ffn_skip_linear: leave out W_in and W_out. These three are for "mh_ffn" and "flashmhf" only, and so is a hidden_act "gelu", "relu"
+            or "relu2" beside "silu".
+        ffn_router_eps: the eps of the gate's normalisation.
+        ffn_norm: whether an RMSNorm precedes the feed-forward network (negates the official ``mhffnmoe_disable_original_mlp_rmsnorm``).
         ffn_init: "balanced" (unit variances, ours; see flashmhf.nn.init), "official" (the paper's code) or "normal" (initializer_range
             everywhere); None for "balanced", or "normal" with "pkv". The attention and the embedding are N(0, initializer_range) in all.
         ffn_official_init: arguments of flashmhf.nn.init.OfficialInit, the gains of "official".
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
-        mlp_bias: biases of the projections ("dense_moe" has none).
+        mlp_bias: give the projections biases ("dense_moe" has none).
 
-    Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of another type, sizes that do
+    Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of a wrong type, sizes that do
     not divide, and settings that the chosen network lacks. Its message names the setting.
     """
 

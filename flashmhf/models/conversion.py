@@ -111,8 +111,11 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
 
 
 def _official_init(official: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
-    """The gains with what the weights take in: the scale of the scores, of which the official initialisation divides out the square
-    root under apply_dot_scaling_theory, and initializer_range in units of ours. It divides the scale of the sum out of V altogether."""
+    """Return the gains with what the weights take in: the scale of the scores, and initializer_range in units of ours.
+
+    Under apply_dot_scaling_theory the official initialisation divides the square root of the scores' scale out. It divides the scale
+    of the sum out of V altogether.
+    """
     gains = {ours: float(settings.get(theirs, 1.0)) for theirs, ours in _GAINS.items()}
     score, _ = convert.official_scales(official)
     score = math.sqrt(score) if settings.get("apply_dot_scaling_theory") else score
@@ -165,7 +168,7 @@ def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
 
 
 def _split_layers(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Tensors outside the feed-forward networks, and those inside by the network's prefix."""
+    """Return the tensors outside the feed-forward networks, and those inside by the network's prefix."""
     outside, inside = {}, {}
     for name, tensor in state.items():
         prefix, mlp, rest = name.partition(".mlp.")
@@ -177,7 +180,7 @@ def _split_layers(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def _check_sizes(prefix: str, official: Mapping[str, Tensor], config: FlashMHFConfig) -> None:
-    """ValueError if one network's official weights have other sizes than the configuration."""
+    """Raise ValueError if one network's official weights have other sizes than the configuration."""
     heads, kv_heads = config.ffn_num_heads, config.ffn_num_kv_heads or config.ffn_num_heads
     convert.check_official(official, heads, config.ffn_num_subnets, kv_heads, config.ffn_skip_linear)
     found, expected = list(official["gate_weight"].shape), [config.intermediate_size, config.hidden_size // heads * kv_heads]
@@ -241,8 +244,8 @@ def load_official(
     """Load an official checkpoint directory (config.json and weights) as our model, in eval mode on the CPU.
 
     Args:
-        directory: holds config.json and the weights.
-        dtype: of the model; None for the stored one.
+        directory: the directory that holds config.json and the weights.
+        dtype: the model's dtype; None for the stored one.
         model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering for the official
             models with those heads.
 

@@ -38,7 +38,10 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "outpu
 
 
 class RefuseNotFinite(LogitsProcessor):
-    """Without it the likeliest token of NaN is a token like any other, and drawing one ends in an assertion on the device."""
+    """Raise ValueError for scores that are not finite.
+
+    Without it the likeliest token of NaN is a token like any other, and drawing one ends in an assertion on the device.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not scores.isfinite().all():
@@ -94,9 +97,10 @@ def _has_guests(model: PreTrainedModel, own: type[PreTrainedModel]) -> bool:
 
 
 class _Step:
-    """Buffers of fixed addresses, and the work of one token on them. ``report`` [2, B] holds the next tokens, and 1 where a sequence ended.
+    """Hold buffers of fixed addresses, and do the work of one token on them.
 
-    ``mask`` [B, 1, 1, cache length] is added to the attention's scores; ``slot`` [1] is the cache's next free place.
+    ``report`` [2, B] holds the next tokens, and 1 where a sequence ended. ``mask`` [B, 1, 1, cache length] is added to the attention's
+    scores. ``slot`` [1] is the cache's next free place.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class _Step:
         end: Tensor,
         padding: int,
     ) -> None:
-        """Takes the prompt through the model; ``report`` is its continuation. ``prompt`` has tokens [B, L], a mask of those that are not
+        """Take the prompt through the model; ``report`` is its continuation. ``prompt`` has tokens [B, L], a mask of those that are not
         padding, and positions [B or 1, L]; without positions tokens are counted from the first that is not padding."""
         self.model, self.cache, self.choose, self.end, self.padding = model, cache, choose, end, padding
         ids, attention_mask, positions = prompt
@@ -145,7 +149,7 @@ class _Step:
 
 
 def _drawn(scores: Tensor) -> Tensor:
-    """A draw from softmax(scores): argmax of p / Exp(1). torch.multinomial looks at its input from the host."""
+    """Draw from softmax(scores): argmax of p / Exp(1). torch.multinomial looks at its input from the host."""
     return (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
 
 
@@ -166,7 +170,7 @@ class _Reports:
         self.queued += 1
 
     def next(self) -> tuple[Tensor, bool]:
-        """(tokens [B], whether every sequence has ended) of the oldest step. Raises ValueError where logits were not finite."""
+        """Return (tokens [B], whether every sequence has ended) of the oldest step. Raises ValueError if logits were not finite."""
         place = self.read % 2
         self.read += 1
         if self.copied[place] is not None:
@@ -186,9 +190,9 @@ def decode(
     streamer,
     settings: dict,
 ) -> Tensor:
-    """``generate``'s result [B, L + new tokens] for arguments that :func:`takes` accepts.
+    """Return ``generate``'s result [B, L + new tokens] for arguments that :func:`takes` accepts.
 
-    Raises ValueError where the model's logits are not finite, and for a cache that is too short.
+    Raises ValueError if the model's logits are not finite or the cache is too short.
     """
     warpers = [processor for processor in processors if not isinstance(processor, RefuseNotFinite)]
     pick = _drawn if config.do_sample else partial(torch.argmax, dim=-1)

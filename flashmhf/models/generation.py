@@ -29,12 +29,12 @@ def generate(
     seed: int | None = None,
     streamer: TextStreamer | None = None,
 ) -> str:
-    """Return the continuation of ``prompt``, without it; temperature 0 takes the likeliest token.
+    """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token.
 
     A model of this package on a GPU decodes with a static cache by CUDA graphs (flashmhf.models.decoding).
 
     An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for
-    settings out of range, a prompt without room or that is not Unicode, and a model whose probabilities are not finite.
+    settings out of range, a prompt that leaves no room or is not Unicode, and a model whose probabilities are not finite.
     """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"temperature is {temperature}; supported: 0, and finite numbers from {LOWEST_TEMPERATURE} on")

@@ -1,4 +1,4 @@
-"""The one checked way from a directory to a language model: whatever this package writes or converts, or a refusal."""
+"""The one checked way from a directory to a language model: it loads all that this package writes or converts, or refuses."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     Args:
         directory: a directory that ``save_pretrained`` wrote (also of a model with packed FP8 weights, or one that
             :func:`flashmhf.replace_ffn` has changed), an official checkpoint, or a name of the Hugging Face hub.
-        dtype: of the weights; None for the stored one. Packed weights keep theirs.
+        dtype: the dtype that the weights are loaded in; None for the stored one. Packed weights keep theirs.
 
     transformers' own ``from_pretrained`` draws a missing weight at random and warns; for a model that ``replace_ffn`` has changed it draws
     SwiGLU networks. Here nothing is drawn.
 
     Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for missing weights;
-    OSError where there is no model.
+    OSError if the directory holds no model.
     """
     try:
         if is_official(directory):

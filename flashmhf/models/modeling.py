@@ -61,7 +61,7 @@ def check_complete(source: object, missing: Iterable[str]) -> None:
 
 
 class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's, with frequencies that stay float32 when the model is converted to 16 bits.
+    """Llama's rotary embedding with frequencies that stay float32 when the model is converted to 16 bits.
 
     bf16 frequencies put the angles of positions above 2048 wrong by more than a radian.
     """
@@ -77,10 +77,10 @@ class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class FlashMHFRMSNorm(LlamaRMSNorm):
-    """Llama's; eager inference takes PyTorch's one kernel instead of six, and rounds once. Training keeps Llama's arithmetic."""
+    """Llama's norm. Eager inference takes PyTorch's one kernel instead of six and rounds once. Training keeps Llama's arithmetic."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size] -> the same."""
+        """Return x [..., hidden_size] normalised."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype != self.weight.dtype:
             return super().forward(x)
         return torch.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
@@ -136,7 +136,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
 
 class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
-    """Predicts the next token: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in nats per token."""
+    """Predict the next token: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in nats per token."""
 
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
@@ -146,7 +146,7 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **model_kwargs):
-        """transformers' loop over tokens, or with a static cache :func:`flashmhf.models.decoding.decode`."""
+        """Run transformers' loop over tokens, or with a static cache :func:`flashmhf.models.decoding.decode`."""
         if decoding.takes(self, FlashMHFForCausalLM, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs):
             return decoding.decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         return super()._sample(
@@ -155,12 +155,12 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
 
 
 class FlashMHFForSequenceClassification(GenericForSequenceClassification, FlashMHFPreTrainedModel):
-    """Labels of a whole sequence from its last token (transformers' head)."""
+    """Label a whole sequence from its last token (transformers' head)."""
 
 
 class FlashMHFForTokenClassification(GenericForTokenClassification, FlashMHFPreTrainedModel):
-    """A label for every token (transformers' head)."""
+    """Label every token (transformers' head)."""
 
 
 class FlashMHFForQuestionAnswering(GenericForQuestionAnswering, FlashMHFPreTrainedModel):
-    """Start and end of an answer within the sequence (transformers' head)."""
+    """Find start and end of an answer within the sequence (transformers' head)."""

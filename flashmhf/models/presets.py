@@ -8,8 +8,8 @@ from the configurations, those of FlashMHF with the weights of the per-head RMSN
 Entries without a printed count complete the grid: the paper names these models but not all of their sizes, and here they are set
 to the parameters of that scale's baseline.
 
-The paper's: sizes, vocabulary, batch, context, learning rate and steps of the presets; betas, weight decay, gradient clipping, warm-up
-share and cosine schedule of ``flashmhf_recipes``' options. Ours: the initialisation (``ffn_init="balanced"``), the lower learning rate
+The paper gives sizes, vocabulary, batch, context, learning rate and steps of the presets; betas, weight decay, gradient clipping, warm-up
+share and cosine schedule of ``flashmhf_recipes``' options. Ours are the initialisation (``ffn_init="balanced"``), the lower learning rate
 of FlashMHF's projections (``Options.param_groups``) and the scale "tiny". ``ffn_init="official"`` and ``param_groups=False`` are the
 paper's.
 """

@@ -24,16 +24,16 @@ _STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "
 
 @register_quantization_config(METHOD)
 class FlashMHFFp8Config(QuantizationConfigMixin):
-    """``quantization_config`` of a model whose FlashMHF networks are in FP8 (:func:`flashmhf.quantize.to_fp8`).
+    """Describe a model whose FlashMHF networks are in FP8, as its ``quantization_config`` (:func:`flashmhf.quantize.to_fp8`).
 
     ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantises while it loads; ``save_pretrained`` then stores the
     packed weights and this configuration, and ``from_pretrained`` of that directory needs no argument. Such a model serves inference: no
     parameter requires a gradient.
 
     Args:
-        layout: version of the packed weights; only this version's loads.
+        layout: the version of the packed weights' layout; only this version's loads.
         quant_method: "flashmhf_fp8", as config.json has it.
-        projections: False, as configurations of development versions have it; they stored W_in and W_out in e4m3 where it was True.
+        projections: must be False; W_in and W_out are not quantised.
 
     Raises ValueError for another value of any of them.
     """
@@ -53,7 +53,7 @@ class FlashMHFFp8Config(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class FlashMHFFp8Quantizer(HfQuantizer):
-    """Packs after the weights are loaded, or loads packed weights into empty FP8 networks."""
+    """Pack after the weights are loaded, or load packed weights into empty FP8 networks."""
 
     quantization_config: FlashMHFFp8Config
     is_trainable = False

@@ -38,7 +38,7 @@ def _draw_with_model(model: PreTrainedModel) -> None:
 
 
 def _init_weights(self: PreTrainedModel, module: nn.Module) -> None:
-    """The model's own, which does not know FlashMHF. transformers leaves loaded tensors alone, whatever draws them."""
+    """Draw FlashMHF networks, which the model's own method does not know. transformers leaves loaded tensors alone, whatever draws them."""
     if isinstance(module, (FlashMHF, Projection, HeadRMSNorm)):
         module.reset_parameters()
     else:
@@ -46,7 +46,7 @@ def _init_weights(self: PreTrainedModel, module: nn.Module) -> None:
 
 
 def _settings(network: FlashMHF) -> dict[str, Any]:
-    """The arguments that make such a network again, without device and dtype; JSON can hold them."""
+    """Return the arguments that make such a network again, without device and dtype; JSON can hold them."""
     names = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
     bias = not network.skip_linear and network.in_proj.bias is not None
     settings = {name: getattr(network, name) for name in names} | {"bias": bias}
@@ -62,14 +62,14 @@ def _rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
 
 
 def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs):
-    """``from_pretrained`` for a model that was saved after :func:`flashmhf.replace_ffn`; transformers' own does not know of it.
+    """Load a model that was saved after :func:`flashmhf.replace_ffn`, which transformers' own ``from_pretrained`` cannot.
 
     A missing weight is drawn as ``replace_ffn`` draws it, and reported as ``from_pretrained`` does; :func:`flashmhf.models.load` refuses.
 
     Args:
-        directory: where ``save_pretrained`` wrote the model, or a name of the Hugging Face hub.
+        directory: the directory that ``save_pretrained`` wrote, or a name of the Hugging Face hub.
         model_class: the class to load; None for the one that saved it.
-        kwargs: of ``from_pretrained`` (dtype, device_map, …).
+        kwargs: further arguments of ``from_pretrained`` (dtype, device_map, …).
 
     Returns what ``from_pretrained`` does: a model of transformers' class in eval mode. Raises ValueError for a model without replaced
     networks and for recorded names that it lacks, NotImplementedError for a class that is not transformers' own.
@@ -113,7 +113,7 @@ def _put_networks(model: PreTrainedModel, networks: dict[str, dict]) -> None:
 
 
 def _name_in(model: nn.Module, recorded: str) -> str:
-    """The recorded name, with or without the name of the inner model: replace_ffn may have seen that one alone."""
+    """Return the recorded name, with or without the name of the inner model: replace_ffn may have seen that one alone."""
     prefix = getattr(model, "base_model_prefix", "") + "."
     candidates = (recorded, prefix + recorded, recorded.removeprefix(prefix))
     modules = dict(model.named_modules())
