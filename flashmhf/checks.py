@@ -22,20 +22,20 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def instance(name: str, value: object, kind: type | tuple[type, ...], shown: str) -> None:
-    """TypeError for a value of another type than ``kind``, which the message calls ``shown``."""
+    """Raise TypeError for a value of another type than ``kind``, which the message calls ``shown``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {shown}, got {type(value).__name__}")
 
 
 def tensors(**arguments: object) -> None:
-    """TypeError for the first argument that is not a tensor."""
+    """Raise TypeError for the first argument that is not a tensor."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):  # on every call's way: without another call
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def strided(**arguments: object) -> None:
-    """TypeError for the first argument that is not a tensor of dense memory; the dispatcher would not name it."""
+    """Raise TypeError for the first argument that is not a tensor of dense memory; the dispatcher would not name it."""
     tensors(**arguments)
     for name, value in arguments.items():
         if value.is_nested:  # some of these have the strided layout
@@ -45,13 +45,13 @@ def strided(**arguments: object) -> None:
 
 
 def options(**arguments: tuple[object, type]) -> None:
-    """TypeError for the first argument (value, type) whose value is no instance of its type; the dispatcher would say RuntimeError."""
+    """Raise TypeError for the first argument (value, type) whose value is not of its type; the dispatcher would say RuntimeError."""
     for name, (value, kind) in arguments.items():
         instance(name, value, kind, f"a {kind.__name__}")
 
 
 def real(**arguments: object) -> None:
-    """TypeError for the first argument that is not a real number."""
+    """Raise TypeError for the first argument that is not a real number."""
     for name, value in arguments.items():
         instance(name, value, Real, "a float")
 
@@ -110,16 +110,16 @@ def _networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous
 
 
 def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
-    """k, u, v [H_kv, E, d_e, d_h], contiguous, of one floating dtype on one device."""
+    """Refuse all but k, u, v [H_kv, E, d_e, d_h], contiguous, of one floating dtype on one device."""
     floating("k", k)
     weight_shape(k)
     _networks(k, u, v, k, "k")
 
 
 def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
-    """q [..., H, d_h] and k, u, v [H_kv, E, d_e, d_h] of one dtype on one device, H a multiple of H_kv.
+    """Refuse all but q [..., H, d_h] and k, u, v [H_kv, E, d_e, d_h] of one dtype on one device, H a multiple of H_kv.
 
-    k, u, v are contiguous unless ``contiguous`` is False. The dispatcher lets None pass for a tensor.
+    k, u, v must be contiguous unless ``contiguous`` is False. The dispatcher lets None pass for a tensor.
     """
     tensors(q=q, k=k, u=u, v=v)
     floating("q", q)
@@ -146,7 +146,7 @@ def epsilon(name: str, value: float) -> None:
 
 
 def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
-    """w [H, d_h, E], float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k where given."""
+    """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k if it is given."""
     tensors(w=w)
     epsilon("eps", eps)
     expect_dtype("w", w, q, or_float32=True)
@@ -160,7 +160,7 @@ def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contigu
 
 
 def gate(q: Tensor, k: Tensor, r: Tensor | tuple[Tensor, float] | None, *, contiguous: bool = True) -> None:
-    """r [..., H, E] with q's leading dimensions, float32 or q's dtype; a router's w and eps; or None."""
+    """Refuse all but r [..., H, E] with q's leading dimensions, float32 or q's dtype; a router's w and eps; or None."""
     if isinstance(r, tuple):
         router(q, *r, k, contiguous=contiguous)
     elif r is not None:
@@ -168,7 +168,7 @@ def gate(q: Tensor, k: Tensor, r: Tensor | tuple[Tensor, float] | None, *, conti
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
-    """Weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its device."""
+    """Refuse all but a weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its device."""
     given = {f"{name}_w": weight} | ({} if bias is None else {f"{name}_bias": bias})
     for argument, tensor in given.items():
         expect_dtype(argument, tensor, x, of="x")
@@ -178,7 +178,7 @@ def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> Non
 
 
 def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> None:
-    """Weight [H, d_h] of the heads' RMS normalisation, of any floating dtype."""
+    """Refuse all but a weight [H, d_h] of the heads' RMS normalisation, of any floating dtype."""
     if q_norm is None:
         return
     floating("q_norm", q_norm)
@@ -187,13 +187,13 @@ def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> No
 
 
 def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
-    """grad_out with q's shape, dtype and device; any strides."""
+    """Refuse a grad_out of another shape, dtype or device than q; any strides will do."""
     tensors(grad_out=grad_out)
     expect_like("grad_out", grad_out, q, q.shape, "q's shape")
 
 
 def accumulators(k: Tensor, **buffers: Tensor) -> None:
-    """Contiguous buffers of k's shape, float32 (float64 for float64 operands), that weight gradients are added into."""
+    """Refuse all but contiguous buffers of k's shape, float32 (float64 for float64 operands), that weight gradients are added into."""
     tensors(**buffers)
     expected = accumulate_dtype(k.dtype)
     for name, buffer in buffers.items():

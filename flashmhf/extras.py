@@ -20,7 +20,7 @@ EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "lm_eval": "eval", "spmd_types": "titan"
 
 
 def advice(user: str, module: str | None) -> str | None:
-    """``user`` needs the module's package, and the command that installs it; None for a module that no extra brings."""
+    """Return that ``user`` needs the module's package, and the command that installs it, or None for a module that no extra brings."""
     package = (module or "").partition(".")[0]
     extra = EXTRA_OF.get(package)
     return f"{user} needs {package}: pip install 'flashmhf[{extra}]'" if extra else None

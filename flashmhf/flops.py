@@ -1,4 +1,4 @@
-"""Floating-point operations of the operators, for ``torch.utils.flop_counter.FlopCounterMode``, which counts none of what it does not know.
+"""Floating-point operations of the operators, which ``torch.utils.flop_counter.FlopCounterMode`` does not know by itself.
 
 A product of [m, k] and [k, n] is 2 m k n operations; elementwise work is not counted. What backward recomputes is, as PyTorch counts it
 for its own attention. An operator that meets a counter makes its formula known to it.
@@ -22,50 +22,50 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def product(q: Shape, k: Shape) -> int:
-    """One product of Q [..., H, d_h] with a weight [H_kv, E, d_e, d_h]."""
+    """Count one product of Q [..., H, d_h] with a weight [H_kv, E, d_e, d_h]."""
     return 2 * math.prod(q) * k[1] * k[2]
 
 
 def router_product(q: Shape, k: Shape) -> int:
-    """P = Q W of the router [H, d_h, E]."""
+    """Count P = Q W of the router [H, d_h, E]."""
     return 2 * math.prod(q) * k[1]
 
 
 def forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
-    """Q K^T, Q U^T and the product with V: 6 T H d_h E d_e."""
+    """Count Q K^T, Q U^T and the product with V: 6 T H d_h E d_e."""
     return 3 * product(q, k)
 
 
 def gated_forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
-    """:func:`forward` and the router: 2 T H d_h E more."""
+    """Count :func:`forward` and the router: 2 T H d_h E more."""
     return 3 * product(q, k) + router_product(q, k)
 
 
 def _products_of_backward(needs: Sequence[bool]) -> int:
-    """Of eight: Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the weights'."""
+    """Count the products, of eight: Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the weights'."""
     tokens, weights = needs
     return 3 * (tokens or weights) + 2 * tokens + 3 * weights
 
 
 def backward(grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object) -> int:
-    """16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares."""
+    """Count 16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares."""
     return _products_of_backward(needs) * product(q, k)
 
 
 def gated_backward(grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object) -> int:
-    """:func:`backward`, the router's product again, and one product for each of its gradients."""
+    """Count :func:`backward`, the router's product again, and one product for each of its gradients."""
     tokens, weights = needs
     router_products = (tokens or weights) + tokens + weights
     return _products_of_backward(needs) * product(q, k) + router_products * router_product(q, k)
 
 
 def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
-    """x W^T of x [..., K] and w [N, K]."""
+    """Count x W^T of x [..., K] and w [N, K]."""
     return 2 * math.prod(x) * w[0]
 
 
 def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: bool = False, **kwargs: object) -> int:
-    """:func:`gated_forward` (without a router :func:`forward`) and both projections. ``fp8``: of ``fp8_layer``, which has scales too."""
+    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections. ``fp8``: for ``fp8_layer``, with its scales."""
     w, _, out_w = rest[3:6] if fp8 else rest[2:5]
     q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
     mixed = forward(q, k) if w is None else gated_forward(q, k)

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """torch.cuda.graph(graph) without the cyclic garbage collector.
+    """Capture as torch.cuda.graph(graph) does, without the cyclic garbage collector.
 
     The collector may run at any allocation of a Python object. An older graph that it frees during a capture is reset, which CUDA forbids
     then: the capture fails with "operation failed due to a previous error during capture".

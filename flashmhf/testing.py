@@ -1,4 +1,4 @@
-"""What every check of a result shares: random inputs, float64 references, the error measure, the limits, NaN-poisoned memory.
+"""The tools that every check of a result shares: random inputs, float64 references, the error measure, the limits, NaN-poisoned memory.
 
 The one numeric rule: the relative L2 error against float64 is at most that of the materialising PyTorch code in the same precision
 and, on the fused GPU back ends, at most LIMITS. An error below FLOOR always passes: summing in fp32 (fp64) costs it in any order.
@@ -25,7 +25,7 @@ TINY, TINY_FACTOR, TINY_LIMITS = 256, 4.0, {torch.bfloat16: 0.065, torch.float16
 
 
 def relative_l2(actual: Tensor, exact: Tensor) -> float:
-    """||actual - exact|| / ||exact|| in float64; infinite for anything not finite or of another shape."""
+    """Return ||actual - exact|| / ||exact|| in float64; infinite for anything not finite or of another shape."""
     if actual.shape != exact.shape or not torch.isfinite(actual).all():
         return math.inf
     difference, norm = (actual.double() - exact).norm().item(), exact.norm().item()
@@ -33,7 +33,7 @@ def relative_l2(actual: Tensor, exact: Tensor) -> float:
 
 
 def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: bool, few_tokens: bool = False) -> float:
-    """The largest relative L2 error that passes for a result of this dtype.
+    """Return the largest relative L2 error that passes for a result of this dtype.
 
     baseline: the materialising result in the same precision; exact: that in float64. fixed_limits: LIMITS apply, too (fused GPU back
     ends). few_tokens: the tensor is a weight gradient of few tokens, so it has few independent errors and they scatter.
@@ -49,7 +49,7 @@ def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: 
 
 
 def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) -> float:
-    """The largest error of a fused GPU back end for a tensor of so many elements; for inputs too large to materialise a baseline."""
+    """Return the largest error of a fused GPU back end for a tensor of so many elements; for inputs too large to materialise a baseline."""
     if elements < TINY:
         return TINY_LIMITS[dtype]
     if few_tokens:
@@ -58,7 +58,7 @@ def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) 
 
 
 def assert_accurate(name: str, actual: Tensor, baseline: Tensor, exact: Tensor, *, fixed_limits: bool, few_tokens: bool = False) -> None:
-    """Raises AssertionError when ``actual`` exceeds :func:`limit`."""
+    """Raise AssertionError if ``actual`` exceeds :func:`limit`."""
     allowed = limit(baseline, exact, actual.dtype, fixed_limits=fixed_limits, few_tokens=few_tokens)
     error = relative_l2(actual, exact)
     if not error <= allowed:  # an assert statement would pass under python -O
@@ -67,7 +67,7 @@ def assert_accurate(name: str, actual: Tensor, baseline: Tensor, exact: Tensor, 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes shows."""
+    """Make uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -80,7 +80,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @dataclass
 class Problem:
-    """Inputs of the operator with the exact (float64) and the materialising same-precision results.
+    """Hold inputs of the operator with the exact (float64) and the materialising same-precision results.
 
     q, grad_out [..., H, d_h]; k, u, v [H_kv, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights; eps, the router's;
     activation, a name of ``reference.ACTIVATIONS``.
@@ -98,7 +98,7 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """H / H_kv, the heads that share a head of K, U and V."""
+        """Return H / H_kv, the heads that share a head of K, U and V."""
         return self.q.shape[-2] // self.k.shape[0]
 
     @property
@@ -106,7 +106,7 @@ class Problem:
         return self.q, self.k, self.u, self.v
 
     def _evaluate(self, function: Callable, *tensors) -> tuple:
-        """(materialising result in the inputs' precision, exact result in float64) of a reference function."""
+        """Return (materialising result in the inputs' precision, exact result in float64) of a reference function."""
         function = partial(function, activation=self.activation)
         exact = function(*(x.double() if isinstance(x, Tensor) else x for x in tensors))
         return function(*tensors), exact
@@ -118,7 +118,7 @@ class Problem:
         return self._evaluate(reference.backward, self.grad_out, *self.operands, self.r)
 
     def exact_forward(self, rows: Tensor) -> Tensor:
-        """float64 output [rows, H, d_h] of some tokens; one head at a time, so that long inputs fit in memory."""
+        """Return the float64 output [rows, H, d_h] of some tokens; one head at a time, so that long inputs fit in memory."""
         q, r = self.q.flatten(0, -3)[rows], None if self.r is None else self.r.flatten(0, -3)[rows]
         heads = []
         for head in range(q.shape[1]):
@@ -129,9 +129,9 @@ class Problem:
         return torch.cat(heads, 1)
 
     def exact_backward(self, head: int) -> tuple[Tensor, ...]:
-        """float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head; one sub-network at a time, so that long inputs fit.
+        """Return float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head, without groups (H_kv = H).
 
-        Without groups: H_kv = H.
+        It computes one sub-network at a time, so that long inputs fit.
         """
         one = slice(head, head + 1)
         grad_out, q = self.grad_out[..., one, :].double(), self.q[..., one, :].double()
@@ -145,11 +145,11 @@ class Problem:
         return sum(dq)[..., 0, :], *weights, dr[0] if self.r is None else torch.cat(dr, -1)[..., 0, :]
 
     def routed(self) -> Problem:
-        """The same problem with r by the router's definition from q and w, in float64."""
+        """Return the same problem with r by the router's definition from q and w, in float64."""
         return replace(self, r=reference.gate(self.q.double(), self.w.double(), self.eps))
 
     def exact_gated_backward(self, head: int) -> tuple[Tensor, ...]:
-        """As :meth:`exact_backward` with the router's part in dq, and dw [d_h, E] in place of dr."""
+        """Return what :meth:`exact_backward` does, with the router's part in dq, and dw [d_h, E] in place of dr."""
         one = slice(head, head + 1)
         dq, dk, du, dv, dr = self.routed().exact_backward(head)
         dq_gate, dw = reference.gate_backward(dr[..., None, :], self.q[..., one, :].double(), self.w[one].double(), self.eps)
@@ -163,14 +163,14 @@ class Problem:
 
 
 def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, activation: str = "silu") -> Tensor:
-    """Router and operator, materialised, in the inputs' precision."""
+    """Compute router and operator, materialised, in the inputs' precision."""
     return reference.forward(q, k, u, v, reference.gate(q, w, eps), activation=activation)
 
 
 def gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, activation: str = "silu"
 ) -> tuple[Tensor, ...]:
-    """dq, dk, du, dv, dw of :func:`gated_forward`."""
+    """Return dq, dk, du, dv, dw of :func:`gated_forward`."""
     r = reference.gate(q, w, eps)
     dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, r, activation=activation)
     dq_gate, dw = reference.gate_backward(dr, q, w, eps)
@@ -192,7 +192,7 @@ def problem(
     seed: int = 0,
     num_kv_heads: int | None = None,
 ) -> Problem:
-    """Fresh random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``.
+    """Draw random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``.
 
     leading: q's dimensions before the heads, or the number of tokens. gate: r's and w's dtype, "float32" or "same" as q; None: no r.
     num_kv_heads: H_kv; None for ``heads``.

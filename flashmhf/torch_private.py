@@ -33,39 +33,39 @@ _AUTOCAST = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torc
 
 
 def below_autograd() -> AbstractContextManager:
-    """Operator calls inside go to the kernels below autograd: what an autograd kernel calls itself by."""
+    """Send operator calls inside to the kernels below autograd: what an autograd kernel calls itself by."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def below_autocast() -> AbstractContextManager:
-    """Operator calls inside skip the autocast kernels."""
+    """Make operator calls inside skip the autocast kernels."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is enabled for a device type; is_autocast_enabled() alone raises for those without autocast, such as meta."""
+    """Return whether autocast is enabled for a device type; is_autocast_enabled() alone raises for those without autocast, such as meta."""
     # Dynamo of torch 2.10 cannot trace is_autocast_available().
     has_autocast = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
     return has_autocast and torch.is_autocast_enabled(device_type)
 
 
 def differentiated_by_functorch(*tensors: Tensor | None) -> bool:
-    """Whether a torch.func transform that differentiates (grad, vjp, jvp, hessian) wraps one of ``tensors``."""
+    """Return whether a torch.func transform that differentiates (grad, vjp, jvp, hessian) wraps one of ``tensors``."""
     return torch._C._are_functorch_transforms_active() and any(
         isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors
     )
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether one of ``tensors`` is a dual tensor of forward-mode differentiation."""
+    """Return whether one of ``tensors`` is a dual tensor of forward-mode differentiation."""
     return torch.autograd.forward_ad._current_level >= 0 and any(
         isinstance(x, Tensor) and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )
 
 
 def is_observed() -> bool:
-    """Whether something follows each call: a torch.func transform, forward-mode differentiation, a dispatch mode (FlopCounterMode, fake
-    tensors) or a function mode other than that of a default device."""
+    """Return whether something follows each call: a torch.func transform, forward-mode differentiation, a dispatch mode (FlopCounterMode,
+    fake tensors) or a function mode other than that of a default device."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
@@ -75,25 +75,25 @@ def is_observed() -> bool:
 
 
 def has_function_mode() -> bool:
-    """Whether a TorchFunctionMode is active that does more than place new tensors, as torch.set_default_device does."""
+    """Return whether a TorchFunctionMode is active that does more than place new tensors, as torch.set_default_device does."""
     return torch._C._len_torch_function_stack() > 0 and any(
         type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()
     )
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor, without importing their module: only who has imported it has DTensors."""
+    """Return whether ``tensor`` is a DTensor, without importing their module: only who has imported it has DTensors."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def has_global_hooks() -> bool:
-    """Whether forward hooks are registered for all modules."""
+    """Return whether forward hooks are registered for all modules."""
     return bool(module._global_forward_pre_hooks or module._global_forward_hooks)
 
 
 class DispatchRules(GenericTorchDispatchRuleHolder):
-    """What PyTorch asks before an operator's call reaches a dispatch mode or a tensor subclass, with answers for classes not imported yet.
+    """Answer PyTorch before an operator's call reaches a dispatch mode or a tensor subclass, also for classes not imported yet.
 
     Nothing is called for ordinary tensors, and no import of the class's module is awaited: whoever has its mode or tensor has imported it.
     """

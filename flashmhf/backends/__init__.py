@@ -1,4 +1,4 @@
-"""Which back end runs: the first of hopper, triton, eager that supports the device, dtype and shape, or the one asked for."""
+"""The choice of the back end: the first of hopper, triton, eager that supports the device, dtype and shape, or the one asked for."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def _select(known: dict[str, _T], order: tuple[str, ...], backend: str, device, 
 
 @functools.cache
 def _warn_hopper_unused(device: torch.device, reason: str) -> None:
-    """Once per reason: a Hopper GPU without the Hopper kernels is slower than its owner expects."""
+    """Warn once per reason: a Hopper GPU without the Hopper kernels is slower than its owner expects."""
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == hopper.CAPABILITY:
         warnings.warn(f"flashmhf: this Hopper GPU does not get the hopper back end: {reason}", stacklevel=2)
 
 
 @dataclass(frozen=True)
 class Info:
-    """What :func:`info` found: the back end chosen, and for every back end why it is not usable (None: usable).
+    """Hold what :func:`info` found: the back end chosen (None if no tensors were given), and why each cannot be used (None if it can).
 
     ``other_devices`` has the same reasons for each CUDA device that :func:`info` was not asked about, by "cuda:INDEX (NAME)".
     """
@@ -100,12 +100,13 @@ def _device_name(device: torch.device) -> str:
 
 
 def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None, *, activation: str = "silu") -> Info:
-    """Which back end serves q [..., H, d_h] and k [H_kv, E, d_e, d_h], and why each other does not.
+    """Return which back end serves q [..., H, d_h] and k [H_kv, E, d_e, d_h] with this activation, and why each of the others does not.
 
-    Without arguments: what this machine has, judged by the current CUDA device (else the CPU) with bf16 (fp32 on a CPU), d_h = 128 and
+    Without q and k it returns what this machine has, for the current CUDA device with bf16, or else for the CPU with fp32, d_h = 128 and
     d_e = 384; ``other_devices`` has the other CUDA devices. This initialises CUDA in the process, after which a fork cannot use CUDA.
 
-    Raises TypeError for dtypes and non-tensors, ValueError for shapes, strides and devices, and for one argument without the other.
+    Raises TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, strides and devices, an unknown activation, and q
+    without k or k without q.
     """
     if (q is None) != (k is None):
         raise ValueError(f"{'q' if q is None else 'k'} is None; info takes both q and k, or neither")

@@ -1,4 +1,4 @@
-"""What a back end provides. A back end is a module; :class:`Backend` is the type that every such module satisfies.
+"""The interface of a back end. A back end is a module; :class:`Backend` is the type that every such module satisfies.
 
 The operators of ``flashmhf.ops.mix`` check their arguments, select a back end and call it with tensors on one device. A back end reads no
 global state but the current stream, and neither copies q nor synchronises with the device.
@@ -40,7 +40,7 @@ class LayerWeights(NamedTuple):
         return len(self.mix) == 4
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields every tensor there is."""
+        """Yield every tensor there is."""
         for value in (*self.in_proj, *self.mix, self.router, *self.out_proj, self.q_norm):
             if value is not None:
                 yield value
@@ -53,7 +53,7 @@ class Router(NamedTuple):
     eps: float
 
 
-Gate = Tensor | Router | None  # R [..., H, E] itself, what it follows from, or None for weights 1
+Gate = Tensor | Router | None  # R [..., H, E] itself, what it follows from, or None, which stands for weights of 1
 
 
 class Settings(NamedTuple):
@@ -74,14 +74,14 @@ WeightGrads = tuple[Tensor, Tensor, Tensor]
 
 
 class AnyBackend(Protocol):
-    """What 16-bit and FP8 back ends have in common."""
+    """The functions that 16-bit and FP8 back ends have in common."""
 
     def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
         """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
         ...
 
     def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
-        """The whole layer at inference by one call, [..., d_model] -> [..., d_model], without autograd.
+        """Return the whole layer at inference by one call, [..., d_model] for x [..., d_model], without autograd.
 
         Returns None if the back end has no such operator or cannot read these tensors as they are. The caller then runs the parts.
         """
@@ -96,13 +96,13 @@ class Backend(AnyBackend, Protocol):
     """
 
     def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
-        """S [..., H, d_h] in q's dtype, contiguous."""
+        """Return S [..., H, d_h] in q's dtype, contiguous."""
         ...
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: WeightGrads | None = None
     ) -> Gradients:
-        """(dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
+        """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
 
         dk, du and dv are new tensors in k's dtype, or are added to those of ``into``, which are fp32 (fp64 for fp64 operands). An empty
         tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
@@ -114,13 +114,13 @@ class Fp8Backend(AnyBackend, Protocol):
     """A back end for K, U and V in e4m3. Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``; activations are SiLU."""
 
     def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
-        """S [..., H, d_h] in q's dtype, contiguous."""
+        """Return S [..., H, d_h] in q's dtype, contiguous."""
         ...
 
 
 def layer(x: Tensor, weights: LayerWeights) -> None:
-    """For a back end without an operator for the whole layer: the caller runs its parts."""
+    """Return None, for a back end without an operator for the whole layer: the caller runs its parts."""
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> None:
-    """For a back end that runs on every device, with every floating dtype, size and activation."""
+    """Return None, for a back end that runs on every device, with every floating dtype, size and activation."""

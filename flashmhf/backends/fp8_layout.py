@@ -1,4 +1,4 @@
-"""What packed FP8 weights look like: their dtype, the order of their columns, and the checks of their tensors.
+"""The layout of packed FP8 weights: their dtype, the order of their columns, and the checks of their tensors.
 
 In each block of 16 columns, place 4t + i holds column 2t + i for i < 2 and column 8 + 2t + i - 2 for i >= 2. What a thread of the Hopper
 kernel holds of Q or of the products Q K^T and Q U^T is then its operand of the next product, without exchange between threads.
@@ -18,18 +18,18 @@ TINIEST_SCALE = 1e-30
 
 
 def permutation(columns: int, device: torch.device | None = None) -> Tensor:
-    """[columns]: the column that stands at each place."""
+    """Return [columns]: the column that stands at each place."""
     place = torch.tensor([2 * t + i if i < 2 else 8 + 2 * t + i - 2 for t in range(4) for i in range(4)], device=device)
     return (torch.arange(0, columns, BLOCK, device=device)[:, None] + place).flatten()
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Rounds to e4m3; values beyond +-448 saturate, NaN stays."""
+    """Round to e4m3; values beyond +-448 saturate, NaN stays."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
-    """TypeError for dtypes, ValueError for shapes, strides and devices of packed weights."""
+    """Raise TypeError for wrong dtypes, ValueError for wrong shapes, strides and devices of packed weights."""
     checks.tensors(k8=k8, u8=u8, v8=v8, scales=scales)
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
         if tensor.dtype != E4M3:

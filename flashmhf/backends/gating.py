@@ -22,7 +22,7 @@ def _blocks(tokens: int) -> list[slice]:
 
 
 def gate(q: Tensor, w: Tensor, eps: float) -> Tensor:
-    """R [..., H, E] in the accumulation dtype, without autograd."""
+    """Return R [..., H, E] in the accumulation dtype, without autograd."""
     r = torch.empty((*q.shape[:-1], w.shape[2]), dtype=reference.accumulate_dtype(q.dtype), device=q.device)
     rows, r_rows = TokenRows(q), r.view(-1, *r.shape[-2:])
     for block in _blocks(token_count(q)):
@@ -31,7 +31,7 @@ def gate(q: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, needs_weights: bool) -> Tensor:
-    """Adds the router's part into dq [..., H, d_h] (contiguous) and returns dw in w's dtype (an empty tensor if not needed)."""
+    """Add the router's part into dq [..., H, d_h] (contiguous) and return dw in w's dtype (an empty tensor if not needed)."""
     rows, grad_rows, dq_rows = TokenRows(q), grad_r.view(-1, *grad_r.shape[-2:]), dq.view(-1, *dq.shape[-2:])
     total = torch.zeros(w.shape, dtype=reference.accumulate_dtype(q.dtype), device=w.device)
     for block in _blocks(token_count(q)):
@@ -42,12 +42,12 @@ def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, 
 
 
 def values(q: Tensor, r: Gate) -> Tensor | None:
-    """R, computed if the gate is a router."""
+    """Return R, computed if the gate is a router."""
     return gate(q, *r) if isinstance(r, Router) else r
 
 
 def through_router(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """A back end's ``backward`` from one that takes R and the dtype of dq.
+    """Return a back end's ``backward`` from one that takes R and the dtype of dq.
 
     dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
     """

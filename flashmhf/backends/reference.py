@@ -13,7 +13,7 @@ from .contract import Gate, Gradients, Router, Settings, WeightGrads, layer, why
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
+    """Return S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
     r = reference.gate(q, *r) if isinstance(r, Router) else r
     return reference.forward(q, k, u, v, r, activation=settings.activation).contiguous()
 
@@ -35,7 +35,7 @@ def backward(
 
 
 def _select(q: Tensor, needs: tuple[bool, bool], tokens: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The first of ``tokens``, ``weights``, the rest of ``tokens``; contiguous, and empty where not needed."""
+    """Return the first of ``tokens``, ``weights``, the rest of ``tokens``; contiguous, and empty where not needed."""
     none = q.new_empty(0)
     first, *rest = (x.contiguous() if needs[0] else none for x in tokens)
     return (first, *(x.contiguous() if needs[1] else none for x in weights), *rest)

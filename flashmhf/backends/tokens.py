@@ -13,7 +13,7 @@ def token_count(x: Tensor) -> int:
 
 
 def collapse(x: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of x's leading dimensions [..., H, d], outermost first, with neighbours merged where one stride covers both.
+    """Return (size, stride) of x's leading dimensions [..., H, d], outermost first, with neighbours merged where one stride covers both.
 
     Dimensions of size 1 vanish. A result of length 0 or 1 means that the tokens lie at one stride.
     """

@@ -37,7 +37,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
 
 
 def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a slice of one."""
+    """Return (tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a slice of one."""
     budget = BLOCK_BYTES // dtype.itemsize
     t = min(tokens, TOKENS)
     width = budget // max(t, 1)
@@ -48,7 +48,7 @@ def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype)
 
 
 def _chunks(subnets: int, subnet_dim: int, width: int) -> Iterator[slice]:
-    """Slices of the inter axis [E * d_e]; those of less than a sub-network do not cross its end."""
+    """Return slices of the inter axis [E * d_e]; those of less than a sub-network do not cross its end."""
     period = subnet_dim if width < subnet_dim else subnets * subnet_dim
     for start in range(0, subnets * subnet_dim, period):
         for low in range(start, start + period, width):
@@ -56,7 +56,7 @@ def _chunks(subnets: int, subnet_dim: int, width: int) -> Iterator[slice]:
 
 
 def _spread(r: Tensor, chunk: slice, subnet_dim: int) -> Tensor:
-    """Gate values of a chunk's inter units: r [t, E] -> broadcastable against [t, e, d_e] views of the chunk."""
+    """Return the gate values of a chunk's inter units: r [t, E] -> broadcastable against [t, e, d_e] views of the chunk."""
     first, last = chunk.start // subnet_dim, (chunk.stop - 1) // subnet_dim
     return r[:, first : last + 1, None]
 
@@ -67,7 +67,7 @@ def _by_subnet(x: Tensor, subnet_dim: int) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
+    """Return S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2)."""
     r = gating.values(q, r)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kv_heads, subnets, subnet_dim, head_dim = k.shape
@@ -111,7 +111,7 @@ def backward(
     into: WeightGrads | None,
     dq_dtype: torch.dtype,
 ) -> Gradients:
-    """(dq, dk, du, dv, dr). With m = q k, n = q u, a = activation(m), g = grad_out v:
+    """Return (dq, dk, du, dv, dr). With m = q k, n = q u, a = activation(m), g = grad_out v:
     dr = sum g a n, dn = g a r, dm = g n r a'(m), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
     """
     _, activate_backward = _ACTIVATIONS[settings.activation]
@@ -179,14 +179,14 @@ def backward(
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in ``dtype``; of 16-bit factors without rounding to 16 bits where the device's library can."""
+    """Return left @ right in ``dtype``, without rounding of 16-bit factors' products to 16 bits if the device's library can."""
     if left.dtype != dtype and left.is_cuda and torch.version.hip is None:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in total's precision even where the factors have fewer bits."""
+    """Add left @ right to total, summed in total's precision even if the factors have fewer bits."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 1 << 22  # of a block's intermediate [tokens, d_e]
 
 
 def quantise_q(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """q [..., d_h] -> (q8 in ``dtype``, unit [..., 1] float32)."""
+    """Return (q8 in ``dtype``, unit [..., 1] float32) for q [..., d_h]."""
     q = q.float()
     largest = q.abs().amax(-1, keepdim=True).clamp_min(TINIEST)
     norm = (q / largest).square().sum(-1, keepdim=True).clamp_min(1.0).sqrt()
@@ -36,18 +36,18 @@ def quantise_q(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def inter(q8: Tensor, unit: Tensor, k: Tensor, u: Tensor, k_scale: Tensor) -> Tensor:
-    """A before its rounding to e4m3 [T, d_e], for q8 [T, d_h] and k, u [d_e, d_h], the values of k8 and u8 in columns' order."""
+    """Return A before its rounding to e4m3 [T, d_e], for q8 [T, d_h] and k, u [d_e, d_h], the values of k8 and u8 in columns' order."""
     m, n = q8 @ k.T, q8 @ u.T
     return m * (1 + torch.tanh(0.5 * unit * k_scale * m)) * n
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
-    """S [..., H, d_h] in q's dtype."""
+    """Return S [..., H, d_h] in q's dtype."""
     return _forward(q, k8, u8, v8, scales, reference.gate(q, *r) if isinstance(r, Router) else r, torch.float32)[0].to(q.dtype)
 
 
 def saturated(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> int:
-    """How many elements of A saturate."""
+    """Return how many elements of A saturate."""
     return int(_forward(q, k8, u8, v8, scales, None, torch.float32)[1])
 
 

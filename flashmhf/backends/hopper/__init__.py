@@ -30,7 +30,7 @@ TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
 
 @functools.cache
 def library() -> str | None:
-    """Loads the op library; None when usable, else the reason why not."""
+    """Load the op library. Return None if it is usable, else the reason why not."""
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
     if not LIBRARY.exists():
@@ -53,12 +53,12 @@ def library() -> str | None:
 
 
 def build_info() -> dict:
-    """What the loaded library says of itself: version, kernel table, headers, CUDA version."""
+    """Return what the loaded library says of itself: version, kernel table, headers, CUDA version."""
     return json.loads(torch.ops.flashmhf_hopper.build_info())
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """None when the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
+    """Return None if the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
     if device.type != "cuda":
         return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
     capability = torch.cuda.get_device_capability(device)
@@ -76,7 +76,7 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
 
 
 def _unreadable(x: Tensor) -> str | None:
-    """Why the kernels cannot read x [..., H, d_h] in place through a tensor map; None when they can."""
+    """Return why the kernels cannot read x [..., H, d_h] in place through a tensor map, or None if they can."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return f"the last dimension has stride {x.stride(-1)}; supported: 1"
     axes = collapse(x)
@@ -93,7 +93,7 @@ def _unreadable(x: Tensor) -> str | None:
 
 
 def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
-    """Raises ValueError for a tensor that the kernels cannot read where it lies, by its name."""
+    """Raise ValueError for a tensor that the kernels cannot read where it lies, by its name."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
         raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'")
@@ -130,7 +130,7 @@ def backward(
 
 
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
-    """out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call.
+    """Return out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call.
 
     Few tokens take the library's own projection kernel where it is faster than cuBLAS. The operator checks the tensors itself: for few
     tokens the host's time is longer than the GPU's. Returns None if x has no token, the network has no gate, or a tensor's dtype, shape or

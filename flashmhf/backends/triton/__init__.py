@@ -25,14 +25,14 @@ MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: 
 
 @functools.cache
 def _launch():
-    """The launching module: imports Triton, which need not be installed."""
+    """Return the launching module. It imports Triton, which need not be installed."""
     from . import launch
 
     return launch
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """None when the Triton kernels can run, else the reason, naming the argument, its value and what is supported."""
+    """Return None if the Triton kernels can run, else the reason, naming the argument, its value and what is supported."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted):
         return f"device is {device.type}; supported: an NVIDIA GPU (the CPU under Triton's interpreter, TRITON_INTERPRET=1)"
@@ -59,7 +59,7 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
+    """Return S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
     return _launch().forward(q, k, u, v, gating.values(q, r), settings.activation)
 
 

@@ -17,7 +17,7 @@ MIN_CAPABILITY = (8, 9)
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """None when the Triton kernel can run, else the reason, naming the argument, its value and what is supported."""
+    """Return None if the Triton kernel can run, else the reason, naming the argument, its value and what is supported."""
     if d_h not in HEAD_DIMS:
         return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
     reason = plain.why_not(device, dtype, d_h=d_h, d_e=d_e)
@@ -30,7 +30,7 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous."""
+    """Return S [..., H, d_h] in q's dtype, contiguous."""
     from . import fp8_kernels as fp8  # imports Triton, which need not be installed
 
     return fp8.forward(q, k8, u8, v8, scales, gating.values(q, r))

@@ -29,7 +29,7 @@ MIN_SHARE = 1024  # tokens: a smaller share of the weight gradients' sum is not 
 
 @functools.cache
 def _architecture(device: torch.device) -> tuple[str, int]:
-    """(row of the config table, multiprocessors)."""
+    """Return (row of the config table, multiprocessors)."""
     if device.type != "cuda":
         return "other", 1
     properties = torch.cuda.get_device_properties(device)
@@ -38,7 +38,7 @@ def _architecture(device: torch.device) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
-    """One thread at a time, on ``device`` with its context current.
+    """Run one thread at a time, on ``device`` with its context current.
 
     Triton's kernels are not ready for several threads: a second thread that comes while the first one loads a kernel launches a null
     function, and the interpreter keeps the running program's coordinates in global variables. A launch returns before its kernel ends.
@@ -83,7 +83,7 @@ class _Rows:
         return {f"{self.name}_{key}": value for key, value in values.items()} | {f"{self.name.upper()}_LAYOUT": self.layout}
 
     def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
-        """[tokens, columns of all heads] for the TMA unit, the head an offset among the columns; None where it cannot be one."""
+        """Return [tokens, columns of all heads] for the TMA unit, the head an offset among the columns; None where it cannot be one."""
         head, column = self.x.stride()[-2:]
         heads, width = self.x.shape[-2:]
         columns = (heads - 1) * head + width
@@ -156,12 +156,12 @@ def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
 
 
 def _splits(programs: int, device: torch.device, most: int) -> int:
-    """Shares of a sum that has too few programs to fill the device; each share has its own fp32 result, added in fixed order."""
+    """Return the shares of a sum that has too few programs to fill the device; each share has its own fp32 result, added in fixed order."""
     return max(1, min(most, WAVES * _architecture(device)[1] // programs))
 
 
 def _token_result(kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[str, object], name: str, dtype: torch.dtype) -> Tensor:
-    """Runs a kernel whose programs own a token block of a head; sums the shares of the sub-networks where it was split."""
+    """Run a kernel whose programs own a token block of a head; sum the shares of the sub-networks where it was split."""
     tokens, heads = token_count(q), q.shape[-2]
     blocks = triton.cdiv(tokens, config.tokens)
     splits = _splits(blocks * heads, q.device, most=k.shape[1])
@@ -189,7 +189,7 @@ def _gate_arguments(r: Tensor | None) -> dict[str, object]:
 def token_grads(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
+    """Return (dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
     if not settings.needs[0]:
         return q.new_empty(0), q.new_empty(0)
     with _launching(q.device):
@@ -205,7 +205,7 @@ def token_grads(
 def weight_grads(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, buffers: WeightGrads | None, activation: str = "silu"
 ) -> WeightGrads:
-    """(dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
+    """Return (dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
     with _launching(q.device):
         config = _config(q, "weight_grads", k.shape[2])
         weights = _Weights(k, u, v, config.inter)
