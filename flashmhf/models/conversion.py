@@ -134,7 +134,7 @@ def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
     """
     model_type = {"flashmhf": "mhffnmoe", "mh_ffn": "mhffn"}.get(config.ffn_type)
     if model_type is None:
-        raise NotImplementedError(f"the official models have ffn_type='flashmhf' and 'mh_ffn', got {config.ffn_type!r}")
+        raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; the official code supports 'flashmhf' and 'mh_ffn'")
     if config.ffn_type == "flashmhf" and config.ffn_router_eps > _ROUTER_EPS:
         raise NotImplementedError(f"ffn_router_eps is {config.ffn_router_eps}; the official code supports at most {_ROUTER_EPS}")
     rope = dict(config.rope_parameters)

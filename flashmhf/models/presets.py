@@ -143,5 +143,5 @@ def preset(name: str) -> Preset:
     presets = PRESETS | OFFICIAL
     name = f"flashmhf-{name}" if name in SCALES else name
     if name not in presets:
-        raise ValueError(f"no preset {name!r}; there are: {', '.join(sorted(presets))}")
+        raise ValueError(f"no preset {name!r}; supported: {', '.join(sorted(presets))}")
     return presets[name]

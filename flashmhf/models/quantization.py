@@ -79,7 +79,7 @@ class FlashMHFFp8Quantizer(HfQuantizer):
             return
         for name, module in model.named_modules():
             if isinstance(module, FlashMHF) and module.k.is_meta:
-                raise ValueError(f"device_map puts {name} out of reach; supported when from_pretrained quantises: GPUs, or the CPU alone")
+                raise ValueError(f"device_map offloads {name}; supported when from_pretrained quantises: GPUs, or the CPU alone")
         quantize_(model)
         model.config.quantization_config = self.quantization_config
 

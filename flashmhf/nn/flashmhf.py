@@ -130,10 +130,10 @@ class FlashMHF(GroupedHeads):
             if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:  # an adapter adds to its linear layer
                 raise TypeError(f"swiglu.{name} must be a torch.nn.Linear, got {'none' if layer is None else type(layer).__name__}")
         if not uses_silu(swiglu):
-            raise ValueError(f"act_fn is {type(swiglu.act_fn).__name__}; a SwiGLU has SiLU")
+            raise ValueError(f"swiglu.act_fn is {type(swiglu.act_fn).__name__}; supported: SiLU")
         for name in ("gate_proj", "up_proj"):
             if getattr(swiglu, name).bias is not None:
-                raise ValueError(f"{name} has a bias; FlashMHF has none there")
+                raise ValueError(f"swiglu.{name} has a bias; supported: a bias in down_proj only")
         (width, d_model), bias = swiglu.gate_proj.weight.shape, swiglu.down_proj.bias
         num_subnets = positive("num_subnets", num_subnets)
         if width % num_subnets:

@@ -135,7 +135,7 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
         monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0.0.1", "cuda_version": "13.0"})
         monkeypatch.setattr(driver, "version", lambda: 12040)
-        assert f"its CUDA library is of flashmhf 0.0.1, the package of {flashmhf.__version__}" in hopper.library()
+        assert f"its CUDA library has version 0.0.1, the package has {flashmhf.__version__}" in hopper.library()
         hopper.library.cache_clear()
         monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0", "cuda_version": "13.0"})
         assert "driver supports CUDA 12.4 but the library was built with CUDA 13.0" in hopper.library()

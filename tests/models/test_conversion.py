@@ -328,7 +328,11 @@ def from_official(**settings) -> FlashMHFConfig:
         (lambda: from_official(mhffnmoe_new_idea=1), NotImplementedError, "new_idea"),
         (lambda: from_official(hidden_act="tanh"), NotImplementedError, "hidden_act='tanh' is not supported; supported: 'silu', 'gelu'"),
         (lambda: from_official(model_type="mamba"), ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
-        (lambda: conversion.config_to_official(preset("swiglu-tiny").config()), NotImplementedError, "got 'swiglu'"),
+        (
+            lambda: conversion.config_to_official(preset("swiglu-tiny").config()),
+            NotImplementedError,
+            "ffn_type is 'swiglu'; the official code supports 'flashmhf' and 'mh_ffn'",
+        ),
         (  # the official code has a constant there: the checkpoint would be another function
             lambda: conversion.config_to_official(preset("flashmhf-tiny").config(ffn_router_eps=1e-3)),
             NotImplementedError,

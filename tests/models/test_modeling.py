@@ -352,7 +352,7 @@ def test_preset_settings():
         "flashmhf-370m-dh64": (16, 192),
         "flashmhf-370m-dh256": (4, 704),
     }
-    with pytest.raises(ValueError, match="no preset 'flashmhf-7b'; there are: .*flashmhf-1.3b"):
+    with pytest.raises(ValueError, match="no preset 'flashmhf-7b'; supported: .*flashmhf-1.3b"):
         preset("flashmhf-7b")
 
 

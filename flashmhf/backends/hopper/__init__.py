@@ -42,7 +42,7 @@ def library() -> str | None:
         return f"its CUDA library does not load: {error}"
     info = build_info()
     if info["version"] not in ("0", __version__):  # "0": built by CMake alone, which does not know it
-        return f"its CUDA library is of flashmhf {info['version']}, the package of {__version__}; install flashmhf again"
+        return f"its CUDA library has version {info['version']}, the package has {__version__}; install flashmhf again"
     runtime, supported = info["cuda_version"], driver.version()
     if supported // 1000 < int(runtime.split(".")[0]):
         return (
