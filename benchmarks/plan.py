@@ -231,8 +231,8 @@ def forward(problem: Problem) -> str:
     elif plan["splits"] > plan["rest"]:
         spans = f"{_count(plan['rest'], 'item')} in {_count(plan['splits'], 'span')}"
         waves = f"{_count(plan['waves'], 'wave')} of whole items, then {spans}: an item's inter tiles are split"
-        if plan["lanes"] > 1:
-            waves += f", the {plan['lanes']} blocks of a head side by side"
+        if plan["abreast"] > 1:
+            waves += f", the {plan['abreast']} blocks of a head side by side"
         where = "the clusters that hold last parts" if plan["flags"] else "a second kernel"
         sums = f"in the order of the clusters, by {where}"
     else:

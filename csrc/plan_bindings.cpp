@@ -55,21 +55,21 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
     const flashmhf::ForwardSchedule &s = plan.schedule;
     py::list work;
     for (const auto &w : flashmhf::enumerate_work(s))
-        work.append(py::make_tuple(w.cluster * s.lanes + w.lane, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
+        work.append(py::make_tuple(w.cluster * s.abreast + w.block, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
     py::list owners;  // of the items after the whole waves: first and last cluster
     for (int i = 0; i < s.rest; ++i)
-        for (int lane = 0; lane < s.lanes; ++lane)
-            owners.append(py::make_tuple(s.first_owner(i) * s.lanes + lane, s.last_owner(i) * s.lanes + lane));
+        for (int block = 0; block < s.abreast; ++block)
+            owners.append(py::make_tuple(s.first_owner(i) * s.abreast + block, s.last_owner(i) * s.abreast + block));
     py::list adds;  // the one of these items that a cluster adds up, or -1
-    for (int cluster = 0; cluster < s.clusters * s.lanes; ++cluster) {
-        const int index = s.adds_parts ? s.ends_item(cluster / s.lanes) : -1;
-        adds.append(index < 0 ? -1 : index * s.lanes + cluster % s.lanes);
+    for (int cluster = 0; cluster < s.clusters * s.abreast; ++cluster) {
+        const int index = s.adds_parts ? s.ends_item(cluster / s.abreast) : -1;
+        adds.append(index < 0 ? -1 : index * s.abreast + cluster % s.abreast);
     }
     return py::dict("cluster_size"_a = plan.cluster_size, "row_ctas"_a = plan.row_ctas, "slices"_a = s.slices,
                     "slice_pieces"_a = plan.slice_pieces, "spare_pieces"_a = plan.spare_pieces, "late_successor"_a = plan.late_successor,
                     "consumers"_a = plan.consumers, "bundle"_a = plan.bundle, "row_tiles"_a = plan.row_tiles, "blocks"_a = plan.blocks,
-                    "subnet_tiles"_a = plan.subnet_tiles, "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.lanes,
-                    "waves"_a = s.waves, "lanes"_a = s.lanes, "rest"_a = s.rest * s.lanes, "splits"_a = s.splits * s.lanes,
+                    "subnet_tiles"_a = plan.subnet_tiles, "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.abreast,
+                    "waves"_a = s.waves, "abreast"_a = s.abreast, "rest"_a = s.rest * s.abreast, "splits"_a = s.splits * s.abreast,
                     "partials"_a = plan.partials, "flags"_a = plan.flags, "workspace"_a = plan.workspace(),
                     "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds);
 }

@@ -11,9 +11,9 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_f
     const auto &s = p.schedule;
     const int tiles = gridDim.x / s.rest;  // row tiles of an item
     const int index = blockIdx.x / tiles, rank = blockIdx.x % tiles / p.consumers, wg = blockIdx.x % tiles % p.consumers,
-              column = blockIdx.y, lane = blockIdx.z;
+              column = blockIdx.y, block = blockIdx.z;
     const int first = s.first_owner(index), last = s.last_owner(index), part = s.part_of(first, index);
-    const RowTile tile(p, s.waves * s.clusters + index * s.lanes + lane, rank, wg);
+    const RowTile tile(p, s.waves * s.clusters + index * s.abreast + block, rank, wg);
     const int row = fragment_row(threadIdx.x);
     kittens::pdl::arrive();  // the next kernel, which waits for this one before it touches what this one writes
     kittens::pdl::wait();
@@ -22,8 +22,8 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_f
     // As many loads in flight as there are parts, for the most part. A span behind the first begins within the item: its part is number 0.
     constexpr int at_once = 8;
     const auto *data =
-        reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first, lane, 0, rank, wg)) + 128 * column + threadIdx.x;
-    const int64_t part_quads = p.row_ctas * p.consumers * (tile_rows * d_h / 4), cluster_quads = 2 * s.lanes * part_quads;
+        reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first, block, 0, rank, wg)) + 128 * column + threadIdx.x;
+    const int64_t part_quads = p.row_ctas * p.consumers * (tile_rows * d_h / 4), cluster_quads = 2 * s.abreast * part_quads;
     float4 sum = __ldcg(data + part * part_quads);
     for (int left = last - first; left > 0; left -= at_once) {
         float4 x[at_once];

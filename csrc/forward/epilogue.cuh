@@ -11,16 +11,16 @@ template <int d_h> using OutputTile = kittens::rt_fl<16, d_h>;
 
 // Float4 j of thread i of the warpgroup is quad j of its fragment.
 template <int d_h>
-__device__ __forceinline__ size_t part_offset(const ForwardParams &p, int cluster, int lane, int part, int rank, int warpgroup) {
-    return static_cast<size_t>((((cluster * p.schedule.lanes + lane) * 2 + part) * p.row_ctas + rank) * p.consumers + warpgroup) *
+__device__ __forceinline__ size_t part_offset(const ForwardParams &p, int cluster, int block, int part, int rank, int warpgroup) {
+    return static_cast<size_t>((((cluster * p.schedule.abreast + block) * 2 + part) * p.row_ctas + rank) * p.consumers + warpgroup) *
            (tile_rows * d_h);
 }
 
 template <int d_h>
-__device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, int cluster, int lane, int part, int rank,
+__device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, int cluster, int block, int part, int rank,
                                            int warpgroup) {
     auto *dst =
-        reinterpret_cast<float4 *>(p.partials + part_offset<d_h>(p, cluster, lane, part, rank, warpgroup)) + kittens::warpgroup::laneid();
+        reinterpret_cast<float4 *>(p.partials + part_offset<d_h>(p, cluster, block, part, rank, warpgroup)) + kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) __stcg(dst + 128 * j, fragment_quad<d_h>(o, j));
 }

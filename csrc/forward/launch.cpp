@@ -55,7 +55,7 @@ int router_bytes(const ForwardProblem &problem, const ForwardPlan &plan) {
     if (!has_router(problem.gate) || !one_head || !bulk_aligned(problem.w)) return 0;
     if (is_fp8(problem) && s.subnets > fp8_gate_columns) return 0;
     const int64_t bytes = int64_t{s.head_dim} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
-    const int room = !is_fp8(problem) && plan.schedule.slices > 1 ? plan.spare_gate : plan.pieces;
+    const int room = !is_fp8(problem) && plan.schedule.slices > 1 ? plan.spare_gate : plan.shared_extra;
     return bytes * plan.bundle <= room ? static_cast<int>(bytes) : 0;
 }
 
@@ -142,7 +142,7 @@ bool may_bundle(const ForwardProblem &problem) { return !is_fp8(problem) && !gat
 
 int64_t workspace_of(const ForwardProblem &problem, const ForwardPlan &plan) {
     const bool rows = is_fp8(problem) && has_router(problem.gate) && router_bytes(problem, plan) == 0;
-    const int64_t ctas = int64_t{plan.schedule.clusters} * plan.schedule.lanes * plan.cluster_size;
+    const int64_t ctas = int64_t{plan.schedule.clusters} * plan.schedule.abreast * plan.cluster_size;
     return plan.workspace() + (rows ? ctas * plan.consumers * tile_rows * problem.shape.subnets : 0);
 }
 
@@ -172,7 +172,7 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
         if (has_router(problem.gate) && p.router_bytes == 0) p.gate_rows = workspace + plan.workspace();
     }
     const bool w_in_pieces = p.router_bytes && (is_fp8(problem) || plan.schedule.slices == 1);
-    launch.shared_memory = plan.shared_memory + (plan.flags || w_in_pieces ? plan.pieces : 0);
+    launch.shared_memory = plan.shared_memory + (plan.flags || w_in_pieces ? plan.shared_extra : 0);
     return launch;
 }
 

@@ -15,7 +15,7 @@ template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan
     if (plan.partials == 0 || plan.flags) return cudaSuccess;
 
     const int64_t tiles = int64_t{params.bundles} * params.head_tiles, of_item = plan.row_ctas * plan.consumers;
-    const dim3 grid(static_cast<unsigned>(plan.schedule.rest * (tiles < of_item ? tiles : of_item)), d_h / 8, plan.schedule.lanes);
+    const dim3 grid(static_cast<unsigned>(plan.schedule.rest * (tiles < of_item ? tiles : of_item)), d_h / 8, plan.schedule.abreast);
     return launch_kernel(true, flashmhf_forward_combine<d_h, T>, grid, 128, 0, stream, params);
 }
 
@@ -26,8 +26,8 @@ template <typename Format, Division division> cudaError_t launch_instance(const 
     const typename Format::Params &params = l.params;
     if (cudaError_t error = allow_shared_memory(kernel, Format::Policy::shared_memory)) return error;
     if (cudaError_t error = allow_cluster(kernel, l.plan.cluster_size)) return error;
-    return launch_clusters(l.plan.cluster_size, true, kernel, dim3(s.clusters * l.plan.cluster_size, s.lanes), 128 * (l.plan.consumers + 1),
-                           l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, params);
+    return launch_clusters(l.plan.cluster_size, true, kernel, dim3(s.clusters * l.plan.cluster_size, s.abreast),
+                           128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, params);
 }
 // The instance for the way in which the plan divides items, or the one for all ways; then what adds parts.
 template <typename Format> cudaError_t launch_divided(const ForwardLaunch &l, cudaStream_t stream) {

@@ -27,9 +27,9 @@ struct ForwardParams {
     int64_t r_batch, r_token, r_head;  // strides of R in elements
     float eps;                         // of the normalisation, for W
     int router_bytes;                  // of W of a CTA's heads, where it fits shared memory; 0: it does not, or is not needed
-    float *partials;                   // [splits * lanes][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
-    uint64_t *flags;                   // [splits * lanes][2][row_ctas], when the clusters add them up: `nonce` where a part has been stored
-    uint64_t nonce;  // of this launch, 64 random bits. A flag that holds it was set by this launch: memory left by others never does
+    float *partials;                   // [splits * abreast][2][row_ctas][consumers][64 * d_h] fp32 in fragment order, when items are split
+    uint64_t *flags;  // [splits * abreast][2][row_ctas], when the clusters add them up: `nonce` where a part has been stored
+    uint64_t nonce;   // of this launch, 64 random bits. A flag that holds it was set by this launch: memory left by others never does
     // Heads that share a head of K, U and V. Their row tiles are numbered one head (or bundle) behind the other.
     int bundles;     // of a head of K, U and V
     int head_tiles;  // row tiles of a bundle: batch * row_tiles

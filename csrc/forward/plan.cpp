@@ -18,7 +18,7 @@ namespace {
 template <int d_h> constexpr ForwardFootprint footprint() {
     using P = ForwardPolicy<d_h>;
     return {.shared_memory = P::shared_memory,
-            .pieces = P::piece_slots * P::piece_bytes,
+            .shared_extra = P::piece_slots * P::piece_bytes,
             .piece_columns = P::piece_columns,
             .gate_tile = P::gate_tile_bytes,
             .gate_tiles = P::gate_buffers * P::consumers,
@@ -30,7 +30,7 @@ template <int d_h> constexpr ForwardFootprint footprint() {
 template <int d_h, bool few_rows> constexpr ForwardFootprint fp8_footprint() {
     using P = ForwardFp8Policy<d_h, few_rows>;
     return {.shared_memory = P::shared_memory,
-            .pieces = P::router_bytes,
+            .shared_extra = P::router_bytes,
             .piece_columns = P::piece_columns,
             .gate_tile = 0,
             .gate_tiles = 0,
@@ -66,28 +66,28 @@ int plan_bundle(const Shape &shape, bool may_bundle) {
     return 1;
 }
 
-// The blocks of a head in lanes (schedule.cuh), when all items run at once and that leaves no more clusters idle than the memory would.
+// The blocks of a head abreast (schedule.cuh), when all items run at once and that leaves no more clusters idle than the memory would.
 // Laid end to end, each block brings the weights anew.
-int plan_lanes(int heads, int blocks, int inter_tiles, int clusters, const Device &device, const ForwardCostModel &cost) {
+int plan_abreast(int heads, int blocks, int inter_tiles, int clusters, const Device &device, const ForwardCostModel &cost) {
     const int spans = clusters / blocks;
-    // A head whose tiles make one part only goes as a whole item, and whole items have no lanes.
+    // A head whose tiles make one part only goes as a whole item, and whole items have no blocks side by side.
     if (blocks == 1 || spans <= heads || inter_tiles <= cost.shortest_part) return 1;
     const int64_t items = int64_t{heads} * blocks;
     const int64_t end_to_end = std::max(span_tiles(items, inter_tiles, clusters), stream_tiles(items, inter_tiles, device, cost));
     return span_tiles(heads, inter_tiles, spans) <= end_to_end ? blocks : 1;
 }
 
-ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int clusters, int head_dim, bool may_add_parts,
+ForwardSchedule plan_schedule(int items, int abreast, int inter_tiles, int clusters, int head_dim, bool may_add_parts,
                               const ForwardCostModel &cost) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
     s.slices = 1;
-    s.lanes = lanes;
-    if (lanes > 1) items /= lanes, clusters /= lanes;
+    s.abreast = abreast;
+    if (abreast > 1) items /= abreast, clusters /= abreast;
     s.clusters = std::min<int64_t>(clusters, static_cast<int64_t>(items) * ceil_div(inter_tiles, cost.shortest_part));
     s.waves = items / s.clusters;
     s.rest = items % s.clusters;
-    assert(lanes == 1 || s.waves == 0);
+    assert(abreast == 1 || s.waves == 0);
     if (s.rest > 0) {
         int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
         s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / cost.shortest_part)));
@@ -117,7 +117,7 @@ ForwardSchedule plan_schedule(int items, int lanes, int inter_tiles, int cluster
 ForwardSchedule slice_schedule(int items, int slices, int inter_tiles) {
     ForwardSchedule s{};
     s.inter_tiles = inter_tiles;
-    s.lanes = s.waves = 1;
+    s.abreast = s.waves = 1;
     s.clusters = items;
     s.slices = slices;
     s.quotient = inter_tiles / slices;
@@ -160,11 +160,11 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     // Threshold: pairs of CTAs, which halve the traffic from the L2, where they waste at most a sixteenth of the rows.
     const int row_ctas = pairs && 16 * (paired - single) <= single ? 2 : 1, clusters = device.clusters[row_ctas - 1];
     const int blocks = static_cast<int>(ceil_div(tiles, consumers * row_ctas));
-    const int lanes = plan_lanes(heads, blocks, inter_tiles, clusters, device, cost);
-    const ForwardSchedule s = plan_schedule(blocks * heads, lanes, inter_tiles, clusters, head_dim, may_add_parts, cost);
+    const int abreast = plan_abreast(heads, blocks, inter_tiles, clusters, device, cost);
+    const ForwardSchedule s = plan_schedule(blocks * heads, abreast, inter_tiles, clusters, head_dim, may_add_parts, cost);
     const bool split = s.splits > s.rest;
     const int64_t rest = s.rest == 0 ? 0 : split ? span_tiles(s.rest, inter_tiles, s.splits) : inter_tiles;
-    // Without whole waves the spans are counted as dealt to all SMs: how pairs and lanes round them is not what decides against slices.
+    // Without whole waves the spans are counted as dealt to all SMs: how pairs and blocks abreast round them is not what decides against slices.
     const int64_t products = split && s.waves == 0 ? span_tiles(single * heads, inter_tiles, device.sms()) : s.waves * inter_tiles + rest;
     const int adding = !split ? 0 : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
     all.push_back({bundle, taken, row_ctas, blocks, s, stream, products, 0, adding});
@@ -191,16 +191,16 @@ size_t best_of(const std::vector<Candidate> &all) {
 
 std::string list(const std::vector<Candidate> &all, const Shape &shape, WeightFormat format, const ForwardCostModel &cost) {
     static const char *const names[] = {"waves", "gathered parts", "slices"};
-    std::string text = "  division        heads row tiles CTAs slices lanes |  us: stream products exchange adding    all\n";
+    std::string text = "  division        heads row tiles CTAs slices abreast |  us: stream products exchange adding    all\n";
     const size_t best = best_of(all);
     for (size_t i = 0; i < all.size(); ++i) {
         const Candidate &c = all[i];
         const double unit = cost.tile_us * shape.head_dim;
         const double products = c.products * unit * (format == WeightFormat::e4m3 ? forward_fp8_row_tiles(c.consumers) : 1);
         char line[160];
-        std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %5d | %11.1f %8.1f %8.1f %6.1f %6.1f\n", i == best ? '*' : ' ',
+        std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %7d | %11.1f %8.1f %8.1f %6.1f %6.1f\n", i == best ? '*' : ' ',
                       names[static_cast<int>(c.schedule.division())], c.bundle, c.consumers, c.row_ctas, c.schedule.slices,
-                      c.schedule.lanes, c.stream * unit, products, c.exchange * unit, c.adding * unit,
+                      c.schedule.abreast, c.stream * unit, products, c.exchange * unit, c.adding * unit,
                       std::max(c.stream * unit, products) + (c.exchange + c.adding) * unit);
         text += line;
     }
@@ -252,8 +252,8 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
     plan.blocks = taken.blocks;
     plan.cluster_size = taken.row_ctas * s.slices;
     if (divides_few_rows(plan)) footprint = footprint_of(format, shape.head_dim, true);
-    plan.shared_memory = footprint.shared_memory - footprint.pieces;
-    plan.pieces = footprint.pieces;
+    plan.shared_memory = footprint.shared_memory - footprint.shared_extra;
+    plan.shared_extra = footprint.shared_extra;
     plan.spare_gate = (footprint.gate_tiles - plan.consumers) * footprint.gate_tile;
     if (s.slices > 1) {
         const int64_t rows = plan.bundle > 1 ? tile_rows : std::min<int64_t>(shape.length, tile_rows);
@@ -264,8 +264,8 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
         const int beside = (s.slices > max_slices ? device.large_clusters : device.clusters[s.slices - 1]) - s.clusters;
         plan.late_successor = beside < s.clusters && 2 * beside >= s.clusters;
     } else if (s.splits > s.rest) {
-        plan.partials = int64_t{s.splits} * s.lanes * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
-        if (s.adds_parts) plan.flags = s.splits * s.lanes * 2 * plan.row_ctas;
+        plan.partials = int64_t{s.splits} * s.abreast * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
+        if (s.adds_parts) plan.flags = s.splits * s.abreast * 2 * plan.row_ctas;
     }
     return plan;
 }
@@ -279,11 +279,11 @@ std::string list_candidates(const Shape &shape, const Device &device, WeightForm
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {
     std::vector<PlannedWork> all;
     for (int cluster = 0; cluster < schedule.clusters; ++cluster)
-        for (int lane = 0; lane < schedule.lanes; ++lane)
+        for (int block = 0; block < schedule.abreast; ++block)
             for (int slice = 0; slice < schedule.slices; ++slice) {
                 Work work;
                 auto list = [&](auto cursor) {
-                    while (cursor.next(work, cluster, lane, slice)) all.push_back({cluster, lane, slice, work});
+                    while (cursor.next(work, cluster, block, slice)) all.push_back({cluster, block, slice, work});
                 };
                 if (schedule.gathers()) list(GatherCursor(schedule, cluster));
                 else list(WorkCursor(schedule, cluster));

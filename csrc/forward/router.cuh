@@ -10,11 +10,11 @@ namespace flashmhf {
 
 // How W is read, how many times 16 of its rows at once, and for how many times 8 sub-networks side by side.
 struct FromGlobal {
-    static constexpr int batch = 4, groups = 1;
+    static constexpr int batch = 4, chains = 1;
     template <typename X> __device__ __forceinline__ static X load(const X *w) { return __ldg(w); }
 };
 struct FromShared {
-    static constexpr int batch = 8, groups = 1;
+    static constexpr int batch = 8, chains = 1;
     template <typename X> __device__ __forceinline__ static X load(const X *w) { return *w; }
 };
 
@@ -26,7 +26,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
     const ForwardParams &p;
     const void *w;  // of the head, [d_h, E]
     Tile &tile;
-    int group;  // first of the 16 rows
+    int first_row;  // of the 16
 
     // Sub-networks first.. of a chunk. query(k, a): fragment k of Q, d_h columns 16k.., of the warp's rows.
     template <typename Query> __device__ __forceinline__ void compute(int first, Query &&query) {
@@ -53,16 +53,16 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
         };
         __syncwarp();
 #pragma unroll 1
-        for (int e = 0; e < p.subnets; e += 8 * Source::groups) {
-            if constexpr (Source::groups == 1) {
+        for (int e = 0; e < p.subnets; e += 8 * Source::chains) {
+            if constexpr (Source::chains == 1) {
                 float s[4];
                 sigmoids(s, e, query);
                 collect(s, e);
             } else {
-                float s[Source::groups][4];
+                float s[Source::chains][4];
                 sigmoids(s, e, query);
 #pragma unroll
-                for (int i = 0; i < Source::groups; ++i) collect(s[i], e + 8 * i);
+                for (int i = 0; i < Source::chains; ++i) collect(s[i], e + 8 * i);
             }
         }
 #pragma unroll
@@ -77,7 +77,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
 
   private:
     __device__ __forceinline__ static unsigned lane() { return kittens::laneid(); }
-    __device__ __forceinline__ unsigned row() const { return group + lane() / 4; }  // the first of two; the other is 8 below
+    __device__ __forceinline__ unsigned row() const { return first_row + lane() / 4; }  // the first of two; the other is 8 below
     __device__ __forceinline__ static int column(int e) { return e + static_cast<int>(lane() % 4 * 2); }  // the first of two neighbours
     // The first of the thread's elements of W: row 2t, sub-network e + g.
     __device__ __forceinline__ int first_element(int e) const {
@@ -106,25 +106,25 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
     }
-    // The same of `groups` times 8 sub-networks: as many chains of products instead of one after the other. Not one function with the one
+    // The same of `chains` times 8 sub-networks: as many chains of products instead of one after the other. Not one function with the one
     // above: written so, ptxas arranges the loops of the 16-bit kernels anew, and in one form spills.
-    template <int groups, typename Query> __device__ __forceinline__ void sigmoids(float (&s)[groups][4], int e, Query &&query) {
-        int at[groups];
+    template <int chains, typename Query> __device__ __forceinline__ void sigmoids(float (&s)[chains][4], int e, Query &&query) {
+        int at[chains];
 #pragma unroll
-        for (int i = 0; i < groups; ++i) at[i] = first_element(e + 8 * i), s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+        for (int i = 0; i < chains; ++i) at[i] = first_element(e + 8 * i), s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
         auto product = [&](auto *w) {
 #pragma unroll(Source::batch)
             for (int k = 0; k < d_h / 16; ++k) {
                 T2 q[4];
                 query(k, q);
 #pragma unroll
-                for (int i = 0; i < groups; ++i) add_products(s[i], q, w, at[i] + 16 * k * p.subnets);
+                for (int i = 0; i < chains; ++i) add_products(s[i], q, w, at[i] + 16 * k * p.subnets);
             }
         };
         if (p.gate == Gate::w_half) product(static_cast<const T *>(w));
         else product(static_cast<const float *>(w));
 #pragma unroll
-        for (int i = 0; i < groups; ++i)
+        for (int i = 0; i < chains; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j) s[i][j] = sigmoid_fast(halved ? 2.f * s[i][j] : s[i][j]);
     }

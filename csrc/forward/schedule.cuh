@@ -16,7 +16,7 @@
 // parts that it waits for were, but for those of clusters in the middle of an item, stored long ago.
 //
 // Where all items run at once and a head has several blocks, clusters side by side take one span of the inter dimension for all blocks of a
-// head (`lanes`), so that its weights come from memory once: end to end the blocks would reach a tile at times too far apart for the L2.
+// head (`abreast`), so that its weights come from memory once: end to end the blocks would reach a tile at times too far apart for the L2.
 //
 // Where all items run at once and are few, the CTAs of a cluster divide the inter range of its one item into slices, and add their sums in
 // the order of their ranks.
@@ -36,7 +36,7 @@ enum class Division { waves, gathers, slices };
 
 struct ForwardSchedule {
     int inter_tiles;          // of a head: E * ceil(d_e / 64)
-    int lanes;                // 1; or the blocks of a head, without whole waves: what follows then counts those of one block
+    int abreast;              // 1; or the blocks of a head, without whole waves: what follows then counts those of one block
     int clusters;             // of the launch
     int waves;                // of whole items
     int rest;                 // items after them, fewer than clusters
@@ -85,13 +85,13 @@ struct WorkCursor {
     FLASHMHF_HOST_DEVICE WorkCursor(const ForwardSchedule &schedule, int cluster) : s(schedule) {
         tile = cluster < s.splits ? s.span_begin(cluster) : 0;
     }
-    // The same cluster and lane every time (a caller may have no register for them), and the CTA's rank in the cluster.
-    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int lane, int rank) {
+    // The same cluster and block every time (a caller may have no register for them), and the CTA's rank in the cluster.
+    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int block, int rank) {
         const int stop = cluster < s.splits ? s.span_begin(cluster + 1) : 0;
         if ((s.adds_parts || wave == s.waves) && tile < stop) {
             const int index = tile / (s.gap + s.inter_tiles), first = index * (s.gap + s.inter_tiles) + s.gap;
             if (first < stop) {
-                work = {s.waves * s.clusters + index * s.lanes + lane, tile < first ? 0 : tile - first,
+                work = {s.waves * s.clusters + index * s.abreast + block, tile < first ? 0 : tile - first,
                         s.inter_tiles < stop - first ? s.inter_tiles : stop - first, s.part_of(cluster, index)};
                 tile = first + work.end;
                 return true;
@@ -112,13 +112,13 @@ struct GatherCursor {
     FLASHMHF_HOST_DEVICE GatherCursor(const ForwardSchedule &schedule, int cluster)
         : s(schedule),
           stop(cluster < s.splits ? s.span_begin(cluster + 1) : 0) {}
-    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int lane, int) {
+    FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int block, int) {
         const int begin = s.span_begin(cluster), size = s.gap + s.inter_tiles;
         while (stop > begin) {
             const int end = stop, index = (end - 1) / size, first = index * size + s.gap;
             stop = index * size;
             if (end <= first) continue;  // the span ends in the gap before the item
-            work = {index * s.lanes + lane, begin < first ? 0 : begin - first, end - first, s.part_of(cluster, index)};
+            work = {index * s.abreast + block, begin < first ? 0 : begin - first, end - first, s.part_of(cluster, index)};
             return true;
         }
         return false;

@@ -98,7 +98,7 @@ void print_plan(const flashmhf::ForwardPlan &plan) {
     std::printf(
         "row tiles of a CTA %d, heads of a row tile %d, clusters %d x %d of %d CTAs, slices %d, waves %d, inter tiles %d, items %d split "
         "over %d clusters, %.1f MB of partial sums, added by %s\n",
-        plan.consumers, plan.bundle, schedule.lanes, schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves,
+        plan.consumers, plan.bundle, schedule.abreast, schedule.clusters, plan.cluster_size, schedule.slices, schedule.waves,
         schedule.inter_tiles, schedule.rest, schedule.splits, plan.partials * 4e-6,
         plan.flags      ? "forward"
         : plan.partials ? "combine"

@@ -21,7 +21,7 @@ DEVICES = {
     "single": ((132, 0, 0, 0, 0, 0, 0, 0), 0),
 }
 CALL = ("kind", "device", "batch", "T", "H", "d_h", "E", "d_e", "group")
-PLAN = ("row_ctas", "consumers", "slices", "lanes", "bundle", "clusters", "waves", "rest", "splits", "flags", "partials", "work")
+PLAN = ("row_ctas", "consumers", "slices", "abreast", "bundle", "clusters", "waves", "rest", "splits", "flags", "partials", "work")
 # H, d_h, E, d_e of networks of some 25M to 1.3B parameters.
 NETWORKS = [
     (16, 128, 22, 384),

@@ -76,7 +76,7 @@ def test_every_tile_once_and_balanced(shape, device):
             assert clusters == [item] * p["slices"]
         if item not in whole:
             first, last = p["owners"][item - p["waves"] * p["clusters"]]
-            assert clusters == list(range(first, last + 1, p["lanes"]))
+            assert clusters == list(range(first, last + 1, p["abreast"]))
             for _, _, cluster, part in pieces:
                 assert part in (0, 1) and (cluster, part) not in parts
                 parts.add((cluster, part))
@@ -113,7 +113,7 @@ def test_every_tile_once_whatever_the_shape(shape, device, planner):
     of_item = collections.defaultdict(list)
     for _, _, item, begin, end, _ in p["work"]:
         of_item[item].append((begin, end))
-    assert all(of_item[item] == of_item[item - item % p["lanes"]] for item in of_item)
+    assert all(of_item[item] == of_item[item - item % p["abreast"]] for item in of_item)
     if planner is plan.plan_forward_fp8:
         assert p["consumers"] <= {64: 4, 256: 2}.get(shape[3], 3)
         assert p["flags"] == 0 and set(p["adds"]) <= {-1}, "the clusters have no room to add parts"
@@ -134,11 +134,11 @@ f16, fp8 = plan.plan_forward, plan.plan_forward_fp8
     + [choice(fp8, length, 32, 64, 22, 192, consumers=n) for length, n in [(1536, 3), (32256, 4)]]
     + [choice(fp8, length, 21, 96, 22, 256, consumers=n) for length, n in [(256, 2), (512, 3), (1024, 3), (1536, 3)]]
     + [
-        choice(fp8, 1536, 8, 256, 22, 704, consumers=2, lanes=6),
+        choice(fp8, 1536, 8, 256, 22, 704, consumers=2, abreast=6),
         choice(fp8, 1536, 16, 128, 22, 384, consumers=3, row_ctas=2, partials=0, rest=64, splits=64),  # one wave
     ]
-    + [choice(f16, length, 16, 128, 22, 384, lanes=n) for length, n in [(256, 1), (384, 3), (448, 1), (512, 2), (640, 5), (768, 3)]]
-    + [choice(f16, length, 16, 128, 22, 384, lanes=n) for length, n in [(896, 7), (1024, 1), (1536, 1)]]
+    + [choice(f16, length, 16, 128, 22, 384, abreast=n) for length, n in [(256, 1), (384, 3), (448, 1), (512, 2), (640, 5), (768, 3)]]
+    + [choice(f16, length, 16, 128, 22, 384, abreast=n) for length, n in [(896, 7), (1024, 1), (1536, 1)]]
     # few tokens need no second kernel
     + [choice(f16, length, 16, 128, 22, 384, slices=6, partials=0, consumers=n) for length, n in [(1, 1), (64, 1), (128, 2)]]
     + [choice(f16, length, 16, 128, 22, 384, slices=n, partials=0, consumers=2) for length, n in [(448, 2), (1024, 1)]]
@@ -206,7 +206,7 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
     for item, pieces in parts.items():
         first, last = p["owners"][item - whole]
         clusters = sorted(cluster for cluster, _ in pieces)
-        assert clusters == list(range(first, last + 1, p["lanes"])) and 2 <= len(clusters) <= (32 if p["waves"] else 4)
+        assert clusters == list(range(first, last + 1, p["abreast"])) and 2 <= len(clusters) <= (32 if p["waves"] else 4)
         assert adders[item] == [last], "it waits for no cluster behind it"
         # where the adding cluster looks for them: only the first can hold its part as the second of its span
         assert all(part == 0 for cluster, part in pieces if cluster > first)
@@ -252,7 +252,7 @@ def test_the_candidates_are_listed_with_the_one_that_is_taken():
             header, *lines = plan.forward_candidates(1, length, 16, 128, 22, 384, fp8=fp8).splitlines()
             (taken,) = (line.split() for line in lines if line.startswith("*"))
             numbers = [float(x) for x in " ".join(taken).replace("gathered parts", "parts").replace("|", "").split()[2:]]
-            assert numbers[:5] == [p["bundle"], p["consumers"], p["row_ctas"], p["slices"], p["lanes"]], header
+            assert numbers[:5] == [p["bundle"], p["consumers"], p["row_ctas"], p["slices"], p["abreast"]], header
             assert numbers[9] == pytest.approx(max(numbers[5:7]) + numbers[7] + numbers[8], abs=0.2)
     assert plan.forward_candidates(1, 0, 16, 128, 22, 384) == ""
     with pytest.raises(ValueError, match="d_h = 80"):
@@ -326,7 +326,7 @@ def test_the_measured_constants_are_those_of_the_cost_models():
 def test_heads_of_a_group_are_planned_like_sequences_of_one_head(group, tokens):
     grouped = plan.plan_forward(1, tokens, 16, 128, 22, 384, group=group, may_bundle=False)
     assert grouped == plan.plan_forward(group, tokens, 16 // group, 128, 22, 384)
-    assert grouped["lanes"] > 1 or tokens != 192
+    assert grouped["abreast"] > 1 or tokens != 192
 
 
 @pytest.mark.parametrize(

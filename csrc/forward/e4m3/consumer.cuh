@@ -17,7 +17,7 @@ struct FewFromShared : FromShared {
 };
 // With few rows there are registers for three chains of products side by side. One after the other they add 0.4 us to a call of 16.5.
 struct WideFromShared : FromShared {
-    static constexpr int groups = 3;
+    static constexpr int chains = 3;
 };
 struct FewFromGlobal : FromGlobal {
     static constexpr int batch = 1;

@@ -14,13 +14,13 @@ template <int d_h, Division division> struct Parts {
     static constexpr int pause = gathers ? 32 : 256;
 
     const ForwardParams &p;
-    const int cluster = kittens::clusterIdx().x, block = gathers ? kittens::clusterIdx().y : 0;  // no lanes beside whole items
+    const int cluster = kittens::clusterIdx().x, block = gathers ? kittens::clusterIdx().y : 0;  // whole items have none side by side
 
     // Computed at each use: the producer has no register left to keep it.
     __device__ __forceinline__ int rank() const { return p.row_ctas > 1 ? kittens::cluster_ctarank() : 0; }
     // Holds the launch's nonce when the CTA of this rank has stored its rows of a part.
     __device__ __forceinline__ uint64_t *flag(int of_cluster, int part) const {
-        return p.flags + ((of_cluster * (gathers ? p.schedule.lanes : 1) + block) * 2 + part) * p.row_ctas + rank();
+        return p.flags + ((of_cluster * (gathers ? p.schedule.abreast : 1) + block) * 2 + part) * p.row_ctas + rank();
     }
     // By one lane: tells the device of the parts of this CTA that are added from memory, when they are stored; how many. The consumers'
     // arrivals release their stores to this thread, and its own release hands them on.
