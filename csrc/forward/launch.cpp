@@ -11,8 +11,6 @@
 namespace flashmhf {
 namespace {
 
-constexpr int f16_gate_columns = ForwardPolicy<128>::gate_chunk, fp8_gate_columns = ForwardFp8Policy<128>::gate_chunk;
-
 // Another one every time, never 0: a counter from a random start, scrambled (splitmix64 maps no two counts to one number).
 uint64_t launch_nonce() {
     static std::atomic<uint64_t> count{std::random_device{}() * 0x100000000ull + std::random_device{}()};
@@ -28,19 +26,29 @@ uint64_t launch_nonce() {
 bool bulk_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % tma_alignment == 0; }
 bool is_fp8(const ForwardProblem &problem) { return problem.format == WeightFormat::e4m3; }
 
+// Columns of a tile of the gate; 0 where the producer does not bring it.
+int gate_columns(const ForwardProblem &problem) {
+    if (is_fp8(problem))
+        return ForwardFp8HeadDims::dispatch(problem.shape.head_dim, []<int d_h>() { return int{ForwardFp8Policy<d_h>::gate_chunk}; });
+    return ForwardHeadDims::dispatch(problem.shape.head_dim, []<int d_h>() {
+        using P = ForwardPolicy<d_h>;
+        return P::gate_early ? P::gate_chunk : 0;
+    });
+}
+
 // Whether TMA brings the gate: R is fp32 with heads side by side at strides that it takes, and a tile holds all sub-networks wherever it
 // begins, which is at a multiple of four columns.
 bool gate_in_tiles(const ForwardProblem &problem) {
     const Shape &s = problem.shape;
     const int furthest = s.subnets % 4 == 0 ? 0 : s.subnets % 2 == 0 ? 2 : 3;
-    const bool fits = is_fp8(problem) ? s.subnets + furthest <= fp8_gate_columns : s.head_dim <= 128 && s.subnets <= f16_gate_columns - 4;
+    const bool fits = s.subnets + (is_fp8(problem) ? furthest : 4) <= gate_columns(problem);
     auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
     return fits && problem.gate == Gate::r_float && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
            strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(problem.r.data);
 }
 CUtensorMap gate_map(const ForwardProblem &problem) {
     const Shape &s = problem.shape;
-    const int columns = is_fp8(problem) ? fp8_gate_columns : f16_gate_columns;
+    const int columns = gate_columns(problem);
     return tensor_map(
         "r", problem.r.data, MapType::fp32,
         {{int64_t{s.heads} * s.subnets, 1, columns}, {s.length, problem.r.token_stride, tile_rows}, {s.batch, problem.r.batch_stride, 1}},
@@ -53,7 +61,7 @@ int router_bytes(const ForwardProblem &problem, const ForwardPlan &plan) {
     const Shape &s = problem.shape;
     const bool one_head = s.group == 1 || s.batch * plan.row_tiles % plan.consumers == 0;
     if (!has_router(problem.gate) || !one_head || !bulk_aligned(problem.w)) return 0;
-    if (is_fp8(problem) && s.subnets > fp8_gate_columns) return 0;
+    if (is_fp8(problem) && s.subnets > gate_columns(problem)) return 0;
     const int64_t bytes = int64_t{s.head_dim} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
     const int room = !is_fp8(problem) && plan.schedule.slices > 1 ? plan.spare_gate : plan.shared_extra;
     return bytes * plan.bundle <= room ? static_cast<int>(bytes) : 0;

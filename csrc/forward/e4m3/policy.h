@@ -1,5 +1,5 @@
 // Tile sizes, and the shared-memory and register budget of the FP8 forward kernel for each head dimension. Pure C++: the planner reads it
-// too. The budget table is drawn in README.md.
+// too. The static_asserts hold the limits of the SM; the table in README.md shows the numbers.
 #pragma once
 
 #include "common/geometry.h"
@@ -30,6 +30,9 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int v_panel = tile_inter;  // V is transposed: d_h rows of the tile's inter units
     static constexpr int v_bytes = d_h * v_panel;
     static constexpr int slot_bytes = ku_bytes + v_bytes;
+    // Where the sum of all buffers does not fit, the ring gives up a slot. With fewer than `fewest_slots` it would deadlock: a consumer waits
+    // for the next tile while it holds this one, and with one chunk a tile also the one before, whose A V still runs.
+    static constexpr int fewest_slots = chunks == 1 ? 3 : 2;
     static constexpr int slots = d_h == 64 ? consumers == 4 ? 12 : 14 : d_h == 96 ? 8 : d_h == 128 ? 6 : 3;
     static constexpr int row_tile_bytes = tile_rows * d_h * element_bytes;  // Q or the output of a warpgroup, which share a buffer
     static constexpr int piece_columns = 16;                                // of a row tile's sums, as slices send them to each other
@@ -37,6 +40,7 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     // Slots of the ring that slices fill before the first Q is there: with all of them Q comes later, probably behind the weights. The tile
     // of the first of these slots is prefetched to the L2 under the kernel before, where that gains.
     static constexpr int early_slots = 2, prefetched_tiles = few_rows && d_h >= 128 ? 1 : 0;
+    static_assert(slots >= fewest_slots && early_slots <= slots);
 
     // Few rows: the addresses of the exchange of sums lie in registers from the first promotion on, where there are registers for them.
     static constexpr bool exchange_ahead = d_h <= 128;
@@ -59,8 +63,9 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static constexpr int producer_registers = consumers > 2 ? 32 : 24;
     static constexpr int consumer_registers = consumers == 4 ? 112 : consumers == 3 ? 160 : 240;
     static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
-    // Two buffers of [M|N], two of A, Q, the sums of products and the promoted ones.
-    static constexpr int tile_registers = chunk_inter + chunk_inter / 4 + d_h / 8 + 2 * (d_h / 4);
+    // Two buffers of [M|N], two of A, Q, the sums of products and the promoted ones, and two for each piece that slices send.
+    static constexpr int send_registers = few_rows && exchange_ahead ? 2 * d_h / piece_columns : 0;
+    static constexpr int tile_registers = chunk_inter + chunk_inter / 4 + d_h / 8 + 2 * (d_h / 4) + send_registers;
     static_assert(tile_registers + 24 <= consumer_registers, "does not fit the registers of a consumer");
 };
 

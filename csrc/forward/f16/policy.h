@@ -1,5 +1,5 @@
 // Tile sizes, and the shared-memory and register budget of the forward kernel for each head dimension. Pure C++: the planner reads it
-// too. The budget table is drawn in README.md; the static_asserts keep both honest.
+// too. The static_asserts hold the limits of the SM; the table in README.md shows the numbers.
 #pragma once
 
 #include "common/geometry.h"
@@ -44,11 +44,13 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int piece_columns = 8;  // of a row tile's sums; slices send theirs in such pieces, too
     static constexpr int piece_bytes = tile_rows * piece_columns * 4, piece_slots = may_add_parts ? 6 : 0;
 
-    // As many slots as the rest leaves room for.
+    // As many slots as the rest leaves room for: what grows takes a slot from the ring. Fewer than `fewest_slots` would deadlock: a consumer
+    // waits for the next slot before it hands this one back, and where Q is not in registers it holds two halves of [K;U] and waits for V.
+    static constexpr int fewest_slots = q_in_registers ? 2 : 3;
     static constexpr int beside_ring = consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
     static constexpr int slots = (shared_memory_limit - beside_ring) / slot_bytes;
     static constexpr int shared_memory = slots * slot_bytes + beside_ring;
-    static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
+    static_assert(shared_memory <= shared_memory_limit && slots >= fewest_slots, "does not fit the shared memory of an SM");
 
     // Registers of a thread: all of the SM's, in multiples of 8, at launch; then setmaxnreg moves them from the producer to the consumers.
     static constexpr int launch_registers = launch_registers_of(threads);
@@ -56,9 +58,12 @@ template <int d_h> struct ForwardPolicy {
     // Tiles for one CTA come a little faster without multicast; for a loop of their own, 24 registers of the producer are too few.
     static constexpr bool always_multicast = !q_in_registers;
     static_assert(producer_registers + consumers * consumer_registers == (consumers + 1) * launch_registers);
-    // O, [M|N], A, and Q where it is in registers; the rest are addresses, weights and loop state.
+    // O, [M|N], A, and Q where it is in registers; under the last product also two for each piece that slices send. At the end O and two
+    // parts that are gathered. The rest are addresses, weights and loop state.
+    static constexpr int send_registers = may_slice ? 2 * d_h / piece_columns : 0, gather_registers = may_add_parts ? 3 * d_h / 2 : 0;
     static constexpr int tile_registers = d_h / 2 + tile_inter + tile_inter / 4 + (q_in_registers ? d_h / 4 : 0);
-    static_assert(tile_registers + 24 <= consumer_registers, "does not fit the registers of a consumer");
+    static_assert(tile_registers + send_registers + 24 <= consumer_registers, "does not fit the registers of a consumer");
+    static_assert(gather_registers + 24 <= consumer_registers, "does not fit the registers of a consumer");
 };
 
 }  // namespace flashmhf
