@@ -66,8 +66,8 @@ int plan_bundle(const Shape &shape, bool may_bundle) {
     return 1;
 }
 
-// The blocks of a head abreast (schedule.cuh), when all items run at once and that leaves no more clusters idle than the memory would.
-// Laid end to end, each block brings the weights anew.
+// How many blocks of a head run side by side: all, where every item runs at once and the longest span takes no longer than end to end,
+// where each block brings the weights anew; else one.
 int plan_abreast(int heads, int blocks, int inter_tiles, int clusters, const Device &device, const ForwardCostModel &cost) {
     const int spans = clusters / blocks;
     // A head whose tiles make one part only goes as a whole item, and whole items have no blocks side by side.
@@ -164,7 +164,8 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     const ForwardSchedule s = plan_schedule(blocks * heads, abreast, inter_tiles, clusters, head_dim, may_add_parts, cost);
     const bool split = s.splits > s.rest;
     const int64_t rest = s.rest == 0 ? 0 : split ? span_tiles(s.rest, inter_tiles, s.splits) : inter_tiles;
-    // Without whole waves the spans are counted as dealt to all SMs: how pairs and blocks abreast round them is not what decides against slices.
+    // Without whole waves the spans are counted as dealt to all SMs: how pairs and blocks side by side round them is not what decides
+    // against slices.
     const int64_t products = split && s.waves == 0 ? span_tiles(single * heads, inter_tiles, device.sms()) : s.waves * inter_tiles + rest;
     const int adding = !split ? 0 : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
     all.push_back({bundle, taken, row_ctas, blocks, s, stream, products, 0, adding});
@@ -191,17 +192,20 @@ size_t best_of(const std::vector<Candidate> &all) {
 
 std::string list(const std::vector<Candidate> &all, const Shape &shape, WeightFormat format, const ForwardCostModel &cost) {
     static const char *const names[] = {"waves", "gathered parts", "slices"};
-    std::string text = "  division        heads row tiles CTAs slices abreast |  us: stream products exchange adding    all\n";
+    const bool few_rows = all.front().consumers != all.back().consumers;  // there are candidates of fewer row tiles
+    std::string text = "  division        heads row tiles CTAs slices abreast |  us: stream products exchange adding    all";
+    text += few_rows ? "  other rows\n" : "\n";
     const size_t best = best_of(all);
     for (size_t i = 0; i < all.size(); ++i) {
         const Candidate &c = all[i];
         const double unit = cost.tile_us * shape.head_dim;
         const double products = c.products * unit * (format == WeightFormat::e4m3 ? forward_fp8_row_tiles(c.consumers) : 1);
-        char line[160];
-        std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %7d | %11.1f %8.1f %8.1f %6.1f %6.1f\n", i == best ? '*' : ' ',
+        char line[160], compared[16] = "";
+        if (few_rows) std::snprintf(compared, sizeof compared, " %11.1f", compared_time(c) * unit);
+        std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %7d | %11.1f %8.1f %8.1f %6.1f %6.1f%s\n", i == best ? '*' : ' ',
                       names[static_cast<int>(c.schedule.division())], c.bundle, c.consumers, c.row_ctas, c.schedule.slices,
                       c.schedule.abreast, c.stream * unit, products, c.exchange * unit, c.adding * unit,
-                      std::max(c.stream * unit, products) + (c.exchange + c.adding) * unit);
+                      std::max(c.stream * unit, products) + (c.exchange + c.adding) * unit, compared);
         text += line;
     }
     return text;

@@ -26,7 +26,7 @@ struct ForwardPlan {
     int flags;                                                  // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
     int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
     int shared_memory;                                          // bytes a CTA, without `shared_extra`
-    int shared_extra;  // bytes more, of a launch that adds parts, or that holds W of a head and gives clusters several items
+    int shared_extra;  // bytes of shared memory more, for pieces or for W: where the launch adds parts, or holds W of a head there
     int sum_threads;   // of slices, as in params.h
     int slice_pieces, spare_pieces;
     // Most clusters of another such launch fit beside this one, but not all. Started early, those would have most of their tiles when the
@@ -42,7 +42,7 @@ constexpr ForwardCostModel forward_costs(WeightFormat format) {
 // What the planner knows of a kernel's instance.
 struct ForwardFootprint {
     int shared_memory;          // bytes
-    int shared_extra;           // of them for parts that are added, or for W
+    int shared_extra;           // of them for pieces of parts that are added, or for W
     int piece_columns;          // of a piece of the sums that slices send each other
     int gate_tile, gate_tiles;  // bytes of a tile of the gate, and such tiles
     int consumers;              // row tiles of a CTA, at most
@@ -62,19 +62,23 @@ struct Candidate {
     int64_t products;  // of the CTA that has most
     int exchange;      // of the sums of slices
     int adding;        // of the sums of parts
+    // The estimate that candidates of as many row tiles are compared by.
     int64_t tiles() const { return (products > stream ? products : stream) + exchange + adding; }
 };
 // Those that the limits and thresholds leave, in the order in which ties are decided.
 std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
                                           const ForwardCostModel &cost);
 
-// The candidate that takes least. may_bundle: a row tile may be of several heads. FLASHMHF_LOG_PLANS=1 prints the candidates to stderr.
+// The candidate of the least tiles(). In FP8, where CTAs may have fewer row tiles than others, the best of each number of them are compared
+// by another estimate (compared_time in plan.cpp), and fewer must save a twentieth. may_bundle: a row tile may be of several heads.
+// FLASHMHF_LOG_PLANS=1 prints the candidates to stderr.
 // Throws std::invalid_argument for shapes beyond the index range and for a head dimension without a kernel.
 ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost);
 inline ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle) {
     return plan_forward(shape, device, format, may_bundle, forward_costs(format));
 }
-// A line for each candidate with its times in microseconds; the one that plan_forward takes begins with an asterisk.
+// A line for each candidate with its times in microseconds; the one that plan_forward takes begins with an asterisk. `all` is tiles(), and
+// `other rows`, where there are candidates of different row tiles, the estimate that these are compared by.
 std::string list_candidates(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost);
 
 // Which of the two instances of the FP8 kernel: for CTAs that divide an item of one or two row tiles.
