@@ -19,7 +19,7 @@ constexpr int shared_memory_limit = 227 * 1024;  // bytes a CTA may use
 constexpr int sm_registers = 64 * 1024;
 constexpr int tma_alignment = 16;  // bytes: bases and strides of a tensor map, bulk copies
 
-// The widest swizzle that divides a row of d_h elements; a tile is a sequence of panels that wide, one TMA box each.
+// The widest swizzle that divides a row of d_h elements, or half a row where [K;U] comes in halves; a tile is panels that wide, a box each.
 constexpr int swizzle_bytes_of(int d_h) { return d_h % 64 == 0 ? 128 : 64; }
 constexpr int panel_cols_of(int d_h) { return swizzle_bytes_of(d_h) / element_bytes; }
 // Registers a thread at launch, when the CTA has all of the SM's: a multiple of 8.

@@ -106,8 +106,8 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
     }
-    // The same of `chains` times 8 sub-networks: as many chains of products instead of one after the other. Not one function with the one
-    // above: written so, ptxas arranges the loops of the 16-bit kernels anew, and in one form spills.
+    // The same of `chains` times 8 sub-networks: as many chains of products side by side. Not one function with the one above: written so, ptxas
+    // arranges the loops of the 16-bit kernels anew, and in one form spills.
     template <int chains, typename Query> __device__ __forceinline__ void sigmoids(float (&s)[chains][4], int e, Query &&query) {
         int at[chains];
 #pragma unroll

@@ -3,13 +3,12 @@
 // Work items are (head, block of row tiles), blocks fastest, so that all clusters stream one head's weights from the L2 at a time. Items go
 // in waves: item = wave * clusters + cluster. The last items, which do not fill a wave, are laid end to end along the inter dimension and
 // cut into `splits` equal spans, one a cluster; a span covers parts of at most two items. Going on to another item takes the time of `gap`
-// tiles: so many tiles, which no cluster computes, lie before each item. The parts of an item are summed in a fixed order of the clusters,
-// so a result depends on the shape and the device only.
+// tiles: we lay `gap` empty tiles before each item, so that a span that crosses into it gets fewer real tiles. The parts of an item are
+// summed in a fixed order of the clusters, so a result depends on the shape and the device only.
 //
 // Whole items go first, wave by wave; the combine kernel adds the parts. With one wave a cluster takes its span first and then its whole
 // item, under which the parts are added by the cluster that holds an item's last part. That cluster waits for parts of earlier clusters
-// only. They were launched before it and signal their parts without waiting, so their parts arrive however few clusters the device runs at
-// a time.
+// only, which signal them without waiting (rule 9 of csrc/README.md).
 //
 // Without whole waves, and where there is room, the clusters add the parts at their end, each the item whose last part it holds. Such a
 // cluster takes the later item of its span first (GatherCursor): the last part of the other item is then still in its registers, and the
@@ -36,7 +35,7 @@ enum class Division { waves, gathers, slices };
 
 struct ForwardSchedule {
     int inter_tiles;          // of a head: E * ceil(d_e / 64)
-    int abreast;              // 1; or the blocks of a head, without whole waves: what follows then counts those of one block
+    int abreast;              // blocks of a head side by side: 1, or all, without whole waves; what follows counts those of one block
     int clusters;             // of the launch
     int waves;                // of whole items
     int rest;                 // items after them, fewer than clusters
@@ -85,7 +84,7 @@ struct WorkCursor {
     FLASHMHF_HOST_DEVICE WorkCursor(const ForwardSchedule &schedule, int cluster) : s(schedule) {
         tile = cluster < s.splits ? s.span_begin(cluster) : 0;
     }
-    // The same cluster and block every time (a caller may have no register for them), and the CTA's rank in the cluster.
+    // The same cluster and block (below `abreast`) every time: a caller may have no register for them. The CTA's rank in the cluster.
     FLASHMHF_HOST_DEVICE bool next(Work &work, int cluster, int block, int rank) {
         const int stop = cluster < s.splits ? s.span_begin(cluster + 1) : 0;
         if ((s.adds_parts || wave == s.waves) && tile < stop) {

@@ -8,9 +8,9 @@
 
 namespace flashmhf {
 
-// Piece i (of all warpgroups) goes to CTA
-// i % slices, where it is number i / slices and lies beside the pieces of the other slices, in the order of their ranks. Threads whose
-// first row holds no token send nothing: the SMs send each other some 16 bytes a clock, so that 32 KB take more than a microsecond.
+// Piece i (of all warpgroups) goes to CTA i % slices, where it is number i / slices and lies beside the pieces of the other slices, in the
+// order of their ranks. Threads whose first row holds no token send nothing: the SMs send each other some 16 bytes a clock, so that 32 KB
+// take more than a microsecond.
 template <int of_tile> struct Pieces {
     int slices, threads, stride;  // of 16 bytes: a slice in a piece, and a piece
     int number = 0, cta = 0;      // of the warpgroup's first piece

@@ -87,8 +87,8 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         warpgroup::mma_AB<OutputTile<d_h>, ActivationTile<T>, typename Shared::V, 0>(o, a, v);
     }
 
-    // No row of this warpgroup holds a token, in any item. With blocks abreast that may be so with several blocks, too, but passing those items
-    // makes T = 257 to 576 slower by 7 to 12 % (docs/experiments.md).
+    // No row of this warpgroup holds a token, in any item. With blocks side by side that may be so, too, but passing those items makes
+    // T = 257 to 576 slower by 7 to 12 % (docs/experiments.md).
     __device__ __forceinline__ bool is_idle() { return p.blocks == 1 && !holds_token(p, this_item().sequence, this_item().token); }
     // Does for all items what the others wait for, without the products: they take power, and the tensor cores of the other warpgroup.
     __device__ __forceinline__ void pass_items() {
