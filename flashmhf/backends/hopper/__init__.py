@@ -23,7 +23,7 @@ LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
 NO_LIBRARY = LIBRARY.with_name("_no_library.txt")  # written by setup.py: why it built none
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256)  # of all directions: one with a forward kernel alone would raise in the backward of training
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
 
