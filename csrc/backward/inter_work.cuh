@@ -32,7 +32,7 @@ struct InterWork : TokenRange {
 
 // Ordered accumulation: a CTA adds to a sum only once the CTA before it in the order of the items has added its part. That CTA's block
 // number is lower, so the first block that has not finished never waits for one that has not started, whatever else runs on the device.
-// (Blocks start in the order of their numbers: how the hardware does it, not a promise of the programming model.) By one thread.
+// (Rule 9 of csrc/README.md.) By one thread.
 struct OrderedAdds {
     uint32_t *added;  // CTAs that have added to a tile, in their order; null: any order
     uint32_t before;  // CTAs before this one

@@ -28,7 +28,7 @@ constexpr const char *stamp_names[] = {FLASHMHF_STAMPS(FLASHMHF_STAMP)};
 constexpr int stamp_count = sizeof(stamp_names) / sizeof(*stamp_names);
 
 #ifdef FLASHMHF_TRACE
-// What is kept of a launch: its first CTAs, and a warp's first rounds of a loop.
+// What is kept of a launch: CTAs 0 to 15, a warp's first lane, and its first rounds of a loop.
 constexpr int trace_ctas = 16, trace_warps = 20, trace_rounds = 32;
 struct TraceRecord {
     uint64_t time, clock;  // globaltimer, ns, of the device; clock64, of the SM. Both 0: no stamp
