@@ -45,11 +45,11 @@ __device__ __forceinline__ void keep_own_sums(float4 (&part)[max_tokens / 8][32]
         if (8 * j < tokens) part[j][lane] = fragment_quad<max_tokens>(sum, j);
 }
 
-// s += the sums of all CTAs of the cluster, by rank, for 8 tokens of a group of features.
+// s += the sums of all CTAs of the cluster, by rank, for 8 tokens of a strip of features.
 template <typename P, typename T>
-__device__ __forceinline__ void add_sums(float4 &s, const ProjectShared<P, T> &shared, int group, int tokens, int lane) {
+__device__ __forceinline__ void add_sums(float4 &s, const ProjectShared<P, T> &shared, int strip, int tokens, int lane) {
 #pragma unroll
-    for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][group][tokens][lane]);
+    for (int r = 0; r < P::cluster; ++r) add(s, shared.parts[r][strip][tokens][lane]);
 }
 
 template <typename P, typename T>
@@ -133,9 +133,9 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
                 tma::store_async(tma::remote(&part[j][lane], shared.parts_full, finisher), fragment_quad<max_tokens>(sum, j));
     }
 
-    // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens. Warps that finish one group of features are neighbours.
+    // Rows g and g + 8 of the fragments are features, columns 2t and 2t + 1 tokens. Warps that finish one strip of features are neighbours.
     constexpr int warps = 4 * P::warpgroups / P::finished;
-    const int group = warp / warps, column = feature + (rank * P::finished + group) * 16 + lane / 4;
+    const int strip = warp / warps, column = feature + (rank * P::finished + strip) * 16 + lane / 4;
     float bias[2] = {0.f, 0.f};
     if (p.bias)
         for (int i = 0; i < 2; ++i) {
@@ -148,7 +148,7 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     const int last_token = min(first_token + p.block_tokens, p.tokens);
     for (int j = warp % warps; first_token + 8 * j < last_token; j += warps) {
         float4 s = {bias[0], bias[0], bias[1], bias[1]};
-        add_sums(s, shared, group, j, lane);
+        add_sums(s, shared, strip, j, lane);
         const float values[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -10,7 +10,7 @@ namespace flashmhf {
 template <int warpgroups_, int max_tokens_, int cluster_> struct ProjectPolicy {
     static constexpr int warpgroups = warpgroups_, max_tokens = max_tokens_, cluster = cluster_;
     static constexpr int features = 64 * warpgroups, step = 64;  // of a CTA; k of a slot
-    static constexpr int finished = 4 * warpgroups / cluster;    // groups of 16 features, a warp's, that a CTA finishes
+    static constexpr int finished = 4 * warpgroups / cluster;    // strips of 16 features, a warp's, that a CTA finishes
     static constexpr int threads = 128 * warpgroups + 32;
     static constexpr int slot_bytes = (features + max_tokens) * step * element_bytes, parts_bytes = 4 * features * max_tokens;
     // Up to 64 tokens two CTAs fit an SM, so that one starts under the other.
