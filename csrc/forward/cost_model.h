@@ -17,6 +17,9 @@ struct ForwardCostModel {
     int next_item = 512;
     // Threshold: tiles at any d_h for each part of an item that clusters add under whole items; a shorter item is over before.
     int tiles_a_part = 8;
+    // Threshold: parts of an item that clusters add under whole items. At T = 1,152 (H = 16, E = 22, d_e = 384, d_h = 128) twelve take
+    // longer than the whole item, 178 us in all on an H100, where the second kernel takes 154; at T = 1,280 six take 165 against 168.
+    int most_added = 8;
     // Threshold: a part of fewer tiles costs more to add than it saves.
     int shortest_part = 2;
     // Cost: the memory brings a tile for every SM in stream_numerator / stream_denominator of the time of its products.

@@ -92,7 +92,8 @@ ForwardSchedule plan_schedule(int items, int abreast, int inter_tiles, int clust
         int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
         s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / cost.shortest_part)));
         const int64_t parts = ceil_div(inter_tiles, tiles / s.splits) + 1;  // of an item, at most
-        const bool adds = may_add_parts && s.waves == 1 && parts <= most_parts && parts * cost.tiles_a_part <= inter_tiles;
+        const bool adds =
+            may_add_parts && s.waves == 1 && parts <= std::min(most_parts, cost.most_added) && parts * cost.tiles_a_part <= inter_tiles;
         const int gap = cost.gap_tiles(head_dim);
         const int adding = adds ? gap : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
         if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;

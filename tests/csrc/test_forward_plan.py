@@ -156,6 +156,8 @@ def test_the_planner_takes_what_was_faster(planner, shape, values):
     ("shape", "adds"),
     [
         ((1, 1536, 16, 128, 22, 384), True),
+        ((1, 1280, 16, 128, 22, 384), True),
+        ((1, 1152, 16, 128, 22, 384), False),  # twelve parts an item
         ((1, 6144, 16, 128, 22, 384), False),  # five waves
         ((1, 1536, 6, 96, 22, 384), True),  # no whole wave: at the end
         ((1, 1536, 1, 128, 22, 384), False),  # eleven parts an item
