@@ -139,12 +139,13 @@ def pitch(records: Records) -> str:
     record, model = records["layer"], SHAPES["paper"]
     ratios = [ratio for group in ("decode", "latency") for ratio in faster(record, group, "swiglu_compiled").values()]
     memory = training(record, "beyond", "swiglu_compiled")
-    compiled, checkpointed = (longer(training(record, "stack_ms", name)) for name in ("swiglu_compiled", "swiglu_checkpointed"))
+    compiled = longer(training(record, "stack_ms", "swiglu_compiled"))
     return (
-        f"**At equal feed-forward parameters ({model.layers} layers instead of {model.swiglu_layers}), inference on an {gpu(record)} is "
-        f"{span(ratios, 1)} times faster than with compiled SwiGLU, and a layer in training needs {memory:.1f} times less memory for "
-        f"activations and gradients.** In exchange, a training step of these layers takes {compiled} with compiled SwiGLU and "
-        f"{checkpointed} with checkpointed SwiGLU. {whole_training(records)}"
+        f"**On an {gpu(record)}, inference with the feed-forward layers is {span(ratios, 1)} times faster than with compiled SwiGLU of "
+        f"equal parameters ({model.layers} layers instead of {model.swiglu_layers}), and whole models generate "
+        f"{generation_span(records)} times as many tokens per second. In training a layer needs {memory:.1f} times less memory for "
+        f"activations and gradients.** In exchange, a training step of these layers takes {compiled} with compiled SwiGLU. "
+        f"{whole_training(records)}"
     )
 
 
@@ -153,12 +154,14 @@ def layers_in_short(records: Records) -> str:
     decode, prefill = (faster(record, group, "swiglu_compiled") for group in ("decode", "latency"))
     official = faster(record, "latency", "official").values()  # none where the official code was not there
     beside = f", {span(official)} times faster than the official Triton kernel" if official else ""
+    liger = faster(record, "latency", "swiglu_liger").values()
+    than_liger = f" ({span(liger)} times than Liger's SwiGLU)" if liger else ""
     memory = training(record, "beyond", "swiglu_compiled")
     compiled, checkpointed = (longer(training(record, "stack_ms", name)) for name in ("swiglu_compiled", "swiglu_checkpointed"))
     return (
         f"- **Decode:** {span(decode.values())} times faster than compiled SwiGLU, least at {min(decode, key=decode.get):,} tokens.\n"
-        f"- **Prefill:** {span(prefill.values())} times faster than compiled SwiGLU{beside}.\n"
-        f"- **Training:** a step takes {compiled} with compiled SwiGLU and {checkpointed} with checkpointed SwiGLU. A layer needs "
+        f"- **Prefill:** {span(prefill.values())} times faster than compiled SwiGLU{than_liger}{beside}.\n"
+        f"- **Training:** a step takes {compiled} with compiled SwiGLU and {checkpointed} with checkpointed SwiGLU (eager). A layer needs "
         f"{memory:.1f} times less memory for activations and gradients than a compiled SwiGLU layer."
     )
 
@@ -241,10 +244,10 @@ def other_gpus(records: Records) -> str:
     forward, step = (span(share for found, share in shares if found == group) for group in ("latency", "training"))
     less = tables.ratio(*(rows.value("beyond", "training", name) for name in ("swiglu_compiled", "flashmhf_triton")))
     return (
-        f"**On other GPUs expect FlashMHF to be slower than SwiGLU, and smaller in memory.** They run it on Triton. Measured on an "
-        f"{gpu(record)}, where Triton can be compared with the rest, its forward pass takes {forward} times as long as compiled "
-        f"SwiGLU's and a training step {step} times; a layer in training needs {less:.1f} times less memory for activations and "
-        "gradients. On an A100, an RTX 4090 or any other GPU it has not been timed: run `flashmhf` there before you decide."
+        f"**On Triton expect FlashMHF to be slower than SwiGLU, and smaller in memory.** Only Hopper GPUs have been timed. On an "
+        f"{gpu(record)} Triton's forward pass takes {forward} times as long as compiled SwiGLU's and a training step {step} times; "
+        f"a layer in training needs {less:.1f} times less memory for activations and gradients. Run `flashmhf` on an A100, an RTX 4090 or "
+        "any other GPU before you decide."
     )
 
 
@@ -252,14 +255,12 @@ def speed_answer(records: Records) -> str:
     record, model = records["layer"], SHAPES["paper"]
     decode, prefill = (faster(record, group, "swiglu_compiled") for group in ("decode", "latency"))
     compiled = longer(training(record, "stack_ms", "swiglu_compiled"))
-    generated = records["generate"]
-    rates = span(rows["flashmhf"]["x_swiglu"] for rows in generation(generated).values())
     return (
         f"Yes for inference on Hopper GPUs, if you take {model.layers} FlashMHF layers where SwiGLU has {model.swiglu_layers}; no for the "
         f"time of a training step. Against compiled SwiGLU at d_model {model.d_model:,} on an {gpu(record)}, the feed-forward layers are "
-        f"{span(decode.values())} times faster in decode (from batch 1 to {max(decode):,}, least at {min(decode, key=decode.get):,}) and "
-        f"{span(prefill.values())} times in prefill, and their training step takes {compiled} SwiGLU's. A whole model generates {rates} "
-        f"times as many tokens per second ({gpu(generated)}). {whole_training(records)}"
+        f"{span(decode.values())} times faster in decode (1 to {max(decode):,} tokens at once) and {span(prefill.values())} times in "
+        f"prefill, and their training step takes {compiled} SwiGLU's. A whole model saves attention layers, too: it generates "
+        f"{generation_span(records)} times as many tokens per second ({gpu(records['generate'])}).{whole_prefill(records)}"
     )
 
 
@@ -270,17 +271,54 @@ SCALES = ("tiny", "128m", "370m", "1.3b")
 Cells = dict[tuple[str, bool], dict[tuple, dict[str, dict]]]
 
 
-def whole_training(records: Records) -> str:
-    """How models that both networks trained compiled and without checkpointing compare, from the smallest to the largest."""
+def whole_models(records: Records, blocks: str) -> tuple[dict, dict[str, dict[str, dict]]]:
+    """A record, and scale -> network -> row of models trained without checkpointing, from the smallest to the largest, where both ran."""
     record, cells = training_cells(records)
-    pairs = {key[0]: rows for key, rows in cells[("compiled", False)].items() if {"flashmhf", "swiglu"} <= rows.keys()}
-    if not pairs:
+    found = {key[0]: rows for key, rows in cells[(blocks, False)].items() if {"flashmhf", "swiglu"} <= rows.keys()}
+    return record, {scale: found[scale] for scale in sorted(found, key=SCALES.index)}
+
+
+def of_swiglu(models: dict[str, dict[str, dict]], what: str) -> list[float]:
+    return [rows["flashmhf"][what] / rows["swiglu"][what] for rows in models.values()]
+
+
+def saved(models: dict[str, dict[str, dict]]) -> str:
+    return f"{span((100 * (1 - ratio) for ratio in of_swiglu(models, 'memory_mib')), 0)} % less memory"
+
+
+def whole_training(records: Records) -> str:
+    """How models that both networks trained compiled and without checkpointing compare."""
+    record, models = whole_models(records, "compiled")
+    if not models:
         return "The training of whole models has not been measured."
-    scales = [scale.upper() for scale in sorted(pairs, key=lambda scale: pairs[scale]["flashmhf"]["parameters"])]
-    speed, memory = ([rows["flashmhf"][what] / rows["swiglu"][what] for rows in pairs.values()] for what in ("tokens_per_s", "memory_mib"))
-    less = span((100 * (1 - ratio) for ratio in memory), 0)
-    models = f"A whole {scales[0]} model trains" if len(scales) == 1 else f"Whole models of {scales[0]} to {scales[-1]} parameters train"
-    return f"{models} at {span(speed)} of SwiGLU's speed with compiled blocks, in {less} % less memory ({gpu(record)})."
+    scales = [scale.upper() for scale in models]
+    what = f"A whole {scales[0]} model trains" if len(scales) == 1 else f"Whole models of {scales[0]} to {scales[-1]} parameters train"
+    speed = span(of_swiglu(models, "tokens_per_s"))
+    return f"{what} at {speed} of SwiGLU's speed with compiled blocks, in {saved(models)} ({gpu(record)})."
+
+
+def training_answer(records: Records) -> str:
+    """The same in percent, and without compilation."""
+    record, models = whole_models(records, "compiled")
+    if not models:
+        return whole_training(records)
+    gains = dict(zip(models, (round(100 * (ratio - 1)) for ratio in of_swiglu(models, "tokens_per_s")), strict=True))
+    said = [f"{abs(gain)} % {'faster' if gain >= 0 else 'slower'} at {scale.upper()}" for scale, gain in gains.items()]
+    ends = " and ".join(dict.fromkeys((said[0], said[-1])))
+    eager = [round(100 * (ratio - 1)) for ratio in of_swiglu(whole_models(records, "eager")[1], "tokens_per_s")]
+    without = f" Without compilation it is {span(eager, 0)} % faster." if eager and min(eager) > 0 else ""
+    return f"About equal. With compiled blocks FlashMHF trains {ends}, in {saved(models)} ({gpu(record)}).{without}"
+
+
+def whole_prefill(records: Records) -> str:
+    """How compiled models compare over prompts: the least and the most favourable setting."""
+    record = records.find("model")
+    found = by(record["rows"], "scale", "batch", "length") if record else {}
+    names = ("flashmhf compiled", "swiglu compiled")
+    pairs = {key: [cell[name]["ms"]["p50"] for name in names] for key, cell in found.items() if cell.keys() >= set(names)}
+    ratios = sorted((theirs / ours, key) for key, (ours, theirs) in pairs.items())
+    ends = [f"{ratio:.2f} ({scale.upper()}, {batch} x {length:,} tokens)" for ratio, (scale, batch, length) in ratios]
+    return f" Compiled, it reads prompts at {' to '.join(dict.fromkeys((ends[0], ends[-1])))} of SwiGLU's speed." if ends else ""
 
 
 def training_cells(records: Records) -> tuple[dict, Cells]:
@@ -315,12 +353,12 @@ def decision_table(records: Records) -> str:
     less = [compiled / ours for compiled, ours in memories]
     where = f"{gpu(record)}, {model.layers} layers against {model.swiglu_layers}"
     speed = {name: f"{1 / training(record, 'stack_ms', f'swiglu_{name}'):.2f}" for name in ("compiled", "checkpointed")}
-    memory = {name: f"{training(record, 'beyond', f'swiglu_{name}'):.2f}" for name in ("compiled", "checkpointed")}
+    memory = f"{training(record, 'beyond', 'swiglu_compiled'):.2f}"
     lines = [
         ["layers alone, decode", span(faster(record, "decode", "swiglu_compiled").values()), UNKNOWN, where],
         ["layers alone, prefill", span(faster(record, "latency", "swiglu_compiled").values()), span(less), where],
-        ["layers alone, training step", speed["compiled"], memory["compiled"], where],
-        ["the same against checkpointed SwiGLU", speed["checkpointed"], memory["checkpointed"], where],
+        ["layers alone, training step", speed["compiled"], memory, where],
+        ["the same, SwiGLU eager and checkpointed", speed["checkpointed"], "see whole models", where],
     ]
     prompts = records.find("model")
     found = by(prompts["rows"], "scale", "batch", "length") if prompts else {}
@@ -341,7 +379,6 @@ def decision_table(records: Records) -> str:
             speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
             less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs]
             lines.append([f"whole model, training step, {blocks}{name}", *_compared(record, [key[0] for key in keys], speeds, less)])
-    lines += [["models of equal depth (`replace_ffn`)", UNKNOWN, UNKNOWN, ""], ["widths of a 7B model", UNKNOWN, UNKNOWN, ""]]
     lines.append(["loss at equal parameters", "[open](quality.md)", "", ""])
     header = ["what", "speed ÷ SwiGLU's", "SwiGLU's memory ÷ FlashMHF's", "measured"]
     note = (
@@ -485,9 +522,9 @@ def training_table(records: Records) -> str:
     for (scale, blocks, checkpointing, batch, length), rows in sorted(found.items(), key=lambda item: SCALES.index(item[0][0])):
         ours, theirs = ({} if rows[name]["status"] != "ok" else rows[name] for name in ("flashmhf", "swiglu"))
         gib = [f"{row['memory_mib'] / 1024:.1f}" if row else "" for row in (ours, theirs)]
-        rates = [fixed(row.get("tokens_per_s"), 0) for row in (ours, theirs)]
+        speeds = [row.get("tokens_per_s") for row in (ours, theirs)]
         setting = [scale.upper(), f"{batch} x {length:,}", blocks, "yes" if checkpointing else "no"]
-        lines.append([*setting, *rates, fixed(ours.get("x_swiglu"), 2), *gib, fixed(ours.get("mfu"), 2)])
+        lines.append([*setting, *(fixed(rate, 0) for rate in speeds), fixed(tables.ratio(*speeds), 2), *gib, fixed(ours.get("mfu"), 2)])
     header = ["model", "batch", "blocks", "checkpointed", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio"]
     header += ["FlashMHF GiB", "SwiGLU GiB", "FlashMHF MFU"]
     return f"{table(header, lines)}\n\n{machine('Steps with AdamW under bf16 autocast; memory is the peak', record)}"
@@ -512,6 +549,11 @@ def generation(record: dict) -> dict[tuple, dict[str, dict]]:
     return {key: rows for key, rows in cells.items() if {"flashmhf", "swiglu"} <= rows.keys()}
 
 
+def generation_span(records: Records) -> str:
+    """Return FlashMHF's tokens per second over SwiGLU's, such as "1.18 to 1.25"."""
+    return span(rows["flashmhf"]["x_swiglu"] for rows in generation(records["generate"]).values())
+
+
 def generate_table(records: Records) -> str:
     record, lines = records["generate"], []
     found = by(record["rows"], "scale", "batch", "context")
@@ -521,8 +563,7 @@ def generate_table(records: Records) -> str:
         ms = ours.get("ms", {}).get("p50")
         lines.append([scale.upper(), str(batch), f"{context:,}", *rates, fixed(ours.get("x_swiglu"), 2), fixed(ms, 2)])
     header = ["model", "batch", "context", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio", "FlashMHF, ms per step"]
-    ratios = [rows["flashmhf"]["x_swiglu"] for rows in generation(record).values()]
-    said = f"FlashMHF models generate {span(ratios)} times as many tokens per second as SwiGLU models of equal parameters."
+    said = f"FlashMHF models generate {generation_span(records)} times as many tokens per second as SwiGLU models of equal parameters."
     return f"{said}\n\n{table(header, lines)}\n\n{machine('Models with random weights, bf16', record)}"
 
 
@@ -647,7 +688,13 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "implementations": implementations_table,
         "models": models_table,
     },
-    "docs/faq.md": {"speed": speed_answer, "other gpus": other_gpus, "deterministic": deterministic_price, "fp8": fp8_price},
+    "docs/faq.md": {
+        "speed": speed_answer,
+        "training": training_answer,
+        "other gpus": other_gpus,
+        "deterministic": deterministic_price,
+        "fp8": fp8_price,
+    },
     "docs/api.md": {"deterministic": deterministic_price},
     "docs/fp8.md": {"price": fp8_price, "networks": fp8_networks_table},
     "docs/serving.md": {"generate": generate_table, "serving": serving_table},

@@ -231,8 +231,8 @@ def headline(record: dict) -> str:
         tokens = f"{BATCH * rows.sizes('training')[0]:,} tokens"
         note += (
             f"\n\nTraining, forward and backward of {tokens}: {compiled} times the time of compiled SwiGLU, {eager} of eager and "
-            f"{checkpointed} of checkpointed SwiGLU. For activations and gradients a layer needs {less[0]} times less memory than compiled "
-            f"and {less[1]} times less than eager SwiGLU."
+            f"{checkpointed} of checkpointed (eager) SwiGLU. For activations and gradients a layer needs {less[0]} times less memory than "
+            f"compiled and {less[1]} times less than eager SwiGLU."
         )
     return f"{table(header, lines)}\n\n{note}"
 
