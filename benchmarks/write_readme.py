@@ -408,34 +408,30 @@ def several_gpus_training(records: Records) -> str:
         row = trained(record).get(name)
         if row is None:
             continue
-        lines.append(
-            [title, "one GPU", fixed(row["tokens_per_s"], 0), f"{100 * row['mfu']:.1f} %", f"{row['memory_mib'] / 1024:.0f} GiB", ""]
-        )
         for ranks, several in found.items():
-            for row in several["rows"]:
-                if (row["part"], row["subject"], row["status"]) == ("train", name, "ok") and row["layout"] != "one":
-                    layout = row["layout"].replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
-                    rate, mfu, memory = fixed(row["tokens_per_s"], 0), f"{100 * row['mfu']:.1f} %", f"{row['memory_mib'] / 1024:.0f} GiB"
-                    lines.append([title, f"{ranks} GPUs, {layout}", rate, mfu, memory, f"{row['x_one']:.2f}"])
-    header = ["model", "layout", "tokens/s", "MFU", "memory per GPU", "share of as many single GPUs"]
+            for other in several["rows"]:
+                if (other["part"], other["subject"], other["status"]) == ("train", name, "ok") and other["layout"] != "one":
+                    layout = other["layout"].replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
+                    memory = f"{other['memory_mib'] / row['memory_mib']:.2f}"
+                    lines.append([title, f"{ranks} GPUs, {layout}", f"{other['x_one']:.2f}", memory])
+    header = ["model", "layout", "speed ÷ that of as many single GPUs", "memory per GPU ÷ that of one"]
     note = machine("Compiled blocks, bf16, sequences of 4,096 tokens. Single GPUs train at the same time, each its own copy", record)
     return f"{table(header, lines)}\n\n{note}"
 
 
 def expected_memory(records: Records) -> str:
-    """What FSDP2 leaves of one GPU's memory, computed, beside what was measured."""
-    found = records.several_gpus("train")
-    record = next(iter(found.values()))
-    row, lines = trained(record).get("flashmhf"), []
-    if row is None:
+    """What FSDP2 leaves of the largest model's memory on one GPU, computed."""
+    record, models = whole_models(records, "compiled")
+    if not models:
         return "Not measured."
-    for ranks in (1, 2, 4, 8):
-        seen = row if ranks == 1 else trained(found.get(ranks, {"rows": []}), f"fsdp2 {ranks}").get("flashmhf")
-        gib = row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30
-        lines.append([str(ranks), f"{gib:.0f} GiB", f"{seen['memory_mib'] / 1024:.0f} GiB" if seen else UNKNOWN])
-    batch = record["settings"].get("micro_batch", 4)
-    note = f"*FlashMHF-1.3B with AdamW, {batch} sequences of 4,096 tokens per GPU at once, on an {gpu(record)}.*"
-    return f"{table(['GPUs', 'memory per GPU, computed', 'measured'], lines)}\n\n{note}"
+    scale, rows = list(models.items())[-1]
+    row = rows["flashmhf"]
+    sizes = {ranks: row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30 for ranks in (1, 2, 4, 8)}
+    header = ["GPUs", *map(str, sizes)]
+    batch = f"{row.get('batch', 4)} sequences of {row.get('length', 4096):,} tokens"
+    where = f"One GPU was measured (an {gpu(record)}), the others are computed"
+    note = f"*FlashMHF-{scale.upper()} with AdamW, {batch} per GPU at once. {where}.*"
+    return f"{table(header, [['memory per GPU', *(f'{gib:.0f} GiB' for gib in sizes.values())]])}\n\n{note}"
 
 
 def several_gpus_module(records: Records) -> str:
