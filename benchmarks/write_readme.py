@@ -70,9 +70,20 @@ def gpu(record: dict) -> str:
     return record["environment"]["device"].removeprefix("NVIDIA ").split()[0]
 
 
+def place(record: dict) -> str:
+    """Where it was measured, for a user's page; the record has the rest."""
+    return f"on an {gpu(record)} with torch {record['environment']['packages']['torch'].partition('+')[0]}"
+
+
 def machine(what: str, record: dict) -> str:
-    """Where it was measured: the caption of a table in a user's page, whose record has the rest."""
-    return f"*{what}. Measured on an {gpu(record)} with torch {record['environment']['packages']['torch'].partition('+')[0]}.*"
+    """The caption of a table that says where it was measured."""
+    return f"*{what}. Measured {place(record)}.*"
+
+
+def measured(records: Records) -> str:
+    """Where the tables of a page without such captions were measured."""
+    places = dict.fromkeys(place(records[name]) for name in ("layer", "model"))
+    return f"The tables of this page were measured {' and '.join(places)}."
 
 
 def span(values: Iterable[float], digits: int = 2) -> str:
@@ -173,7 +184,7 @@ def layer_prefill_table(records: Records) -> str:
         times = [rows.value("stack_ms", "latency", name, length) for name in (rows.ours, *OTHERS)]
         lines.append([f"{BATCH * length:,}", *(fixed(ms, 1) for ms in times), *(fixed(tables.ratio(ms, times[0]), 2) for ms in times[1:])])
     header = ["tokens", "FlashMHF, ms", "SwiGLU compiled, ms", "SwiGLU eager, ms", "faster than compiled", "than eager"]
-    return f"{table(header, lines)}\n\n{machine('All layers, batch 8', record)}"
+    return f"{table(header, lines)}\n\n*All layers, batch 8.*"
 
 
 def layer_memory_table(records: Records) -> str:
@@ -183,7 +194,7 @@ def layer_memory_table(records: Records) -> str:
         memory = [rows.value("beyond", "latency", name, length) for name in (rows.ours, *OTHERS, "mhffn_naive")]
         lines.append([f"{BATCH * length:,}", *(fixed(mib, 0) for mib in memory), fixed(tables.ratio(memory[1], memory[0]), 1)])
     header = ["tokens", "FlashMHF", "SwiGLU compiled", "SwiGLU eager", "multi-head in plain PyTorch", "less than compiled"]
-    return f"{table(header, lines)}\n\n{machine('Peak of one layer beyond weights and input, MiB', record)}"
+    return f"{table(header, lines)}\n\n*Peak of one layer beyond weights and input, MiB.*"
 
 
 def implementations_table(records: Records) -> str:
@@ -199,7 +210,7 @@ def implementations_table(records: Records) -> str:
         cells = [cell for ms, our in zip(times, ours, strict=True) for cell in (fixed(ms, 1), fixed(tables.ratio(ms, our), 2))]
         lines.append([SUBJECTS[name].title, *cells])
     header = ["implementation", *(cell for length in lengths for cell in (f"{BATCH * length:,} tokens, ms", "÷ FlashMHF"))]
-    return f"{table(header, lines)}\n\n{machine('All layers, forward', record)}"
+    return f"{table(header, lines)}\n\n*All layers, forward.*"
 
 
 def layer_training_table(records: Records) -> str:
@@ -211,7 +222,7 @@ def layer_training_table(records: Records) -> str:
         time, memory = (rows.value(what, "training", name) for what in ("stack_ms", "beyond"))
         lines.append([SUBJECTS[name].title, f"{time:.1f}", f"{training(record, 'stack_ms', name):.2f}", f"{memory:,.0f}"])
     header = ["implementation", "ms", "FlashMHF's time ÷ this", "MiB per layer"]
-    return f"{table(header, lines)}\n\n{machine(f'Forward and backward of all layers, {BATCH * length:,} tokens', record)}"
+    return f"{table(header, lines)}\n\n*Forward and backward of all layers, {BATCH * length:,} tokens.*"
 
 
 def layer_decode_table(records: Records) -> str:
@@ -229,7 +240,7 @@ def layer_decode_table(records: Records) -> str:
         "all layers: faster than compiled",
         "than eager",
     ]
-    return f"{table(header, lines)}\n\n{machine('From CUDA graphs', record)}"
+    return f"{table(header, lines)}\n\n*From CUDA graphs.*"
 
 
 def other_gpus(records: Records) -> str:
@@ -536,7 +547,7 @@ def prefill_table(records: Records) -> str:
             cells += [fixed(ours, 1), fixed(theirs, 1), fixed(theirs / ours if ours and theirs else None, 2)]
         lines.append(cells)
     header = ["model", "prompts", *(f"{cell}{way}" for way in ("", ", compiled") for cell in ("FlashMHF ms", "SwiGLU ms", "ratio"))]
-    return f"{table(header, lines)}\n\n{machine('Models with random weights, bf16, to the last token of each prompt', record)}"
+    return f"{table(header, lines)}\n\n*Models with random weights, bf16, to the last token of each prompt.*"
 
 
 def generation(record: dict) -> dict[tuple, dict[str, dict]]:
@@ -639,7 +650,7 @@ def groups_table(records: Records) -> str:
     return "\n\n".join([table(header, lines), *notes])
 
 
-SERVING_COLUMNS = {"module": "FlashMHF layer", "swiglu": "SwiGLU layer", "piece": "FlashMHF piece", "piece swiglu": "SwiGLU piece"}
+SERVING_COLUMNS = {"module": "FlashMHF layer", "swiglu": "SwiGLU layer, eager", "piece": "FlashMHF piece", "piece swiglu": "SwiGLU piece"}
 SERVED_PAIRS = (("module", "swiglu"), ("piece", "piece swiglu"))
 
 
@@ -656,7 +667,7 @@ def serving_table(records: Records) -> str:
     header = ["tokens", *(f"{SERVING_COLUMNS[name]}, µs" for name in names), "layers, SwiGLU ÷ FlashMHF", "pieces, SwiGLU ÷ FlashMHF"]
     layers, pieces = ([rows[a]["ms"]["p50"] / rows[b]["ms"]["p50"] for rows in tokens.values()] for a, b in SERVED_PAIRS)
     said = (
-        f"One FlashMHF layer takes {span(layers)} times as long as one SwiGLU layer, depending on the number of tokens. The piece that an "
+        f"One FlashMHF layer takes {span(layers)} times as long as one eager SwiGLU layer, depending on the tokens. The piece that an "
         f"engine runs between two calls of attention (sum, RMSNorm, layer, sum, RMSNorm) takes {span(pieces)} times as long."
     )
     what = "Above 1 FlashMHF is faster. bf16, CUDA graphs; FlashMHF(2048, 16, 22, 384), SwiGLU 8,192 wide"
@@ -677,6 +688,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "docs/measurements.md": {
         "decide": decision_table,
         "in short": layers_in_short,
+        "measured": measured,
         "prefill": layer_prefill_table,
         "memory": layer_memory_table,
         "decode": layer_decode_table,
