@@ -195,7 +195,7 @@ def long_block(found: list[Row]) -> str:
         rate = f"{row.configuration['learning_rate']:g}" + (f", projections x {factor:g}" if factor != 1.0 else "")
         cells = [network(row), rate, str(len(row.losses)), f"{row.mean:.3f}"]
         cells += [f"{first['validation'][kind]:.3f}" for kind in ("code", "prose")]
-        cells += [f"{speed:,}" if speed else "", f"{first['peak_memory'] / 2**30:.1f}"]
+        cells += [f"{speed:,}" if speed else "–", f"{first['peak_memory'] / 2**30:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
