@@ -469,8 +469,11 @@ def deterministic_price(records: Records) -> str:
         if tokens > operator.GRAPH_TOKENS and {"backward", "deterministic backward"} <= rows.keys():
             ratio = rows["deterministic backward"]["ms"]["p50"] / rows["backward"]["ms"]["p50"]
             extra.setdefault(width, []).append(max(0.0, 100 * (ratio - 1)))
-    costs = ", ".join(f"{span(percent, 0)} % at head width {width}" for width, percent in sorted(extra.items()))
-    return f"On an {gpu(record)} reproducible gradients lengthen the backward pass of the operator by {costs}."
+    costs = ", ".join(f"{span(percent, 0)} % at {width}" for width, percent in sorted(extra.items()))
+    return (
+        f"On an {gpu(record)} reproducible gradients lengthen the operator's backward pass, by head width: {costs}. A range spans the "
+        "sizes measured. A training step has other work, too, and loses less."
+    )
 
 
 def fp8_price(records: Records) -> str:
