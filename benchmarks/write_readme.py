@@ -166,7 +166,7 @@ def layers_in_short(records: Records) -> str:
     official = faster(record, "latency", "official").values()  # none where the official code was not there
     beside = f", {span(official)} times faster than the official Triton kernel" if official else ""
     liger = faster(record, "latency", "swiglu_liger").values()
-    than_liger = f" ({span(liger)} times than Liger's SwiGLU)" if liger else ""
+    than_liger = f", {span(liger)} times faster than Liger's" if liger else ""
     memory = training(record, "beyond", "swiglu_compiled")
     compiled, checkpointed = (longer(training(record, "stack_ms", name)) for name in ("swiglu_compiled", "swiglu_checkpointed"))
     return (
