@@ -5,11 +5,13 @@ DISTRIBUTED_DEVICE=cuda every process has a GPU and NCCL: for the cases of ``tes
 """
 
 import copy
+import faulthandler
 import functools
 import os
 import runpy
 import sys
 import tempfile
+import traceback
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -565,7 +567,13 @@ def _process(rank: int, processes: int, store: str, case, arguments: list[str]) 
         torch.set_default_device(f"cuda:{rank}")
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes)
-    case(*arguments)
+    faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for ever says where
+    try:
+        case(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the others wait in a collective for this one, and so would its own end
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
