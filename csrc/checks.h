@@ -33,6 +33,9 @@ inline std::string shape_of(const Tensor &x) {
     return text + "]";
 }
 
+// What a message about a wrong dtype ends with.
+inline std::string type_of(const Tensor &x) { return std::string(", is ") + torch::headeronly::toString(x.scalar_type()); }
+
 inline bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % tma_alignment == 0; }
 
 inline void check_same_device(const Tensor &x, const char *name, const Tensor &q) {
@@ -41,7 +44,7 @@ inline void check_same_device(const Tensor &x, const char *name, const Tensor &q
 
 // k, u, v: [H_kv, E, d_e, d_h], contiguous, in q's type.
 inline void check_weights(const Tensor &x, const char *name, const Tensor &k, const Tensor &q) {
-    STD_TORCH_CHECK(x.scalar_type() == q.scalar_type(), name, " must have the dtype of q");
+    STD_TORCH_CHECK(x.scalar_type() == q.scalar_type(), name, " must have the dtype of q", type_of(x));
     check_same_device(x, name, q);
     STD_TORCH_CHECK(x.dim() == 4, name, " must be [H_kv, E, d_e, d_h], is ", shape_of(x));
     for (int i = 0; i < 4; ++i) STD_TORCH_CHECK(x.size(i) == k.size(i), name, " is ", shape_of(x), " but k is ", shape_of(k));
@@ -50,7 +53,8 @@ inline void check_weights(const Tensor &x, const char *name, const Tensor &k, co
 }
 
 inline void check_floats(const Tensor &x, const char *name) {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, name, " must be bfloat16 or float16");
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, name, " must be bfloat16 or float16",
+                    type_of(x));
     STD_TORCH_CHECK(x.is_cuda(), name, " must be on a CUDA device");
 }
 inline void check_query(const Tensor &q) {
@@ -79,7 +83,8 @@ template <typename HeadDims> ProblemSizes check_operands(const Tensor &q, const 
 
 // r: [..., H, E] with q's leading dimensions.
 inline void check_r(const Tensor &r, const Tensor &q, const ProblemSizes &sizes) {
-    STD_TORCH_CHECK(r.scalar_type() == ScalarType::Float || r.scalar_type() == q.scalar_type(), "r must be float32 or have the dtype of q");
+    STD_TORCH_CHECK(r.scalar_type() == ScalarType::Float || r.scalar_type() == q.scalar_type(), "r must be float32 or have the dtype of q",
+                    type_of(r));
     check_same_device(r, "r", q);
     bool same = r.dim() == q.dim() && r.size(r.dim() - 2) == sizes.heads && r.size(r.dim() - 1) == sizes.subnets;
     for (int64_t i = 0; same && i < q.dim() - 2; ++i) same = r.size(i) == q.size(i);
@@ -89,7 +94,8 @@ inline void check_r(const Tensor &r, const Tensor &q, const ProblemSizes &sizes)
 
 // w: [H, d_h, E], contiguous.
 inline void check_w(const Tensor &w, const Tensor &q, const ProblemSizes &sizes) {
-    STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == q.scalar_type(), "w must be float32 or have the dtype of q");
+    STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == q.scalar_type(), "w must be float32 or have the dtype of q",
+                    type_of(w));
     check_same_device(w, "w", q);
     STD_TORCH_CHECK(w.dim() == 3 && w.size(0) == sizes.heads && w.size(1) == sizes.head_dim && w.size(2) == sizes.subnets,
                     "w must be [H, d_h, E] = [", sizes.heads, ", ", sizes.head_dim, ", ", sizes.subnets, "], is ", shape_of(w));
@@ -174,7 +180,7 @@ inline bool readable_rows(const Tensor &x) {
 // x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type.
 inline void check_projection(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
     check_floats(x, "x");
-    STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x");
+    STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x", type_of(w));
     STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
     STD_TORCH_CHECK(x.dim() == 2, "x must be [T, K], is ", shape_of(x));
     STD_TORCH_CHECK(w.dim() == 2 && w.size(1) == x.size(1), "w must be [N, K] with K = ", x.size(1), ", is ", shape_of(w));
@@ -186,7 +192,7 @@ inline void check_projection(const Tensor &x, const Tensor &w, const std::option
     STD_TORCH_CHECK(x.size(0) == 0 || readable_rows(x),
                     "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
     if (!bias) return;
-    STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x");
+    STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x", type_of(*bias));
     STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == x.get_device_index(), "bias must be on the same CUDA device as x");
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == w.size(0) && bias->is_contiguous(), "bias must be [N] with N = ", w.size(0),
                     " and contiguous, is ", shape_of(*bias));

@@ -132,7 +132,7 @@ Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights, const 
 }
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
-    STD_TORCH_CHECK(grad_out.scalar_type() == q.scalar_type(), "grad_out must have the dtype of q");
+    STD_TORCH_CHECK(grad_out.scalar_type() == q.scalar_type(), "grad_out must have the dtype of q", type_of(grad_out));
     check_same_device(grad_out, "grad_out", q);
     bool same = grad_out.dim() == q.dim();
     for (int64_t i = 0; same && i < q.dim(); ++i) same = grad_out.size(i) == q.size(i);
@@ -166,7 +166,7 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
     const DeviceScope scope(q.get_device_index(), "flashmhf backward_accumulate_");
     auto check_buffer = [&](const Tensor &x, const char *name) {
-        STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32");
+        STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32", type_of(x));
         check_same_device(x, name, q);
         bool same = x.dim() == 4 && x.is_contiguous();
         for (int i = 0; same && i < 4; ++i) same = x.size(i) == k.size(i);

@@ -10,7 +10,7 @@ namespace flashmhf {
 namespace {
 
 void check_packed(const Tensor &x, const char *name, const Tensor &q) {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float8_e4m3fn, name, " must be float8_e4m3fn");
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float8_e4m3fn, name, " must be float8_e4m3fn", type_of(x));
     check_same_device(x, name, q);
     STD_TORCH_CHECK(x.dim() == 4 && x.is_contiguous(), name, " must have four dimensions and be contiguous, is ", shape_of(x));
     STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
@@ -28,7 +28,7 @@ ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor 
         STD_TORCH_CHECK(v8.size(i) == k8.size(i < 2 ? i : 5 - i), "v8 must be [H_kv, E, d_h, d_e], is ", shape_of(v8), " but k8 is ",
                         shape_of(k8));
     }
-    STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
+    STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32", type_of(scales));
     check_same_device(scales, "scales", q);
     STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == 3 && scales.size(1) == k8.size(0) && scales.size(2) == sizes.subnets &&
                         scales.is_contiguous(),
