@@ -5,8 +5,8 @@ xavier_uniform with gain 0.707, K U V normal 0.02, router truncated normal 0.02.
 
 "balanced", the default of all networks but ParametricKV, is ours, not the paper's. It keeps the variance of a unit-variance input:
 Q = X W_in, M = Q K^T and N = Q U^T start at variance 1, the sum over sub-networks too, and the network's output at 1 / (2 num_layers),
-so that the residual stream of a model of num_layers blocks grows by 1 over its depth. At N(0, 0.02) the output of FlashMHF starts some
-300 times smaller than SwiGLU's: it is a product of five weights, against SwiGLU's three, and the gate divides by E. Routers stay
+so that the residual stream of a model of num_layers blocks grows by 1 over its depth. At N(0, 0.02) the output of FlashMHF starts
+hundreds of times smaller than SwiGLU's: it is a product of five weights, against SwiGLU's three, and the gate divides by E. Routers stay
 N(0, initializer_range): gates near 1/E.
 docs/quality.md has the trainings that compare the two.
 
