@@ -317,7 +317,7 @@ def test_four_processes(tmp_path):
     assert record["environment"]["ranks"] == 4 and {row["status"] for row in record["rows"]} == {"ok"}
     assert {row["tp"] for row in record["rows"] if row["part"] == "module"} == {1, 2, 4}
     losses = {(row["precision"], row["layout"]): row["losses"] for row in record["rows"] if row["part"] == "layouts"}
-    assert {name for _, name in losses} == {"one", "fsdp2 4", "fsdp2 2 x tp 2", "tp 4"}
+    assert {name for _, name in losses} == {"one", "one, reordered", "fsdp2 4", "fsdp2 2 x tp 2", "tp 4"}
     assert all(len(values) == 2 and values[0] != values[1] for values in losses.values())
 
 
