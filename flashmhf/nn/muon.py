@@ -166,16 +166,19 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        others = []
         for group in self.param_groups:
             alike: dict[Hashable, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"] if group["muon"] else ():
-                if parameter.grad is not None:
-                    alike[parameter.shape, parameter.dtype, parameter.device, _layout(parameter)].append(parameter)
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
+                alike[*kind, _layout(parameter)].append(parameter)
             for parameters in alike.values():
-                self._step_alike(group, parameters)
-        others = [group for group in self.param_groups if not group["muon"]]
+                if group["muon"]:
+                    self._step_alike(group, parameters)
+                else:  # AdamW's kernels take no DTensors beside plain tensors
+                    others.append(group | {"params": parameters})
         if others:
-            adamw = torch.optim.AdamW(others)  # takes these very groups; it is made anew because loading and copying replace them
+            adamw = torch.optim.AdamW(others)  # made anew because loading and copying replace the groups
             adamw.state = self.state
             adamw.step()
         return loss

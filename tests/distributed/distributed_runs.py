@@ -364,13 +364,13 @@ def muon() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():  # given gradients: orthogonalisation amplifies the rounding of computed ones
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            parameter.grad = torch.randn(parameter.shape, generator=generator, device="cpu").to(DEVICE)
             if isinstance(parameter, DTensor):
                 parameter.grad = distribute_tensor(parameter.grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
         optimizer.step()
 
     def of(model: nn.Module) -> torch.optim.Optimizer:
-        return flashmhf.Muon(flashmhf.param_groups(model, 0.02, 0.1, muon=True))
+        return flashmhf.Muon(flashmhf.param_groups(model, 0.02, 0.1, muon=True), fused=True)  # as on a GPU
 
     size = dist.get_world_size()
     whole = build()
