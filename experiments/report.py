@@ -157,6 +157,7 @@ def network(row: Row) -> str:
     settings = row.configuration
     sizes = [f"d_h {settings['d_model'] // settings['heads']}"] if settings["heads"] else []
     sizes += [f"E {settings['subnets']}"] if settings["subnets"] else []
+    sizes += ["q_norm"] if settings["q_norm"] else []
     return " ".join([NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])])
 
 
@@ -191,8 +192,10 @@ def long_block(found: list[Row]) -> str:
     lines = ["| network | learning rate | seeds | loss | code | prose | tokens/s | memory, GiB |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         first = row.records[0]
-        speed, factor = first["tokens_per_second"], row.configuration["rates"].get("projection", 1.0)
-        rate = f"{row.configuration['learning_rate']:g}" + (f", projections x {factor:g}" if factor != 1.0 else "")
+        speed, rates = first["tokens_per_second"], row.configuration["rates"]
+        parts = {"projections": rates.get("projection", 1.0), "K, U and V": rates.get("k", 1.0)}
+        rate = f"{row.configuration['learning_rate']:g}"
+        rate += "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
         cells = [network(row), rate, str(len(row.losses)), f"{row.mean:.3f}"]
         cells += [f"{first['validation'][kind]:.3f}" for kind in ("code", "prose")]
         cells += [f"{speed:,}" if speed else "–", f"{first['peak_memory'] / 2**30:.1f}"]
