@@ -38,14 +38,26 @@ inline std::string type_of(const Tensor &x) { return std::string(", is ") + torc
 
 inline bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % tma_alignment == 0; }
 
-inline void check_same_device(const Tensor &x, const char *name, const Tensor &q) {
-    STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " must be on the same CUDA device as q");
+// x has the dtype that `wanted` names, and lies on the device of q, which the caller knows as q_name.
+inline void check_type_and_device(const Tensor &x, const char *name, bool has_type, const char *wanted, const Tensor &q,
+                                  const char *q_name = "q") {
+    STD_TORCH_CHECK(has_type, name, " must ", wanted, type_of(x));
+    STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " must be on the same CUDA device as ", q_name);
+}
+inline void check_type_of_q(const Tensor &x, const char *name, const Tensor &q) {
+    check_type_and_device(x, name, x.scalar_type() == q.scalar_type(), "have the dtype of q", q);
+}
+inline void check_float32(const Tensor &x, const char *name, const Tensor &q) {
+    check_type_and_device(x, name, x.scalar_type() == ScalarType::Float, "be float32", q);
+}
+inline void check_float32_or_type_of_q(const Tensor &x, const char *name, const Tensor &q) {
+    const bool has_type = x.scalar_type() == ScalarType::Float || x.scalar_type() == q.scalar_type();
+    check_type_and_device(x, name, has_type, "be float32 or have the dtype of q", q);
 }
 
 // k, u, v: [H_kv, E, d_e, d_h], contiguous, in q's type.
 inline void check_weights(const Tensor &x, const char *name, const Tensor &k, const Tensor &q) {
-    STD_TORCH_CHECK(x.scalar_type() == q.scalar_type(), name, " must have the dtype of q", type_of(x));
-    check_same_device(x, name, q);
+    check_type_of_q(x, name, q);
     STD_TORCH_CHECK(x.dim() == 4, name, " must be [H_kv, E, d_e, d_h], is ", shape_of(x));
     for (int i = 0; i < 4; ++i) STD_TORCH_CHECK(x.size(i) == k.size(i), name, " is ", shape_of(x), " but k is ", shape_of(k));
     STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
@@ -83,9 +95,7 @@ template <typename HeadDims> ProblemSizes check_operands(const Tensor &q, const 
 
 // r: [..., H, E] with q's leading dimensions.
 inline void check_r(const Tensor &r, const Tensor &q, const ProblemSizes &sizes) {
-    STD_TORCH_CHECK(r.scalar_type() == ScalarType::Float || r.scalar_type() == q.scalar_type(), "r must be float32 or have the dtype of q",
-                    type_of(r));
-    check_same_device(r, "r", q);
+    check_float32_or_type_of_q(r, "r", q);
     bool same = r.dim() == q.dim() && r.size(r.dim() - 2) == sizes.heads && r.size(r.dim() - 1) == sizes.subnets;
     for (int64_t i = 0; same && i < q.dim() - 2; ++i) same = r.size(i) == q.size(i);
     STD_TORCH_CHECK(same, "r must be [..., H, E] with the leading dimensions of q; r is ", shape_of(r), " but q is ", shape_of(q));
@@ -94,9 +104,7 @@ inline void check_r(const Tensor &r, const Tensor &q, const ProblemSizes &sizes)
 
 // w: [H, d_h, E], contiguous.
 inline void check_w(const Tensor &w, const Tensor &q, const ProblemSizes &sizes) {
-    STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == q.scalar_type(), "w must be float32 or have the dtype of q",
-                    type_of(w));
-    check_same_device(w, "w", q);
+    check_float32_or_type_of_q(w, "w", q);
     STD_TORCH_CHECK(w.dim() == 3 && w.size(0) == sizes.heads && w.size(1) == sizes.head_dim && w.size(2) == sizes.subnets,
                     "w must be [H, d_h, E] = [", sizes.heads, ", ", sizes.head_dim, ", ", sizes.subnets, "], is ", shape_of(w));
     STD_TORCH_CHECK(w.is_contiguous(), "w must be contiguous");
@@ -180,8 +188,7 @@ inline bool readable_rows(const Tensor &x) {
 // x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type.
 inline void check_projection(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
     check_floats(x, "x");
-    STD_TORCH_CHECK(w.scalar_type() == x.scalar_type(), "w must have the dtype of x", type_of(w));
-    STD_TORCH_CHECK(w.is_cuda() && w.get_device_index() == x.get_device_index(), "w must be on the same CUDA device as x");
+    check_type_and_device(w, "w", w.scalar_type() == x.scalar_type(), "have the dtype of x", x, "x");
     STD_TORCH_CHECK(x.dim() == 2, "x must be [T, K], is ", shape_of(x));
     STD_TORCH_CHECK(w.dim() == 2 && w.size(1) == x.size(1), "w must be [N, K] with K = ", x.size(1), ", is ", shape_of(w));
     STD_TORCH_CHECK(x.size(0) <= project_tokens, "x must be [T, K] with T at most ", project_tokens, ", is ", shape_of(x));
@@ -192,8 +199,7 @@ inline void check_projection(const Tensor &x, const Tensor &w, const std::option
     STD_TORCH_CHECK(x.size(0) == 0 || readable_rows(x),
                     "x's last dimension must be contiguous, its rows at positive multiples of 16 bytes");
     if (!bias) return;
-    STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type(), "bias must have the dtype of x", type_of(*bias));
-    STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == x.get_device_index(), "bias must be on the same CUDA device as x");
+    check_type_and_device(*bias, "bias", bias->scalar_type() == x.scalar_type(), "have the dtype of x", x, "x");
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == w.size(0) && bias->is_contiguous(), "bias must be [N] with N = ", w.size(0),
                     " and contiguous, is ", shape_of(*bias));
 }

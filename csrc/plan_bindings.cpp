@@ -93,7 +93,8 @@ std::string forward_candidates(int64_t batch, int64_t length, int heads, int hea
 }
 
 py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms, int group) {
-    const flashmhf::HeadGroupPlan plan = flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {sms});
+    const flashmhf::HeadGroupPlan plan =
+        flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {.clusters = {sms}});
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
     const int tiles = static_cast<int>(batch) * group * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
@@ -117,7 +118,8 @@ py::dict workspace(const flashmhf::BackwardWorkspace &w) {
 py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens,
                           bool weights, bool gate, bool router, bool deterministic, int sms, int group) {
     const flashmhf::BackwardTask task{tokens, weights, gate || router, router, deterministic};
-    const flashmhf::BackwardPlan plan = flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim, group}, task, {sms});
+    const flashmhf::BackwardPlan plan =
+        flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim, group}, task, {.clusters = {sms}});
     py::list sizes, workspaces;
     for (int i = 0; i < plan.groups.count; ++i) {
         sizes.append(py::make_tuple(plan.groups.begin(i), plan.groups.begin(i) + plan.groups.size(i)));

@@ -22,7 +22,6 @@
 #include "backward/inter_shared_memory.cuh"
 #include "backward/inter_weight_grads.cuh"
 #include "backward/inter_work.cuh"
-#include "backward/maps.h"
 #include "common/trace.cuh"
 
 namespace flashmhf {

@@ -3,7 +3,6 @@
 
 #include "backward/inter_barriers.h"
 #include "backward/inter_work.cuh"
-#include "backward/maps.h"
 #include "common/ring.h"
 #include "common/tma.cuh"
 #include "common/token_tile.cuh"

@@ -172,10 +172,4 @@ cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch, cudaStre
     return cudaSuccess;
 }
 
-cudaError_t describe_device(BackwardDevice *device) {
-    int index;
-    if (cudaError_t error = cudaGetDevice(&index)) return error;
-    return cudaDeviceGetAttribute(&device->sms, cudaDevAttrMultiProcessorCount, index);
-}
-
 }  // namespace flashmhf

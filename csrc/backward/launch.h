@@ -39,7 +39,6 @@ BackwardTask backward_task(const BackwardProblem &problem);
 // map.
 BackwardLaunch prepare_backward(const BackwardProblem &problem, const BackwardPlan &plan, float *workspace);
 cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch, cudaStream_t stream);
-cudaError_t describe_device(BackwardDevice *device);  // the current device
 
 // One instance for each head dimension, in instances/.
 template <int d_h> cudaError_t launch_backward(const HeadGroupLaunch &launch, cudaStream_t stream);

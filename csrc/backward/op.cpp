@@ -108,9 +108,7 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
         .dw = data(out.dw, out.needs_weights && in.w),
     };
 
-    BackwardDevice device;
-    check_cuda(describe_device(&device));
-    const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), device);
+    const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), describe_current_device());
     // Returned to PyTorch's allocator at the end, which keeps the order of the stream.
     const Tensor workspace = torch::stable::new_empty(q, std::vector<int64_t>{plan.workspace()}, ScalarType::Float);
     const BackwardLaunch launch = prepare_backward(problem, plan, static_cast<float *>(workspace.data_ptr()));
@@ -132,8 +130,7 @@ Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights, const 
 }
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
-    STD_TORCH_CHECK(grad_out.scalar_type() == q.scalar_type(), "grad_out must have the dtype of q", type_of(grad_out));
-    check_same_device(grad_out, "grad_out", q);
+    check_type_of_q(grad_out, "grad_out", q);
     bool same = grad_out.dim() == q.dim();
     for (int64_t i = 0; same && i < q.dim(); ++i) same = grad_out.size(i) == q.size(i);
     STD_TORCH_CHECK(same, "grad_out must have the shape of q; grad_out is ", shape_of(grad_out), " but q is ", shape_of(q));
@@ -166,8 +163,7 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
     const DeviceScope scope(q.get_device_index(), "flashmhf backward_accumulate_");
     auto check_buffer = [&](const Tensor &x, const char *name) {
-        STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32", type_of(x));
-        check_same_device(x, name, q);
+        check_float32(x, name, q);
         bool same = x.dim() == 4 && x.is_contiguous();
         for (int i = 0; same && i < 4; ++i) same = x.size(i) == k.size(i);
         STD_TORCH_CHECK(same, name, " must be contiguous with the shape of k; ", name, " is ", shape_of(x), " but k is ", shape_of(k));

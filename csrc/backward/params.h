@@ -1,9 +1,16 @@
-// What the backward kernels get besides tensor maps. Plain data; shapes: T tokens as batch x length, H heads, E sub-networks of width d_e.
+// What the backward kernels get. Plain data; shapes: T tokens as batch x length, H heads, E sub-networks of width d_e.
 #pragma once
 
 #include <cstdint>
 
+#include <cuda.h>
+
 namespace flashmhf {
+
+struct BackwardMaps {
+    CUtensorMap q, grad_out;  // [batch][length][H][d_h], boxes of 64 tokens; rows behind the last token read as zeros
+    CUtensorMap k, u, v;      // [H * E][d_e][d_h]; rows from d_e on read as zeros
+};
 
 struct BackwardParams {
     int batch;                         // sequences; a tile of tokens never crosses them

@@ -35,8 +35,8 @@ Shape with_weight_heads(Shape shape, int weight_heads) {
 
 }  // namespace
 
-HeadGroupPlan plan_head_group(const Shape &shape, const BackwardDevice &device, const BackwardCostModel &cost) {
-    const int sms = device.sms;
+HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const BackwardCostModel &cost) {
+    const int sms = device.sms();
     const int64_t row_tiles = ceil_div(shape.length, tile_rows), head_tiles = shape.batch * row_tiles, tiles = shape.group * head_tiles;
     const int64_t subnet_tiles = ceil_div(shape.subnet_dim, tile_inter), items = shape.weight_heads() * shape.subnets * subnet_tiles;
     if (tiles >= (int64_t{1} << 30) || items * max_parts >= (int64_t{1} << 31) || shape.heads > 65535 ||
@@ -100,7 +100,7 @@ BackwardWorkspace backward_workspace(const Shape &shape, const HeadGroupPlan &pl
     return w;
 }
 
-Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, const BackwardCostModel &cost) {
+Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost) {
     if (!task.tokens || !task.weights || shape.head_dim == 256) return Kernels::pair;
     if (!task.deterministic) return Kernels::fused;
     if (shape.head_dim == 64) return Kernels::pair;  // a tile takes less time than the next CTA waits for its order
@@ -109,7 +109,7 @@ Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const Backw
     return time(Kernels::ordered) < time(Kernels::pair) ? Kernels::ordered : Kernels::pair;
 }
 
-HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernels kernels, const BackwardDevice &device,
+HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernels kernels, const Device &device,
                             const BackwardCostModel &cost) {
     const int weight_heads = shape.weight_heads();
     struct Candidate {
@@ -140,11 +140,11 @@ HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernel
     return {weight_heads, best + 1};
 }
 
-BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, const BackwardCostModel &cost) {
+BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost) {
     return plan_backward(shape, task, device, choose_kernels(shape, task, device, cost), 0, cost);
 }
 
-BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const BackwardDevice &device, Kernels kernels, int groups,
+BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, Kernels kernels, int groups,
                            const BackwardCostModel &cost) {
     if (groups < 0 || groups > shape.weight_heads())
         throw std::invalid_argument("groups must be between 0 and the number of heads of K, U and V");

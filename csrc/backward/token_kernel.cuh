@@ -7,7 +7,6 @@
 
 #include <climits>
 
-#include "backward/maps.h"
 #include "backward/params.h"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"

@@ -1,6 +1,5 @@
 // check -> allocate -> plan -> launch
 #include "checks.h"
-#include "common/driver.h"
 #include "device.h"
 #include "forward/launch.h"
 #include "operators.h"
@@ -10,8 +9,7 @@ namespace flashmhf {
 namespace {
 
 void check_packed(const Tensor &x, const char *name, const Tensor &q) {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float8_e4m3fn, name, " must be float8_e4m3fn", type_of(x));
-    check_same_device(x, name, q);
+    check_type_and_device(x, name, x.scalar_type() == ScalarType::Float8_e4m3fn, "be float8_e4m3fn", q);
     STD_TORCH_CHECK(x.dim() == 4 && x.is_contiguous(), name, " must have four dimensions and be contiguous, is ", shape_of(x));
     STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
 }
@@ -28,8 +26,7 @@ ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor 
         STD_TORCH_CHECK(v8.size(i) == k8.size(i < 2 ? i : 5 - i), "v8 must be [H_kv, E, d_h, d_e], is ", shape_of(v8), " but k8 is ",
                         shape_of(k8));
     }
-    STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32", type_of(scales));
-    check_same_device(scales, "scales", q);
+    check_float32(scales, "scales", q);
     STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == 3 && scales.size(1) == k8.size(0) && scales.size(2) == sizes.subnets &&
                         scales.is_contiguous(),
                     "scales must be [3, H_kv, E] = [3, ", k8.size(0), ", ", sizes.subnets, "] and contiguous, is ", shape_of(scales));
@@ -80,9 +77,7 @@ Tensor run(const Tensor &q, const Operands &in, const ProblemSizes &sizes, const
         .dense = {axes.dense_batch, axes.dense_token},
     };
 
-    Device device;
-    check_cuda(describe_device(&device));
-    const ForwardPlan plan = plan_forward(problem.shape, device, problem.format, may_bundle(problem));
+    const ForwardPlan plan = plan_forward(problem.shape, describe_current_device(), problem.format, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     const int64_t floats = workspace_of(problem, plan);
     if (floats) workspace = new_dense(q, std::array{floats}, aoti_torch_dtype_float32());

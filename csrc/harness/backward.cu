@@ -6,6 +6,7 @@
 //
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include "backward/launch.h"
+#include "common/driver.h"
 #include "harness/harness.cuh"
 
 namespace {
@@ -168,7 +169,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
         .accumulate = accumulate,
         .dw = weights && router ? static_cast<float *>(dw) : nullptr,
     };
-    flashmhf::BackwardDevice device;
+    flashmhf::Device device;
     check(flashmhf::describe_device(&device));
     const flashmhf::BackwardTask task = flashmhf::backward_task(problem);
     const std::string kernels = options.choice("kernels", {"auto", "fused", "ordered", "pair"});

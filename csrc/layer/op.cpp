@@ -3,7 +3,6 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 #include "checks.h"
-#include "common/driver.h"
 #include "device.h"
 #include "layer/launch.h"
 #include "operators.h"
@@ -107,8 +106,7 @@ template <typename Mix> Tensor run(const Frame &f, Mix mix) {
     const DeviceScope scope(f.x.get_device_index(), "flashmhf layer");
     const Tensor rows = rows_of(f.x, f.in.w.size(1));
     const int64_t tokens = rows.size(0);
-    Device device;
-    check_cuda(describe_device(&device));
+    const Device device = describe_current_device();
     // The projection kernel, which reads x by TMA, takes both projections or none.
     const bool few = readable_rows(rows) && takes_few(tokens, f.in, device) && takes_few(tokens, f.out, device);
     const Tensor mixed = [&] {  // Q is released before out_proj takes memory
