@@ -3,6 +3,7 @@
 // In two steps: a and c need M only, so that the special functions run while the product dA = grad_out V^T is still in the tensor cores.
 #pragma once
 
+#include "common/fragments.cuh"
 #include "common/ptx.cuh"
 
 namespace flashmhf {
@@ -49,16 +50,6 @@ __device__ __forceinline__ void swiglu_grad(GradBlock<T> &out, const Base &a, co
         out.dm[k] = to::convert(dm);
         out.dn[k] = to::convert(dn);
     }
-}
-
-// Sum over the four threads that share a row.
-__device__ __forceinline__ float2 quad_sum(float2 v) {
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-        v.x += __shfl_xor_sync(kittens::MASK_ALL, v.x, lanes);
-        v.y += __shfl_xor_sync(kittens::MASK_ALL, v.y, lanes);
-    }
-    return v;
 }
 
 }  // namespace flashmhf

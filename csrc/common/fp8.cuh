@@ -18,6 +18,10 @@ __device__ __forceinline__ uint32_t pack_half(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 }
+template <int n> __device__ __forceinline__ void clear(uint32_t (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = 0;
+}
 __device__ __forceinline__ float2 unpack_half(uint32_t x) { return __half22float2(reinterpret_cast<const __half2 &>(x)); }
 __device__ __forceinline__ uint32_t multiply_half(uint32_t a, uint32_t b) {
     uint32_t x;

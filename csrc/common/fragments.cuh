@@ -19,6 +19,15 @@ template <int columns> __device__ __forceinline__ void add_quad(kittens::rt_fl<1
     float2 &low = pair[j % 2 * 2], &high = pair[j % 2 * 2 + 1];
     low.x += x.x, low.y += x.y, high.x += x.z, high.y += x.w;
 }
+// Sums over the four threads that share two rows, of each row.
+__device__ __forceinline__ float2 quad_sum(float2 v) {
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+        v.x += __shfl_xor_sync(kittens::MASK_ALL, v.x, lanes);
+        v.y += __shfl_xor_sync(kittens::MASK_ALL, v.y, lanes);
+    }
+    return v;
+}
 __device__ __forceinline__ void add(float4 &sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
 }  // namespace flashmhf

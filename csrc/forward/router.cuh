@@ -3,6 +3,7 @@
 // is read. Wherever W is read from, the bits are the same.
 #pragma once
 
+#include "common/fragments.cuh"
 #include "common/ptx.cuh"
 #include "forward/params.h"
 
@@ -65,11 +66,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
                 for (int i = 0; i < Source::chains; ++i) collect(s[i], e + 8 * i);
             }
         }
-#pragma unroll
-        for (int d = 1; d < 4; d *= 2) {
-            sum.x += __shfl_xor_sync(kittens::MASK_ALL, sum.x, d);
-            sum.y += __shfl_xor_sync(kittens::MASK_ALL, sum.y, d);
-        }
+        sum = quad_sum(sum);
         tile.scale[row()] = 1.f / (sum.x + p.eps);
         tile.scale[row() + 8] = 1.f / (sum.y + p.eps);
         __syncwarp();

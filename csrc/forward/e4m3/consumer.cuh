@@ -146,11 +146,6 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         warpgroup::mma_commit_group();
     }
 
-    __device__ __forceinline__ static void clear(Products &products) {
-#pragma unroll
-        for (int i = 0; i < d_h / 4; ++i) products[i] = 0;
-    }
-
     // Stores the sums of an item (output buffer, workspace, or the other slices' CTAs) and hands the buffer of Q to the producer.
     __device__ __forceinline__ void finish(const Item &item, const Fp8Sums<d_h> &sums, float2 scale) {
         // Read before release_q(): the producer overwrites the record once it has the buffer of Q, but not that of slices' only item.
@@ -235,9 +230,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         if (first_item(P::early_slots).end == 0) return;
         load_q<few_rows>();
         wait_slot();
-#pragma unroll
-        for (int i = 0; i < P::chunk_inter / 2; ++i) s0[i] = s1[i] = 0;
-        clear(o);
+        fp8::clear(s0), fp8::clear(s1), fp8::clear(o);
         fp8::pin(s0), fp8::pin(s1), fp8::pin(o);
         warpgroup::mma_fence();
         issue_scores(s0, ring.slot, 0);
@@ -249,7 +242,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         while (true) {
             // here: [M|N] of the first chunk of the item's first tile
             gate.begin(this_item());
-            sums.clear();
+            fp8::clear(sums.x);
             prepared = false;
             accumulate = 0;
             int left = this_item().end - this_item().begin;
@@ -310,8 +303,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             const float2 scale = out_scale;
             const bool more = next_item().end > 0;
             if (more) load_q<false>(), wait_slot();
-#pragma unroll
-            for (int i = 0; i < P::chunk_inter / 2; ++i) s0[i] = s1[i] = 0;  // no register lives across load_q()
+            fp8::clear(s0), fp8::clear(s1);  // no register lives across load_q()
             fp8::pin(s0), fp8::pin(s1);
             warpgroup::mma_fence();
             issue_scores(s0, ring.slot, 0);  // of the next item; after the last one a product nobody uses

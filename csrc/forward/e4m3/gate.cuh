@@ -83,11 +83,7 @@ template <int d_h, typename T> struct Fp8Gate {
             const float scale = __shfl_sync(kittens::MASK_ALL, uv, column);
             if (column < to) sum.x += fabsf(tile.at(row, column) * scale), sum.y += fabsf(tile.at(row + 8, column) * scale);
         }
-#pragma unroll
-        for (int d = 1; d < 4; d *= 2) {
-            sum.x += __shfl_xor_sync(kittens::MASK_ALL, sum.x, d);
-            sum.y += __shfl_xor_sync(kittens::MASK_ALL, sum.y, d);
-        }
+        sum = quad_sum(sum);
         // Not below the smallest normal number: NaN stays NaN.
         sum.x = before.x + (sum.x < 1e-30f ? 1e-30f : sum.x);
         sum.y = before.y + (sum.y < 1e-30f ? 1e-30f : sum.y);

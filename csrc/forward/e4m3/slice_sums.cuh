@@ -10,10 +10,6 @@ namespace flashmhf {
 // Sums over sub-networks in pairs of fp16, to which the products of a sub-network are promoted.
 template <int d_h> struct Fp8Sums {
     uint32_t x[d_h / 4];
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < d_h / 4; ++i) x[i] = 0;
-    }
     // += products * factor of the row
     __device__ __forceinline__ void add(const uint32_t (&products)[d_h / 4], uint32_t factors) {
         const uint32_t r[2] = {__byte_perm(factors, factors, 0x1010), __byte_perm(factors, factors, 0x3232)};

@@ -25,30 +25,19 @@ template <typename T, typename U> struct convertor;
 template <typename T> struct convertor<T, T> {
     __device__ static inline T convert(const T &u) { return u; }
 };
-template <> struct convertor<float, bf16> {
-    __device__ static inline float convert(const bf16 &u) { return __bfloat162float(u); }
-};
-template <> struct convertor<bf16, float> {
-    __device__ static inline bf16 convert(const float &u) { return __float2bfloat16_rn(u); }
-};
-template <> struct convertor<float, half> {
-    __device__ static inline float convert(const half &u) { return __half2float(u); }
-};
-template <> struct convertor<half, float> {
-    __device__ static inline half convert(const float &u) { return __float2half_rn(u); }
-};
-template <> struct convertor<float2, bf16_2> {
-    __device__ static inline float2 convert(const bf16_2 &u) { return __bfloat1622float2(u); }
-};
-template <> struct convertor<bf16_2, float2> {
-    __device__ static inline bf16_2 convert(const float2 &u) { return __float22bfloat162_rn(u); }
-};
-template <> struct convertor<float2, half_2> {
-    __device__ static inline float2 convert(const half_2 &u) { return __half22float2(u); }
-};
-template <> struct convertor<half_2, float2> {
-    __device__ static inline half_2 convert(const float2 &u) { return __float22half2_rn(u); }
-};
+#define KITTENS_CONVERTOR(TO, FROM, INTRINSIC)                                      \
+    template <> struct convertor<TO, FROM> {                                        \
+        __device__ static inline TO convert(const FROM &u) { return INTRINSIC(u); } \
+    };
+KITTENS_CONVERTOR(float, bf16, __bfloat162float)
+KITTENS_CONVERTOR(bf16, float, __float2bfloat16_rn)
+KITTENS_CONVERTOR(float, half, __half2float)
+KITTENS_CONVERTOR(half, float, __float2half_rn)
+KITTENS_CONVERTOR(float2, bf16_2, __bfloat1622float2)
+KITTENS_CONVERTOR(bf16_2, float2, __float22bfloat162_rn)
+KITTENS_CONVERTOR(float2, half_2, __half22float2)
+KITTENS_CONVERTOR(half_2, float2, __float22half2_rn)
+#undef KITTENS_CONVERTOR
 
 }  // namespace base_types
 }  // namespace kittens
