@@ -16,8 +16,6 @@ using flashmhf::Gate;
 using flashmhf::Kernels;
 using flashmhf::Shape;
 
-constexpr int chunk = 256;  // threads of a block, and elements whose factors it holds at once
-
 // Of one (token, inter) element, in fp64: dM, dN, P, and its term of dR.
 struct Element {
     double dm, dn, p, dr;
@@ -38,63 +36,35 @@ template <typename T> __device__ Element element(const T *q, const T *g, const T
 template <typename T>
 __global__ void token_reference(double *dq, double *dr, const T *q, const T *g, const T *k, const T *u, const T *v, const double *gate,
                                 Shape s, int64_t stride) {
-    __shared__ double dm[chunk], dn[chunk], terms[chunk];
-    const int64_t row = blockIdx.x * stride, head = row % s.heads;
-    const int d = s.head_dim, thread = threadIdx.x;
-    double sum = 0;  // of column `thread`
-    for (int e = 0; e < s.subnets; ++e) {
-        double dr_sum = 0;
-        for (int64_t first = 0; first < s.subnet_dim; first += chunk) {
-            const int count = static_cast<int>(min(int64_t{chunk}, s.subnet_dim - first));
-            const int64_t at = ((head / s.group * s.subnets + e) * s.subnet_dim + first) * d;
-            __syncthreads();
-            if (thread < count) {
-                const int64_t mine = at + int64_t{thread} * d;
-                const Element x = element(q + row * d, g + row * d, k + mine, u + mine, v + mine, gate[row * s.subnets + e], d);
-                dm[thread] = x.dm, dn[thread] = x.dn, terms[thread] = x.dr;
-            }
-            __syncthreads();
-            if (thread < d)
-                for (int j = 0; j < count; ++j)
-                    sum += dm[j] * double(float(k[at + j * d + thread])) + dn[j] * double(float(u[at + j * d + thread]));
-            if (thread == 0)
-                for (int j = 0; j < count; ++j) dr_sum += terms[j];
-        }
-        if (thread == 0) dr[blockIdx.x * int64_t{s.subnets} + e] = dr_sum;
-    }
-    if (thread < d) dq[blockIdx.x * int64_t{d} + thread] = sum;
+    const int64_t row = blockIdx.x * stride, first = row % s.heads / s.group * s.subnets * s.subnet_dim;
+    const int d = s.head_dim;
+    auto add = [&](int64_t j, double *sums) {
+        const int64_t at = (first + j) * d, e = j / s.subnet_dim;
+        const Element x = element(q + row * d, g + row * d, k + at, u + at, v + at, gate[row * s.subnets + e], d);
+        each_column(d, [&](int i) { atomicAdd(&sums[i], x.dm * double(float(k[at + i])) + x.dn * double(float(u[at + i]))); });
+        atomicAdd(&sums[d + e], x.dr);
+    };
+    sum_over(s.subnets * s.subnet_dim, d + s.subnets, add,
+             [&](int i, double sum) { (i < d ? dq[blockIdx.x * int64_t{d} + i] : dr[blockIdx.x * int64_t{s.subnets} + i - d]) = sum; });
 }
 
 // dK, dU, dV of row blockIdx.x * stride of [weight heads * E * d_e].
 template <typename T>
 __global__ void weight_reference(double *dk, double *du, double *dv, const T *q, const T *g, const T *k, const T *u, const T *v,
                                  const double *gate, Shape s, int64_t stride) {
-    __shared__ double dm[chunk], dn[chunk], p[chunk];
     const int64_t row = blockIdx.x * stride, subnet = row / s.subnet_dim, head = subnet / s.subnets, e = subnet % s.subnets;
-    const int d = s.head_dim, thread = threadIdx.x;
-    double sums[3] = {};                        // of column `thread`
-    const int64_t tokens = s.length * s.group;  // one head of the group after the other
-    auto token_of = [&](int64_t i) { return i % s.length * s.heads + head * s.group + i / s.length; };
-    for (int64_t first = 0; first < tokens; first += chunk) {
-        const int count = static_cast<int>(min(int64_t{chunk}, tokens - first));
-        __syncthreads();
-        if (thread < count) {
-            const int64_t token = token_of(first + thread);
-            const Element x = element(q + token * d, g + token * d, k + row * d, u + row * d, v + row * d, gate[token * s.subnets + e], d);
-            dm[thread] = x.dm, dn[thread] = x.dn, p[thread] = x.p;
-        }
-        __syncthreads();
-        if (thread < d)
-            for (int j = 0; j < count; ++j) {
-                const int64_t at = token_of(first + j) * d + thread;
-                const double x = float(q[at]);
-                sums[0] += dm[j] * x, sums[1] += dn[j] * x, sums[2] += p[j] * double(float(g[at]));
-            }
-    }
-    if (thread < d) {
-        const int64_t at = blockIdx.x * int64_t{d} + thread;
-        dk[at] = sums[0], du[at] = sums[1], dv[at] = sums[2];
-    }
+    const int d = s.head_dim;
+    auto add = [&](int64_t j, double *sums) {  // one head of the group after the other
+        const int64_t token = j % s.length * s.heads + head * s.group + j / s.length, at = token * d;
+        const Element x = element(q + at, g + at, k + row * d, u + row * d, v + row * d, gate[token * s.subnets + e], d);
+        each_column(d, [&](int i) {
+            atomicAdd(&sums[i], x.dm * double(float(q[at + i])));
+            atomicAdd(&sums[d + i], x.dn * double(float(q[at + i])));
+            atomicAdd(&sums[2 * d + i], x.p * double(float(g[at + i])));
+        });
+    };
+    double *const out[] = {dk, du, dv};
+    sum_over(s.length * s.group, 3 * d, add, [&](int i, double sum) { out[i / d][blockIdx.x * int64_t{d} + i % d] = sum; });
 }
 
 // The router: dR of row blockIdx.x * stride becomes dP = r (dR - sum_f dR_f r_f) (1 - sigmoid(P)), and dQ gets dP W^T.
@@ -213,34 +183,26 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     const double limit = problem.bf16 ? 2.6e-3 : 3.5e-4, float_limit = 1.5e-5;
     bool ok = true;
     if (task.tokens) {
-        const Buffer<double> expected(sampled * d), expected_dr(sampled * s.subnets), got(sampled * d), got_dr(sampled * s.subnets);
-        token_reference<T><<<sampled, chunk>>>(expected, expected_dr, q, g, k, u, v, gates, s, stride);
+        const Buffer<double> expected(sampled * d), expected_dr(sampled * s.subnets);
+        token_reference<T><<<sampled, 256, (d + s.subnets) * sizeof(double)>>>(expected, expected_dr, q, g, k, u, v, gates, s, stride);
         if (router) router_reference<<<sampled, 128>>>(expected, expected_dr, gates, sums, w, s, stride);
-        if (problem.dq) {
-            gather_rows<T><<<sampled, 128>>>(got, dq, d, stride);
-            ok &= report("dq", expected.host(), got.host(), limit);
-        }
-        if (problem.dr) {
-            gather_rows<float><<<sampled, 128>>>(got_dr, dr, s.subnets, stride);
-            ok &= report("dr", expected_dr.host(), got_dr.host(), float_limit);
-        }
+        if (problem.dq) ok &= report("dq", expected.host(), rows_of(dq, sampled, d, stride), limit);
+        if (problem.dr) ok &= report("dr", expected_dr.host(), rows_of(dr, sampled, s.subnets, stride), float_limit);
         if (problem.dw) {
-            const Buffer<double> expected_dw(dw.size()), got_dw(dw.size());
+            const Buffer<double> expected_dw(dw.size());
             router_weight_reference<T><<<s.heads * s.head_dim, 64>>>(expected_dw, expected_dr, q, s);
-            gather_rows<float><<<s.heads * s.head_dim, 64>>>(got_dw, dw, s.subnets, 1);
-            ok &= report("dw", expected_dw.host(), got_dw.host(), float_limit);
+            ok &= report("dw", expected_dw.host(), rows_of(dw, s.heads * d, s.subnets, 1), float_limit);
         }
     }
     if (weights) {
-        const Buffer<double> expected_dk(sampled_inter * d), expected_du(sampled_inter * d), expected_dv(sampled_inter * d),
-            got(sampled_inter * d);
-        weight_reference<T><<<sampled_inter, chunk>>>(expected_dk, expected_du, expected_dv, q, g, k, u, v, gates, s, inter_stride);
+        const Buffer<double> expected_dk(sampled_inter * d), expected_du(sampled_inter * d), expected_dv(sampled_inter * d);
+        weight_reference<T>
+            <<<sampled_inter, 256, 3 * d * sizeof(double)>>>(expected_dk, expected_du, expected_dv, q, g, k, u, v, gates, s, inter_stride);
         auto compare = [&](const char *name, const Buffer<double> &expected, const Buffer<WeightGrad> &grad) {
-            gather_rows<WeightGrad><<<sampled_inter, 128>>>(got, grad, d, inter_stride);
             std::vector<double> values = expected.host();
             if (accumulate)
                 for (double &x : values) x *= launches;  // each launch adds
-            ok &= report(name, values, got.host(), limit);
+            ok &= report(name, values, rows_of(grad, sampled_inter, d, inter_stride), limit);
         };
         compare("dk", expected_dk, dk);
         compare("du", expected_du, du);
@@ -253,10 +215,8 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
 }  // namespace
 
 int main(int argc, char **argv) {
-    return guarded([&] {
-        const Arguments options(argc, argv,
-                                {{"deterministic", "0"}, {"needs", "both"}, {"accumulate", "0"}, {"kernels", "auto"}, {"groups", "0"}},
-                                shape_arguments);
-        return run_typed(options, [&]<typename T>() { return options.number("accumulate") ? run<T, float>(options) : run<T, T>(options); });
+    const std::string defaults = "deterministic=0 needs=both accumulate=0 kernels=auto groups=0";
+    return run_typed(argc, argv, shape_arguments + defaults, [&]<typename T>(const Arguments &options) {
+        return options.number("accumulate") ? run<T, float>(options) : run<T, T>(options);
     });
 }

@@ -134,13 +134,10 @@ bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, flash
 // out of row blockIdx.x * stride of [T * H] in fp64.
 template <typename T>
 __global__ void reference(double *out, const T *q, const T *k, const T *u, const T *v, const double *gate, Shape s, int64_t stride) {
-    extern __shared__ double acc[];
-    const int64_t row = blockIdx.x * stride, head = row % s.heads;
+    const int64_t row = blockIdx.x * stride, first = row % s.heads / s.group * s.subnets * s.subnet_dim;
     const int d = s.head_dim;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) acc[i] = 0;
-    __syncthreads();
-    for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
-        const int64_t at = (head / s.group * s.subnets * s.subnet_dim + j) * d;
+    auto add = [&](int64_t j, double *sums) {
+        const int64_t at = (first + j) * d;
         double m = 0, n = 0;
         for (int i = 0; i < d; ++i) {
             const double x = float(q[row * d + i]);
@@ -148,10 +145,9 @@ __global__ void reference(double *out, const T *q, const T *k, const T *u, const
             n += x * double(float(u[at + i]));
         }
         const double a = m / (1 + exp(-m)) * n * gate[row * s.subnets + j / s.subnet_dim];
-        for (int i = 0; i < d; ++i) atomicAdd(&acc[i], a * double(float(v[at + i])));
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < d; i += blockDim.x) out[blockIdx.x * int64_t{d} + i] = acc[i];
+        each_column(d, [&](int i) { atomicAdd(&sums[i], a * double(float(v[at + i]))); });
+    };
+    sum_over(s.subnets * s.subnet_dim, d, add, [&](int i, double sum) { out[blockIdx.x * int64_t{d} + i] = sum; });
 }
 
 template <typename T> int run_f16(const Arguments &options) {
@@ -165,11 +161,10 @@ template <typename T> int run_f16(const Arguments &options) {
     if (!options.number("check")) return ok ? 0 : 1;
 
     const auto [sampled, stride] = sample(in.rows, 4096, s.heads);
-    const Buffer<double> gates(in.rows * s.subnets), sums(in.rows), expected(sampled * s.head_dim), got(sampled * s.head_dim);
+    const Buffer<double> gates(in.rows * s.subnets), sums(in.rows), expected(sampled * s.head_dim);
     in.gates(gates, sums);
     reference<T><<<sampled, 256, s.head_dim * sizeof(double)>>>(expected, in.q, in.k, in.u, in.v, gates, s, stride);
-    gather_rows<T><<<sampled, 128>>>(got, in.out, s.head_dim, stride);
-    return report("out", expected.host(), got.host(), problem.bf16 ? 2.6e-3 : 3.5e-4) && ok ? 0 : 1;
+    return report("out", expected.host(), rows_of(in.out, sampled, s.head_dim, stride), problem.bf16 ? 2.6e-3 : 3.5e-4) && ok ? 0 : 1;
 }
 
 __device__ double of_fp8(__nv_fp8_storage_t x) { return double(__half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)))); }
@@ -213,10 +208,10 @@ template <typename T> __global__ void quantise(__nv_fp8_storage_t *out, const T 
 template <typename T>
 __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_storage_t *k, const __nv_fp8_storage_t *u,
                                     const __nv_fp8_storage_t *v, const float *scales, const double *gate, Shape s, int64_t stride) {
-    extern __shared__ double acc[];
+    extern __shared__ double shared[];
     const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = int64_t{s.heads / s.group} * s.subnets;
     const int d = s.head_dim;
-    double *q8 = acc + d;
+    double *q8 = shared + d;  // behind the sums
     double largest = flashmhf::smallest_query, squares = 0;
     for (int i = 0; i < d; ++i) {
         const double x = fabs(double(float(q[row * d + i])));
@@ -224,12 +219,8 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
         squares += x * x;
     }
     const double unit = largest / (flashmhf::query_norm * exp2(floor(log2(largest / sqrt(fmax(squares, largest * largest))))));
-    for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        acc[i] = 0;
-        q8[i] = of_fp8(to_fp8(double(float(q[row * d + i])) / unit));
-    }
-    __syncthreads();
-    for (int64_t j = threadIdx.x; j < s.subnets * s.subnet_dim; j += blockDim.x) {
+    for (int i = threadIdx.x; i < d; i += blockDim.x) q8[i] = of_fp8(to_fp8(double(float(q[row * d + i])) / unit));
+    auto add = [&](int64_t j, double *sums) {
         const int64_t e = j / s.subnet_dim, of_e = head / s.group * s.subnets + e, at = of_e * s.subnet_dim * d;
         double m = 0, n = 0;
         for (int i = 0; i < d; ++i) {
@@ -240,10 +231,9 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
         const double a = of_fp8(to_fp8(m * (1 + tanh(0.5 * unit * scales[of_e] * m)) * n));
         const double factor =
             0.5 * unit * unit * scales[of_e] * scales[plane + of_e] * scales[2 * plane + of_e] * gate[row * s.subnets + e];
-        for (int i = 0; i < d; ++i) atomicAdd(&acc[i], factor * a * of_fp8(v[at + i * s.subnet_dim + place(j % s.subnet_dim)]));
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < d; i += blockDim.x) out[blockIdx.x * int64_t{d} + i] = acc[i];
+        each_column(d, [&](int i) { atomicAdd(&sums[i], factor * a * of_fp8(v[at + i * s.subnet_dim + place(j % s.subnet_dim)])); });
+    };
+    sum_over(s.subnets * s.subnet_dim, d, add, [&](int i, double sum) { out[blockIdx.x * int64_t{d} + i] = sum; });
 }
 
 template <typename T> int run_e4m3(const Arguments &options) {
@@ -270,13 +260,11 @@ template <typename T> int run_e4m3(const Arguments &options) {
     if (!options.number("check")) return ok ? 0 : 1;
 
     const auto [sampled, stride] = sample(in.rows, 2048, s.heads);
-    const Buffer<double> gates(in.rows * s.subnets), sums(in.rows), expected(sampled * s.head_dim), quantised(sampled * s.head_dim),
-        got(sampled * s.head_dim);
+    const Buffer<double> gates(in.rows * s.subnets), sums(in.rows), expected(sampled * s.head_dim), quantised(sampled * s.head_dim);
     in.gates(gates, sums);
     reference<T><<<sampled, 256, s.head_dim * sizeof(double)>>>(expected, in.q, in.k, in.u, in.v, gates, s, stride);
     quantised_reference<T><<<sampled, 256, 2 * s.head_dim * sizeof(double)>>>(quantised, in.q, k8, u8, v8, scales, gates, s, stride);
-    gather_rows<T><<<sampled, 128>>>(got, in.out, s.head_dim, stride);
-    const auto values = got.host(), exact = expected.host(), same_points = quantised.host();
+    const auto values = rows_of(in.out, sampled, s.head_dim, stride), exact = expected.host(), same_points = quantised.host();
     // Sums of few terms do not average out the rounding of the operands: these then have the larger error themselves.
     const double limit = std::max(one_sign ? 1.2e-2 : 7e-2, 1.05 * relative_l2(exact, same_points));
     ok = report("out against the definition", exact, values, limit) && ok;
@@ -288,17 +276,8 @@ template <typename T> int run_e4m3(const Arguments &options) {
 }  // namespace
 
 int main(int argc, char **argv) {
-    return guarded([&] {
-        const Arguments options(argc, argv,
-                                {{"format", "f16"},
-                                 {"signs", "random"},
-                                 {"chain", "0"},
-                                 {"repeat", "0"},
-                                 {"combine", ""},
-                                 {"behind_waves", ""},
-                                 {"next_item", ""}},
-                                shape_arguments);
-        const bool e4m3 = options.choice("format", {"f16", "e4m3"}) == "e4m3";
-        return run_typed(options, [&]<typename T>() { return e4m3 ? run_e4m3<T>(options) : run_f16<T>(options); });
+    const std::string defaults = "format=f16 signs=random chain=0 repeat=0 combine= behind_waves= next_item=";
+    return run_typed(argc, argv, shape_arguments + defaults, [&]<typename T>(const Arguments &options) {
+        return options.choice("format", {"f16", "e4m3"}) == "e4m3" ? run_e4m3<T>(options) : run_f16<T>(options);
     });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -10,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -30,34 +32,29 @@ inline void check(cudaError_t error) {
     if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
 }
 
-using Defaults = std::map<std::string, std::string>;
-// Of every harness on a shape.
-const Defaults shape_arguments{{"T", "4096"},  {"H", "16"},   {"group", "1"},    {"d_h", "128"},     {"E", "22"},
-                               {"d_e", "384"}, {"gate", "r"}, {"dtype", "bf16"}, {"launches", "20"}, {"check", "1"}};
+// name=value: of every harness on a shape, with what holds for a name that is not given.
+constexpr const char *shape_arguments = "T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r dtype=bf16 launches=20 check=1 ";
 
-// name=value for each name of the defaults; throws std::invalid_argument for any other.
+// name=value for each name of `defaults`, which are of this form too; throws std::invalid_argument for any other.
 class Arguments {
   public:
-    Arguments(int argc, char **argv, Defaults defaults, Defaults more = {}) : values_(std::move(defaults)) {
-        values_.merge(more);
-        for (int i = 1; i < argc; ++i) {
-            const char *equals = std::strchr(argv[i], '=');
-            const std::string name(argv[i], equals ? equals - argv[i] : std::strlen(argv[i]));
-            if (!equals || !values_.count(name))
-                throw std::invalid_argument("unknown argument " + std::string(argv[i]) + "; arguments:" + known());
-            values_[name] = equals + 1;
+    Arguments(int argc, char **argv, const std::string &defaults) {
+        std::istringstream words(defaults);
+        for (std::string word; words >> word;) values_[word.substr(0, word.find('='))] = word.substr(word.find('=') + 1);
+        for (const std::string &word : std::vector<std::string>(argv + 1, argv + argc)) {
+            const size_t equals = word.find('=');
+            if (equals == std::string::npos || !values_.count(word.substr(0, equals)))
+                throw std::invalid_argument("unknown argument " + word + "; arguments: " + defaults);
+            values_[word.substr(0, equals)] = word.substr(equals + 1);
         }
     }
     bool given(const char *name) const { return !values_.at(name).empty(); }
     int64_t number(const char *name) const {
-        size_t end = 0;
         const std::string &text = values_.at(name);
         int64_t value = 0;
-        try {
-            value = std::stoll(text, &end);
-        } catch (const std::logic_error &) {
-        }
-        if (end == 0 || end != text.size()) throw std::invalid_argument(std::string(name) + "=" + text + " is not a whole number");
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+        if (error != std::errc{} || end != text.data() + text.size())
+            throw std::invalid_argument(std::string(name) + "=" + text + " is not a whole number");
         return value;
     }
     // One of `choices`.
@@ -72,12 +69,7 @@ class Arguments {
     }
 
   private:
-    std::string known() const {
-        std::string text;
-        for (const auto &argument : values_) text += " " + argument.first + "=";
-        return text;
-    }
-    Defaults values_;
+    std::map<std::string, std::string> values_;
 };
 
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error, with one line on stderr.
@@ -90,10 +82,13 @@ template <typename Main> int guarded(Main &&main) {
     }
 }
 
-// run.operator()<T>(arguments) for the dtype asked for.
-template <typename Run> int run_typed(const Arguments &options, Run &&run) {
-    return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run.template operator()<__half>()
-                                                               : run.template operator()<__nv_bfloat16>();
+// A harness's main(): run.operator()<T>(arguments) for the dtype asked for.
+template <typename Run> int run_typed(int argc, char **argv, const std::string &defaults, Run &&run) {
+    return guarded([&] {
+        const Arguments options(argc, argv, defaults);
+        return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run.template operator()<__half>(options)
+                                                                   : run.template operator()<__nv_bfloat16>(options);
+    });
 }
 
 inline flashmhf::Shape shape_of(const Arguments &options) {
@@ -327,10 +322,28 @@ __global__ void gate_values(double *gate, double *sums, const T *q, const float 
     sums[row] = w ? sum : 1.0;
     for (int e = 0; e < s.subnets; ++e) gate[row * s.subnets + e] /= sums[row];
 }
-// Rows i * stride of x [.., width] as fp64.
 template <typename X> __global__ void gather_rows(double *out, const X *x, int64_t width, int64_t stride) {
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x)
         out[blockIdx.x * width + i] = double(float(x[blockIdx.x * stride * width + i]));
+}
+// Rows 0, stride, ... of x [.., width], so many, on the host.
+template <typename X> std::vector<double> rows_of(const Buffer<X> &x, int64_t count, int64_t width, int64_t stride) {
+    const Buffer<double> rows(count * width);
+    gather_rows<X><<<count, 128>>>(rows, x, width, stride);
+    return rows.host();
+}
+// A block's `width` sums in fp64 over `count` elements: add(j, sums) adds the terms of element j to sums in shared memory, by atomicAdd, and
+// put(i, sum) writes sum i. A thread begins with another column than its neighbours, so that they do not meet at a sum.
+template <typename Add, typename Put> __device__ void sum_over(int64_t count, int width, Add &&add, Put &&put) {
+    extern __shared__ double sums[];
+    for (int i = threadIdx.x; i < width; i += blockDim.x) sums[i] = 0;
+    __syncthreads();
+    for (int64_t j = threadIdx.x; j < count; j += blockDim.x) add(j, sums);
+    __syncthreads();
+    for (int i = threadIdx.x; i < width; i += blockDim.x) put(i, sums[i]);
+}
+template <typename Body> __device__ void each_column(int d_h, Body &&body) {
+    for (int i = 0; i < d_h; ++i) body((i + threadIdx.x) % d_h);
 }
 
 }  // namespace harness

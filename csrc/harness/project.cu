@@ -63,27 +63,14 @@ template <typename T> int run(const Arguments &options) {
     });
     const bool ok = repeats_bits(out, options.number("repeat"), once);
     if (!options.number("check")) return ok ? 0 : 1;
-    const Buffer<double> expected(tokens * features), got(tokens * features);
+    const Buffer<double> expected(tokens * features);
     reference<T><<<dim3((features + 127) / 128, tokens), 128>>>(expected, x, w, static_cast<const T *>(params.bias), depth, features);
-    gather_rows<T><<<tokens, 128>>>(got, out, features, 1);
-    return report("out", expected.host(), got.host(), bf16 ? 2.6e-3 : 3.5e-4) && ok ? 0 : 1;
+    return report("out", expected.host(), rows_of(out, tokens, features, 1), bf16 ? 2.6e-3 : 3.5e-4) && ok ? 0 : 1;
 }
 
 }  // namespace
 
 int main(int argc, char **argv) {
-    return guarded([&] {
-        const Arguments options(argc, argv,
-                                {{"T", "128"},
-                                 {"depth", "2048"},
-                                 {"features", "2048"},
-                                 {"dtype", "bf16"},
-                                 {"bias", "0"},
-                                 {"weights_ready", "0"},
-                                 {"launches", "20"},
-                                 {"chain", "0"},
-                                 {"repeat", "0"},
-                                 {"check", "1"}});
-        return run_typed(options, [&]<typename T>() { return run<T>(options); });
-    });
+    const char *defaults = "T=128 depth=2048 features=2048 dtype=bf16 bias=0 weights_ready=0 launches=20 chain=0 repeat=0 check=1";
+    return run_typed(argc, argv, defaults, [&]<typename T>(const Arguments &options) { return run<T>(options); });
 }
