@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, benchmarks/README.md, csrc/forward/README.md and docs/ from the records in benchmarks/results.
+"""Writes the tables of README.md, benchmarks/README.md and docs/ from the records in benchmarks/results.
 
     $ python -m benchmarks.write_readme            # after a record has changed
     $ python -m benchmarks.write_readme --check    # changes nothing; exit status 1 when a file disagrees with the records
@@ -683,10 +683,10 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "summary": summary,
         "decode": decode,
         "operator": operator_table,
+        "groups": groups_table,
         "fp8": fp8_operator_table,
         "generate fp8": generate_fp8_table,
     },
-    "csrc/forward/README.md": {"groups": groups_table},
     "docs/index.md": {"pitch": pitch},
     "docs/measurements.md": {
         "decide": decision_table,
