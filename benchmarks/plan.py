@@ -206,19 +206,9 @@ def plan_forward(problem: Problem) -> tuple[dict, dict]:
     """The planner's forward launch and what the planner counts with. Raises ValueError for what has no kernel."""
     p, module = problem, planner()
     sizes = (p.batch, p.length, p.heads, p.head_dim, p.subnets, p.subnet_dim)
-    if p.fp8:
-        plan = module.plan_forward_fp8(*sizes, group=p.group)
-        costs = module.forward_costs(p.head_dim, fp8=True, consumers=plan["consumers"])
-        return plan, costs | {"sustained": FP8_SUSTAINED[p.head_dim]}
-    plan = module.plan_forward(*sizes, group=p.group, large_clusters=LARGE_CLUSTERS)
-    return plan, module.forward_costs(p.head_dim) | {"sustained": 1}
-
-
-def candidates(problem: Problem) -> str:
-    """The launches that the planner compares, with their times, as text."""
-    p = problem
-    sizes = (p.batch, p.length, p.heads, p.head_dim, p.subnets, p.subnet_dim)
-    return planner().forward_candidates(*sizes, fp8=p.fp8, group=p.group, large_clusters=LARGE_CLUSTERS).rstrip()
+    plan = module.plan_forward(*sizes, fp8=p.fp8, group=p.group, large_clusters=LARGE_CLUSTERS)
+    costs = module.forward_costs(p.head_dim, fp8=p.fp8, consumers=plan["consumers"])
+    return plan, costs | {"sustained": FP8_SUSTAINED[p.head_dim] if p.fp8 else 1}
 
 
 def forward(problem: Problem) -> str:
@@ -262,7 +252,7 @@ def forward(problem: Problem) -> str:
                 *_time_rows(expected, 3 * problem.product_flops, moved, f"{basis}; {fitted}", tflops),
             ],
         )
-        + f"\nwhat the planner compares:\n{candidates(problem)}"
+        + f"\nwhat the planner compares:\n{plan['candidates'].rstrip()}"
     )
 
 

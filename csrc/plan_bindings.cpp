@@ -19,31 +19,22 @@ template <typename P, typename... Which> py::dict policy(int head_dim, Which &&.
     return py::dict("head_dim"_a = head_dim, "shared_memory"_a = P::shared_memory, "launch_registers"_a = P::launch_registers,
                     std::forward<Which>(which)...);
 }
-py::list forward_policies() {
-    py::list all;
-    flashmhf::ForwardHeadDims::each([&]<int d_h>() { all.append(policy<flashmhf::ForwardPolicy<d_h>>(d_h)); });
-    return all;
-}
-py::list forward_fp8_policies() {
-    py::list all;
-    flashmhf::ForwardFp8HeadDims::each([&]<int d_h>() {
-        all.append(policy<flashmhf::ForwardFp8Policy<d_h, false>>(d_h, "few_rows"_a = false));
-        all.append(policy<flashmhf::ForwardFp8Policy<d_h, true>>(d_h, "few_rows"_a = true));
-    });
-    return all;
-}
-py::list backward_policies() {
+// Of every kernel whose warpgroups trade registers.
+py::list policies() {
     using namespace flashmhf;
     py::list all;
+    ForwardHeadDims::each([&]<int d_h>() { all.append(policy<ForwardPolicy<d_h>>(d_h, "kernel"_a = "forward")); });
+    ForwardFp8HeadDims::each([&]<int d_h>() {
+        all.append(policy<ForwardFp8Policy<d_h, false>>(d_h, "kernel"_a = "forward_fp8", "few_rows"_a = false));
+        all.append(policy<ForwardFp8Policy<d_h, true>>(d_h, "kernel"_a = "forward_fp8", "few_rows"_a = true));
+    });
     BackwardHeadDims::each([&]<int d_h>() {
-        all.append(policy<TokenPolicy<d_h>>(d_h, "outputs"_a = "tokens"));
-        if constexpr (d_h < 256) {
-            all.append(policy<InterPolicy<d_h, all_grads>>(d_h, "outputs"_a = "all"));
-            all.append(policy<InterPolicy<d_h, weight_grads>>(d_h, "outputs"_a = "weights"));
-        } else {
-            all.append(policy<InterPolicy<d_h, key_grads>>(d_h, "outputs"_a = "keys"));
-            all.append(policy<InterPolicy<d_h, value_grad>>(d_h, "outputs"_a = "values"));
-        }
+        auto inter = [&]<int outputs>() {
+            all.append(policy<InterPolicy<d_h, outputs>>(d_h, "kernel"_a = "backward_inter", "outputs"_a = outputs));
+        };
+        all.append(policy<TokenPolicy<d_h>>(d_h, "kernel"_a = "backward_token"));
+        if constexpr (d_h < 256) inter.template operator()<all_grads>(), inter.template operator()<weight_grads>();
+        else inter.template operator()<key_grads>(), inter.template operator()<value_grad>();
     });
     return all;
 }
@@ -51,7 +42,12 @@ py::list backward_policies() {
 using Clusters = std::array<int, flashmhf::max_slices>;
 constexpr Clusters h200_clusters{132, 66, 39, 30, 22, 17, 15, 15};
 
-py::dict describe(const flashmhf::ForwardPlan &plan) {
+py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool fp8,
+                      const Clusters &clusters, int group, bool may_bundle, int large_clusters) {
+    const flashmhf::Shape shape{batch, length, heads, head_dim, subnets, subnet_dim, group};
+    const flashmhf::Device device{clusters, large_clusters};
+    const auto format = fp8 ? flashmhf::WeightFormat::e4m3 : flashmhf::WeightFormat::same;
+    const flashmhf::ForwardPlan plan = flashmhf::plan_forward(shape, device, format, may_bundle && !fp8);
     const flashmhf::ForwardSchedule &s = plan.schedule;
     py::list work;
     for (const auto &w : flashmhf::enumerate_work(s))
@@ -71,25 +67,8 @@ py::dict describe(const flashmhf::ForwardPlan &plan) {
                     "subnet_tiles"_a = plan.subnet_tiles, "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.abreast,
                     "waves"_a = s.waves, "abreast"_a = s.abreast, "rest"_a = s.rest * s.abreast, "splits"_a = s.splits * s.abreast,
                     "partials"_a = plan.partials, "flags"_a = plan.flags, "workspace"_a = plan.workspace(),
-                    "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds);
-}
-
-py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
-                      int group, bool may_bundle, int large_clusters) {
-    return describe(flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters, large_clusters},
-                                           flashmhf::WeightFormat::same, may_bundle));
-}
-py::dict plan_forward_fp8(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, const Clusters &clusters,
-                          int group) {
-    return describe(flashmhf::plan_forward({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters},
-                                           flashmhf::WeightFormat::e4m3, false));
-}
-
-std::string forward_candidates(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool fp8,
-                               const Clusters &clusters, int group, bool may_bundle, int large_clusters) {
-    const auto format = fp8 ? flashmhf::WeightFormat::e4m3 : flashmhf::WeightFormat::same;
-    return flashmhf::list_candidates({batch, length, heads, head_dim, subnets, subnet_dim, group}, {clusters, large_clusters}, format,
-                                     may_bundle && !fp8, flashmhf::forward_costs(format));
+                    "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds,
+                    "candidates"_a = flashmhf::list_candidates(shape, device, format, may_bundle && !fp8, flashmhf::forward_costs(format)));
 }
 
 py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms, int group) {
@@ -151,19 +130,12 @@ PYBIND11_MODULE(_plan, m) {
           "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the "
           "fp32\n"
           "workspace of each launch: where its buffers begin, in floats, or None.");
-    m.def("backward_policies", &backward_policies, "Shared memory and registers at launch of the backward's main kernels.");
-    m.def(
-        "plan_forward", &plan_forward, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
-        "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
-        "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, and the\n"
-        "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own.\n\n"
-        "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
-    m.def("forward_candidates", &forward_candidates, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
-          "fp8"_a = false, "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
-          "The ways to launch the forward that the planner compares, with their times in microseconds, as text; * is the one it takes.");
-    m.def("plan_forward_fp8", &plan_forward_fp8, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
-          "clusters"_a = h200_clusters, "group"_a = 1, "plan_forward for the forward in FP8.");
-    m.def("forward_fp8_policies", &forward_fp8_policies, "Shared memory and registers of the FP8 forward kernel for each head dimension.");
+    m.def("plan_forward", &plan_forward, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "fp8"_a = false,
+          "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
+          "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, the\n"
+          "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own, and the ways to launch that the\n"
+          "planner compares, with their times in microseconds, as text; * is the one it takes.\n\n"
+          "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
     m.def(
         "plan_project",
         [](int64_t tokens, int64_t features, const Clusters &clusters) {
@@ -178,5 +150,5 @@ PYBIND11_MODULE(_plan, m) {
           "What the forward's planner counts with: the time of an inter tile of a CTA (in FP8, of so many row tiles) in microseconds; in "
           "such tiles, adding parts in a\n"
           "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");
-    m.def("forward_policies", &forward_policies, "Shared memory and registers of the forward kernel for each head dimension.");
+    m.def("policies", &policies, "Shared memory and registers at launch of the main kernels.");
 }

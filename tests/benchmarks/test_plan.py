@@ -101,7 +101,7 @@ def test_heads_that_share_weights(planner, capsys):
 
 def test_fp8(planner, capsys):
     rows = printed([*FLAGSHIP, "32256", "--fp8"], capsys)
-    p = planner.plan_forward_fp8(1, 32256, 16, 128, 22, 384)
+    p = planner.plan_forward(1, 32256, 16, 128, 22, 384, fp8=True)
     assert rows[""].startswith("forward in FP8: H = 16, E = 22")
     assert rows["waves"].startswith(f"{p['waves']} waves of whole items, then {p['rest']} items in {p['splits']} spans")
     assert rows["bound"].startswith("tensor cores: 1.69 ms")

@@ -58,10 +58,7 @@ def rows(plan) -> list[tuple[str, ...]]:
     for call in calls():
         kind, device, *shape, group = call
         clusters, large = DEVICES[device]
-        if kind == "f16":
-            made = plan.plan_forward(*shape, clusters=clusters, group=group, large_clusters=large)
-        else:
-            made = plan.plan_forward_fp8(*shape, clusters=clusters, group=group)
+        made = plan.plan_forward(*shape, fp8=kind == "fp8", clusters=clusters, group=group, large_clusters=large)
         made["work"] = f"{zlib.crc32(repr(made['work']).encode()):08x}"
         found.append(tuple(str(x) for x in (*call, *(made[name] for name in PLAN))))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 
 import forward_plans
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 plan = pytest.importorskip("flashmhf._plan")
+f16, fp8 = plan.plan_forward, functools.partial(plan.plan_forward, fp8=True)
 
 SHAPES = [  # batch, length, heads, head_dim, subnets, subnet_dim
     (1, 1, 1, 128, 1, 16),
@@ -101,7 +103,7 @@ def test_every_tile_once_and_balanced(shape, device):
         st.integers(1, 300),
     ),
     device=st.sampled_from(DEVICES),
-    planner=st.sampled_from([plan.plan_forward, plan.plan_forward_fp8]),
+    planner=st.sampled_from([f16, fp8]),
 )
 def test_every_tile_once_whatever_the_shape(shape, device, planner):
     p = planner(*shape, clusters=device)
@@ -114,16 +116,13 @@ def test_every_tile_once_whatever_the_shape(shape, device, planner):
     for _, _, item, begin, end, _ in p["work"]:
         of_item[item].append((begin, end))
     assert all(of_item[item] == of_item[item - item % p["abreast"]] for item in of_item)
-    if planner is plan.plan_forward_fp8:
+    if planner is fp8:
         assert p["consumers"] <= {64: 4, 256: 2}.get(shape[3], 3)
         assert p["flags"] == 0 and set(p["adds"]) <= {-1}, "the clusters have no room to add parts"
 
 
 def choice(planner, length, heads, head_dim, subnets, subnet_dim, **values):
     return pytest.param(planner, (1, length, heads, head_dim, subnets, subnet_dim), values)
-
-
-f16, fp8 = plan.plan_forward, plan.plan_forward_fp8
 
 
 @pytest.mark.parametrize(
@@ -248,22 +247,19 @@ def test_a_chip_that_runs_fewer_clusters_takes_the_projection_kernel_for_fewer_f
 
 
 def test_the_candidates_are_listed_with_the_one_that_is_taken():
-    for fp8, planner in ((False, plan.plan_forward), (True, plan.plan_forward_fp8)):
+    for planner in (f16, fp8):
         for length in (1, 300, 512, 4096):
             p = planner(1, length, 16, 128, 22, 384)
-            header, *lines = plan.forward_candidates(1, length, 16, 128, 22, 384, fp8=fp8).splitlines()
+            header, *lines = p["candidates"].splitlines()
             (taken,) = (line.split() for line in lines if line.startswith("*"))
             numbers = [float(x) for x in " ".join(taken).replace("gathered parts", "parts").replace("|", "").split()[2:]]
             assert numbers[:5] == [p["bundle"], p["consumers"], p["row_ctas"], p["slices"], p["abreast"]], header
             assert numbers[9] == pytest.approx(max(numbers[5:7]) + numbers[7] + numbers[8], abs=0.2)
-    assert plan.forward_candidates(1, 0, 16, 128, 22, 384) == ""
-    with pytest.raises(ValueError, match="d_h = 80"):
-        plan.forward_candidates(1, 1, 16, 80, 22, 384)
 
 
 def test_empty():
     p = plan.plan_forward(1, 0, 4, 128, 2, 64)
-    assert p["work"] == [] and p["partials"] == 0
+    assert p["work"] == [] and p["partials"] == 0 and p["candidates"] == ""
 
 
 def test_head_dimension_without_kernel():
@@ -280,7 +276,7 @@ def test_index_range():
 
 @pytest.mark.parametrize(("length", "heads", "d_h"), [(1, 16, 128), (128, 16, 128), (32, 32, 64), (96, 20, 96)])
 def test_slices_divide_the_pieces_of_a_row_tile(length, heads, d_h):
-    for planner, columns in ((plan.plan_forward, 8), (plan.plan_forward_fp8, 16)):
+    for planner, columns in ((f16, 8), (fp8, 16)):
         p = planner(1, length, heads, d_h, 22, 384)
         assert p["slices"] > 1
         assert p["slices"] * p["slice_pieces"] + p["spare_pieces"] == d_h // columns and p["spare_pieces"] < p["slices"]
@@ -292,8 +288,12 @@ def test_slices_divide_the_pieces_of_a_row_tile(length, heads, d_h):
     + [(64, 32, 64, True), (192, 32, 64, False), (256, 32, 64, True), (100, 21, 96, True), (1, 16, 256, True), (1536, 8, 256, False)],
 )
 def test_fp8_slices_of_up_to_two_row_tiles_have_the_shared_memory_of_their_own_instance(length, heads, d_h, few_rows):
-    p = plan.plan_forward_fp8(1, length, heads, d_h, 22, {64: 192, 96: 256, 128: 384, 256: 704}[d_h])
-    sizes = {policy["few_rows"]: policy["shared_memory"] for policy in plan.forward_fp8_policies() if policy["head_dim"] == d_h}
+    p = fp8(1, length, heads, d_h, 22, {64: 192, 96: 256, 128: 384, 256: 704}[d_h])
+    sizes = {
+        policy["few_rows"]: policy["shared_memory"]
+        for policy in plan.policies()
+        if policy["kernel"] == "forward_fp8" and policy["head_dim"] == d_h
+    }
     assert (p["slices"] > 1 and p["consumers"] <= 2) is few_rows
     assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), "without a router its W needs no room"
 
@@ -309,9 +309,9 @@ def test_every_slice_has_a_tile():
     """A CTA without a tile would leave before the barrier of its cluster."""
     sizes = itertools.product((1, 3, 16), (1, 2, 5, 22), (16, 80, 384), (64, 96, 128, 256), (1, 33, 128, 400))
     for heads, subnets, d_e, d_h, length in sizes:
-        for plan_of in (plan.plan_forward, plan.plan_forward_fp8):
-            p = plan_of(1, length, heads, d_h, subnets, d_e)
-            assert p["slices"] <= p["inter_tiles"], (plan_of.__name__, heads, subnets, d_e, d_h, length)
+        for planner in (f16, fp8):
+            p = planner(1, length, heads, d_h, subnets, d_e)
+            assert p["slices"] <= p["inter_tiles"], (heads, subnets, d_e, d_h, length)
 
 
 def test_the_measured_constants_are_those_of_the_cost_models():

@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = Path(flashmhf.__file__).parent / "kernel_resources.json"
 SHARED_MEMORY_LIMIT = 227 * 1024
 HEAD_DIMS = (64, 96, 128, 256)
-OUTPUTS = {"all": 7, "weights": 6, "keys": 2, "values": 4}  # as BackwardOutputs in csrc/backward/policy.h
 
 LOG = """\
 ptxas info    : 0 bytes gmem
@@ -88,14 +87,13 @@ def test_every_instance_is_there_and_named_after_the_package(built):
 def main_kernels() -> list[tuple[str, dict]]:
     """A pattern of the mangled name, for both element types, and the budget of each kernel whose warpgroups trade registers."""
     plan = pytest.importorskip("flashmhf._plan")
-    kernels = [(f"16flashmhf_forwardINS_3F16ILi{p['head_dim']}E", p) for p in plan.forward_policies()]
-    kernels += [(rf"16flashmhf_forwardINS_4E4m3ILi{p['head_dim']}E\w+?Lb{p['few_rows']:d}E", p) for p in plan.forward_fp8_policies()]
-    for p in plan.backward_policies():
-        if p["outputs"] == "tokens":
-            kernels.append((f"23flashmhf_backward_tokenILi{p['head_dim']}E", p))
-        else:
-            kernels.append((f"23flashmhf_backward_interILi{p['head_dim']}ELi{OUTPUTS[p['outputs']]}E", p))
-    return kernels
+    patterns = {
+        "forward": r"16flashmhf_forwardINS_3F16ILi{head_dim}E",
+        "forward_fp8": r"16flashmhf_forwardINS_4E4m3ILi{head_dim}E\w+?Lb{few_rows:d}E",
+        "backward_token": r"23flashmhf_backward_tokenILi{head_dim}E",
+        "backward_inter": r"23flashmhf_backward_interILi{head_dim}ELi{outputs}E",
+    }
+    return [(patterns[p["kernel"]].format(**p), p) for p in plan.policies()]
 
 
 def test_registers_at_launch_are_those_of_the_policy(built):
