@@ -121,36 +121,6 @@ def test_every_tile_once_whatever_the_shape(shape, device, planner):
         assert p["flags"] == 0 and set(p["adds"]) <= {-1}, "the clusters have no room to add parts"
 
 
-def choice(planner, length, heads, head_dim, subnets, subnet_dim, **values):
-    return pytest.param(planner, (1, length, heads, head_dim, subnets, subnet_dim), values)
-
-
-@pytest.mark.parametrize(
-    ("planner", "shape", "values"),
-    [choice(fp8, length, 16, 128, 22, 384, consumers=n) for length, n in [(64, 1), (128, 2), (192, 3), (256, 2), (384, 3)]]
-    + [choice(fp8, length, 16, 128, 22, 384, consumers=n) for length, n in [(512, 2), (768, 3), (1024, 2), (3072, 3)]]
-    + [choice(fp8, length, 32, 64, 22, 192, consumers=n) for length, n in [(256, 2), (320, 3), (512, 4), (768, 3), (1024, 4)]]
-    + [choice(fp8, length, 32, 64, 22, 192, consumers=n) for length, n in [(1536, 3), (32256, 4)]]
-    + [choice(fp8, length, 21, 96, 22, 256, consumers=n) for length, n in [(256, 2), (512, 3), (1024, 3), (1536, 3)]]
-    + [
-        choice(fp8, 1536, 8, 256, 22, 704, consumers=2, abreast=6),
-        choice(fp8, 1536, 16, 128, 22, 384, consumers=3, row_ctas=2, partials=0, rest=64, splits=64),  # one wave
-    ]
-    + [choice(f16, length, 16, 128, 22, 384, abreast=n) for length, n in [(256, 1), (384, 3), (448, 1), (512, 2), (640, 5), (768, 3)]]
-    + [choice(f16, length, 16, 128, 22, 384, abreast=n) for length, n in [(896, 7), (1024, 1), (1536, 1)]]
-    # few tokens need no second kernel
-    + [choice(f16, length, 16, 128, 22, 384, slices=6, partials=0, consumers=n) for length, n in [(1, 1), (64, 1), (128, 2)]]
-    + [choice(f16, length, 16, 128, 22, 384, slices=n, partials=0, consumers=2) for length, n in [(448, 2), (1024, 1)]]
-    # pairs only where they waste few rows
-    + [choice(f16, 640, 16, 128, 22, 384, row_ctas=1), choice(f16, 1536, 16, 128, 22, 384, row_ctas=2)]
-    # a wave that is nearly full is not split
-    + [choice(f16, 3072, 16, 128, 22, 384, waves=2, rest=60, splits=60, partials=0)],
-)
-def test_the_planner_takes_what_was_faster(planner, shape, values):
-    p = planner(*shape)
-    assert {name: p[name] for name in values} == values
-
-
 @pytest.mark.parametrize(
     ("shape", "adds"),
     [
@@ -257,21 +227,26 @@ def test_the_candidates_are_listed_with_the_one_that_is_taken():
             assert numbers[9] == pytest.approx(max(numbers[5:7]) + numbers[7] + numbers[8], abs=0.2)
 
 
-def test_empty():
+def test_a_call_without_tokens():
     p = plan.plan_forward(1, 0, 4, 128, 2, 64)
     assert p["work"] == [] and p["partials"] == 0 and p["candidates"] == ""
 
 
-def test_head_dimension_without_kernel():
-    with pytest.raises(ValueError, match="d_h = 80"):
-        plan.plan_forward(1, 64, 4, 80, 2, 64)
-
-
-def test_index_range():
-    with pytest.raises(ValueError, match="index range"):
-        plan.plan_forward(1, 1 << 40, 64, 128, 2, 64)
-    with pytest.raises(ValueError, match=r"H \* d_h exceeds"):  # columns of the output, of heads that share one of K, U and V
-        plan.plan_forward(1, 1, (1 << 23) + 1, 256, 2, 64, group=(1 << 23) + 1)
+@pytest.mark.parametrize(
+    ("shape", "group", "message"),
+    [
+        ((1, 64, 4, 80, 2, 64), 1, "d_h = 80"),
+        ((1, 1 << 40, 64, 128, 2, 64), 1, "index range"),
+        (
+            (1, 1, (1 << 23) + 1, 256, 2, 64),
+            (1 << 23) + 1,
+            r"H \* d_h exceeds",
+        ),  # columns of the output, of heads that share one of K, U and V
+    ],
+)
+def test_refusals(shape, group, message):
+    with pytest.raises(ValueError, match=message):
+        plan.plan_forward(*shape, group=group)
 
 
 @pytest.mark.parametrize(("length", "heads", "d_h"), [(1, 16, 128), (128, 16, 128), (32, 32, 64), (96, 20, 96)])

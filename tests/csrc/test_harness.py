@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+SMALL = ("T=300", "H=2", "E=3", "d_e=80", "launches=2")
+
 
 def run(direction: str, *arguments: str) -> subprocess.CompletedProcess:
     folder = os.environ.get("FLASHMHF_BUILD")
@@ -19,62 +21,47 @@ def run(direction: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([harness, *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("argument", ["T=many", "dtype=fp32", "d_h=80", "d_e=20", "H=0", "size=3", "T"])
+BAD = [(direction, x) for direction in ("forward", "backward") for x in ("T=many", "dtype=fp32", "d_h=80", "d_e=20", "H=0", "size=3", "T")]
+BAD += [("project", x) for x in ("T=0", "T=385", "dtype=fp32", "depth=100", "features=0", "size=3")]
+
+
+@pytest.mark.parametrize(("direction", "argument"), BAD)
 def test_bad_arguments_are_named_on_one_line(direction, argument):
     done = run(direction, argument)
     assert done.returncode == 2 and argument.split("=")[0] in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-SMALL = ("T=300", "H=2", "E=3", "d_e=80", "launches=2")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("d_h", [64, 96, 128, 256])
-@pytest.mark.parametrize("arguments", [("gate=r",), ("gate=w", "dtype=fp16"), ("gate=ones",)])
-def test_forward(d_h, arguments):
-    done = run("forward", *SMALL, f"d_h={d_h}", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("d_h", [64, 96, 128, 256])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("gate=r",),
-        ("gate=w", "dtype=fp16"),
-        ("gate=ones", "signs=one"),
-        ("gate=r", "E=30", "d_e=48"),  # more sub-networks than a chunk of the gate
-        ("gate=w", "E=30", "d_e=48"),
-        ("gate=w", "T=1"),  # CTAs divide an item
-        ("gate=r", "T=4400", "H=8", "repeat=20"),  # items are split
-        ("gate=w", "T=16384", "H=8", "repeat=20"),  # several items a CTA, of as many row tiles as there are consumers
-        ("gate=w", "group=2"),
+SHAPES = {
+    "forward": ["gate=r", "gate=w dtype=fp16", "gate=ones"],
+    "forward format=e4m3": [
+        "gate=r",
+        "gate=w dtype=fp16",
+        "gate=ones signs=one",
+        "gate=r E=30 d_e=48",  # more sub-networks than a chunk of the gate
+        "gate=w E=30 d_e=48",
+        "gate=w T=1",  # CTAs divide an item
+        "gate=r T=4400 H=8 repeat=20",  # items are split
+        "gate=w T=16384 H=8 repeat=20",  # several items a CTA, of as many row tiles as there are consumers
+        "gate=w group=2",
     ],
-)
-def test_forward_fp8(d_h, arguments):
-    done = run("forward", "format=e4m3", *SMALL, f"d_h={d_h}", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    "backward": [
+        "gate=r",
+        "gate=w dtype=fp16",
+        "gate=w deterministic=1",
+        "gate=ones deterministic=1",
+        "gate=r needs=tokens",
+        "gate=w needs=weights accumulate=1",
+        "gate=r groups=2",
+    ],
+}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d_h", [64, 96, 128, 256])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("gate=r",),
-        ("gate=w", "dtype=fp16"),
-        ("gate=w", "deterministic=1"),
-        ("gate=ones", "deterministic=1"),
-        ("gate=r", "needs=tokens"),
-        ("gate=w", "needs=weights", "accumulate=1"),
-        ("gate=r", "groups=2"),
-    ],
-)
-def test_backward(d_h, arguments):
-    done = run("backward", *SMALL, f"d_h={d_h}", *arguments)
+@pytest.mark.parametrize(("kernel", "arguments"), [(kernel, x) for kernel, all_of in SHAPES.items() for x in all_of])
+def test_values(kernel, d_h, arguments):
+    done = run(*kernel.split(), *SMALL, f"d_h={d_h}", *arguments.split())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -85,13 +72,6 @@ def test_kernels_can_be_forced(d_h, kernels):
     done = run("backward", *SMALL, f"d_h={d_h}", f"kernels={kernels}", f"deterministic={int(kernels != 'fused')}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"kernels {kernels}," in done.stdout
-
-
-@pytest.mark.parametrize("argument", ["T=0", "T=385", "dtype=fp32", "depth=100", "features=0", "size=3"])
-def test_bad_arguments_of_project_are_named_on_one_line(argument):
-    done = run("project", argument)
-    assert done.returncode == 2 and argument.split("=")[0] in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.gpu
