@@ -33,11 +33,7 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
     constexpr bool keys = P::keys, ups = P::keys && P::w_warpgroups == 1, values = P::values;
     Acc dk[halves], du[halves], dv[halves];
 #pragma unroll
-    for (int c = 0; c < halves; ++c) {
-        warp::zero(dk[c]);
-        warp::zero(du[c]);
-        warp::zero(dv[c]);
-    }
+    for (int c = 0; c < halves; ++c) dk[c] = 0.f, du[c] = 0.f, dv[c] = 0.f;
     Ring<P::q_stages> q;
     Ring<P::g_stages> g;
     Ring<P::grad_buffers> buffer;

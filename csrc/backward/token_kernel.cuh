@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         rt_fl<16, 2 * P::inter> mn;
         rt_fl<16, P::inter> da, slope;
         rt<T, 16, 2 * P::inter> grads;
-        warp::zero(dq);
+        dq = 0.f;
         int subnet = first_subnet, left = per_subnet;
         float2 r = gates(subnet), next_r = r, dr = {0.f, 0.f};
         if (subnet + 1 < last_subnet) next_r = gates(subnet + 1);

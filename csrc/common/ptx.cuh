@@ -67,10 +67,9 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
 }
 
 // From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; or one word or 0.
-__device__ __forceinline__ void copy_16_bytes_async(uint32_t dst, const void *src) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+__device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }
-__device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) { copy_16_bytes_async(shared_address(dst), src); }
 __device__ __forceinline__ void copy_word_async(float *dst, const float *src, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(valid ? 4 : 0) : "memory");
 }

@@ -36,7 +36,9 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_f
         for (int i = 0; i < at_once; ++i)
             if (i < left) add(sum, x[i]);
     }
-    store_quad<d_h, T>(sum, p, tile, row, 8 * column + threadIdx.x % 4 * 2);
+    T *out = output_at<d_h, T>(p, tile, row, 8 * column + threadIdx.x % 4 * 2);
+    store_pair(out, sum.x, sum.y);
+    if (holds_token(p, tile.sequence, tile.token + p.token_of(row + 8))) store_pair(out + 8 * p.out_token, sum.z, sum.w);
 }
 
 }  // namespace flashmhf

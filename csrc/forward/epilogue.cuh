@@ -35,13 +35,6 @@ template <typename T> __device__ __forceinline__ void store_pair(T *dst, float x
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     *reinterpret_cast<T2 *>(dst) = kittens::base_types::convertor<T2, float2>::convert(float2{x, y});
 }
-// Two columns of rows `row` and `row + 8` of a row tile, as in a float4 above, to the output.
-template <int d_h, typename T>
-__device__ __forceinline__ void store_quad(float4 sum, const ForwardParams &p, const RowTile &tile, int row, int column) {
-    T *dst = output_at<d_h, T>(p, tile, row, column);
-    store_pair(dst, sum.x, sum.y);
-    if (holds_token(p, tile.sequence, tile.token + p.token_of(row + 8))) store_pair(dst + 8 * p.out_token, sum.z, sum.w);
-}
 
 // The output of a whole item, to where its Q was. A warp writes the rows that it has read.
 template <typename Tile, int d_h> __device__ __forceinline__ void stage_output(Tile &staged, const OutputTile<d_h> &o) {

@@ -51,6 +51,13 @@ template <typename Shared, typename Params, int slots> struct ItemStream {
     }
     __device__ __forceinline__ const Item &this_item() { return shared.items[q_phase ^ 1][wg]; }
     __device__ __forceinline__ const Item &last_item() { return shared.items[q_phase][wg]; }
+    // Fragment k of Q, d_h columns 16k.., of the warp's rows, from shared memory.
+    template <typename T2> __device__ __forceinline__ void read_q(int k, T2 (&fragment)[4]) {
+        using Q = std::remove_reference_t<decltype(shared.q[0])>;
+        const uint32_t base = tma::shared_address(shared.q[wg].data);
+        const uint32_t at = Q::idx(base, int2{16 * warp + lane % 16, 16 * k + lane / 16 * 8});
+        kittens::move<T2>::ldsm4(fragment[0], fragment[1], fragment[2], fragment[3], at);
+    }
     // Q has been read. Its buffer is empty, or holds an output for the producer to store.
     __device__ __forceinline__ void release_q() { kittens::arrive(q_read_barrier(wg)); }
 };

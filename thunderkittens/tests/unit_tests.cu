@@ -38,10 +38,14 @@ __host__ __device__ static float value(int i, int seed) {
 // Exact in e4m3; sums of 32 products are exact in fp16.
 __host__ __device__ static float small_value(int i, int seed) { return floorf(value(i, seed) * 4.f) / 4.f; }
 template <typename T> __device__ static T as(float x) { return base_types::convertor<T, float>::convert(x); }
+// An element of a tile at a multiple of 8 * swizzle_bytes, where offsets are swizzled as addresses are.
+template <ducks::st::all ST> __device__ static auto &at(ST &tile, int row, int column) {
+    return tile.data[ST::idx(0u, {row, column}) / sizeof(typename ST::T)];
+}
 template <ducks::st::all ST> __device__ static void fill(ST &tile, int seed, bool transposed = false) {
     for (int i = threadIdx.x; i < ST::rows * ST::cols; i += blockDim.x) {
         const int r = i / ST::cols, c = i % ST::cols;
-        tile[{r, c}] = as<typename ST::T>(transposed ? value(c * ST::rows + r, seed) : value(i, seed));
+        at(tile, r, c) = as<typename ST::T>(transposed ? value(c * ST::rows + r, seed) : value(i, seed));
     }
 }
 // Each thread writes its part of a warpgroup's register tile to row-major out.
@@ -194,7 +198,8 @@ template <typename T, typename R, int rows, int cols, int swizzle> __global__ vo
     warpgroup::load(r, a);
     warpgroup::store(b, r);
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x) out[i] = base_types::convertor<float, T>::convert(b[{i / cols, i % cols}]);
+    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x)
+        out[i] = base_types::convertor<float, T>::convert(at(b, i / cols, i % cols));
 }
 template <typename T, typename R, int rows, int cols, int swizzle = 0> static void test_copy() {
     Buffer out(rows * cols);
@@ -317,7 +322,7 @@ __global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __gr
     __syncthreads();
     wait(full, 0);
     for (int i = threadIdx.x; i < rows * cols; i += blockDim.x)
-        check[i] = base_types::convertor<float, T>::convert(tile[{i / cols, i % cols}]);
+        check[i] = base_types::convertor<float, T>::convert(at(tile, i / cols, i % cols));
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int c = 0; c < cols; c += panel) ext::store_async(&out, &tile.data[c * rows], int4{c, 0, 0, 0});
@@ -357,7 +362,7 @@ __global__ void __cluster_dims__(2, 1, 1)
             ext::multicast_async(&tile.data[rank * 64 * 64], &in, int2{64 * rank, 0}, full, 3);
         }
         wait(full, it & 1);
-        for (int i = threadIdx.x; i < 64 * 128; i += blockDim.x) out[rank * 8192 + i] = __bfloat162float(tile[{i / 128, i % 128}]);
+        for (int i = threadIdx.x; i < 64 * 128; i += blockDim.x) out[rank * 8192 + i] = __bfloat162float(at(tile, i / 128, i % 128));
         __syncthreads();
         if (threadIdx.x < 2) ext::arrive_remote(empty, threadIdx.x);
     }

@@ -47,12 +47,6 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     __device__ __forceinline__ const Fp8Scales<d_h> &scales() { return shared.scales[q_phase ^ 1][wg]; }
     __device__ __forceinline__ Fp8GateTile<d_h> &gate_tile() { return shared.gate[wg]; }
     __device__ __forceinline__ static float2 widen(T2 x) { return kittens::base_types::convertor<float2, T2>::convert(x); }
-    // Fragment k of Q, d_h columns 16k.., of the warp's rows.
-    __device__ __forceinline__ void query(int k, T2 (&fragment)[4]) {
-        const uint32_t base = tma::shared_address(shared.q[wg].data);
-        const uint32_t at = Shared::Q::idx(base, int2{16 * warp + lane % 16, 16 * k + lane / 16 * 8});
-        kittens::move<T2>::ldsm4(fragment[0], fragment[1], fragment[2], fragment[3], at);
-    }
     // The larger magnitudes of two pairs; of a number and NaN the number.
     __device__ __forceinline__ static T2 larger(T2 a, T2 b) { return __hmax2(a, __habs2(b)); }
     // Quantises Q of the current item per row, in two passes. once: Q is read once and stays in registers between them.
@@ -63,7 +57,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
 #pragma unroll(unrolled)
         for (int k = 0; k < d_h / 16; ++k) {
             T2(&x)[4] = kept[once ? k : 0];
-            query(k, x);
+            Stream::read_q(k, x);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 v = widen(x[i]);
@@ -90,7 +84,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
 #pragma unroll
         for (int k = 0; k < d_h / 16; ++k) {
             T2(&x)[4] = kept[once ? k : 0];
-            if constexpr (!once) query(k, x);
+            if constexpr (!once) Stream::read_q(k, x);
             float2 v[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -115,7 +109,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     // The gate of the current item, where a router computes it, while Q lies in shared memory.
     __device__ __forceinline__ void compute_gate() {
         if (!has_router(p.gate)) return;
-        auto from = [&](int k, T2(&fragment)[4]) { query(k, fragment); };
+        auto from = [&](int k, T2(&fragment)[4]) { Stream::read_q(k, fragment); };
         if (p.router_bytes) {
             kittens::wait(shared.w_full, q_phase ^ 1);
             using Source = std::conditional_t<few_rows && (P::router_bytes > 0), WideFromShared, FewFromShared>;

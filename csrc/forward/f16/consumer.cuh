@@ -224,11 +224,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         Exchange exchange{shared, p};
         using Half = kittens::st<T, tile_rows, d_h / 2, true, P::swizzle_bytes>;
         auto *q = reinterpret_cast<Half *>(&shared.q[wg]);
-        auto query = [&](int k, T2(&fragment)[4]) {
-            const uint32_t base = tma::shared_address(shared.q[wg].data);
-            const uint32_t at = Shared::Q::idx(base, int2{16 * warp + lane % 16, 16 * k + lane / 16 * 8});
-            kittens::move<T2>::ldsm4(fragment[0], fragment[1], fragment[2], fragment[3], at);
-        };
+        auto query = [&](int k, T2(&fragment)[4]) { Stream::read_q(k, fragment); };
         Ring<P::slots> done;  // slots are released in the order of their use
         auto release_next = [&]() {
             release(done.slot);

@@ -38,16 +38,14 @@ template <int _GROUP_WARPS> struct group {
     }
 
     // ---- elementwise operations on register tiles
-    template <ducks::rt::all RT> __device__ static inline void zero(RT &dst) {
-        dst = base_types::convertor<typename RT::T, float>::convert(0.f);
-    }
     // in fp32, rounded to the tile's type
     template <ducks::rt::all RT> __device__ static inline void mul(RT &dst, const RT &lhs, const typename RT::T &rhs) {
         using to_float = base_types::convertor<float2, typename RT::dtype>;
         const float2 g = to_float::convert(base_types::packing<typename RT::T>::pack(rhs));
-        each_pair<RT>([&](int i, int j, int k) {
-            const float2 f = to_float::convert(lhs.tiles[i][j].data[k]);
-            dst.tiles[i][j].data[k] = base_types::convertor<typename RT::dtype, float2>::convert({f.x * g.x, f.y * g.y});
+        dst = lhs;
+        dst.each_pair([&](auto &pair) {
+            const float2 f = to_float::convert(pair);
+            pair = base_types::convertor<typename RT::dtype, float2>::convert({f.x * g.x, f.y * g.y});
         });
     }
 
@@ -56,10 +54,7 @@ template <int _GROUP_WARPS> struct group {
     // mma_fence orders the registers of d (and earlier register writes) before the products. Unlike upstream's it holds no proxy fence:
     // shared tiles written by ordinary stores need fence.proxy.async in every writing thread, before the barrier that hands them over.
     template <ducks::rt::all D> __device__ static inline void mma_fence(D &d) {
-        each_pair<D>([&](int i, int j, int k) {
-            auto &pair = d.tiles[i][j].data[k];
-            asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory");
-        });
+        d.each_pair([](float2 &pair) { asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory"); });
         mma_fence();
     }
     __device__ static inline void mma_fence() {
@@ -92,14 +87,6 @@ template <int _GROUP_WARPS> struct group {
     }
 
   private:
-    template <ducks::rt::all RT, typename F> __device__ static inline void each_pair(F &&f) {
-#pragma unroll
-        for (int i = 0; i < RT::height; i++)
-#pragma unroll
-            for (int j = 0; j < RT::width; j++)
-#pragma unroll
-                for (int k = 0; k < RT::packed_per_tile; k++) f(i, j, k);
-    }
     // f(i, j, ldmatrix/stmatrix address of this lane)
     template <ducks::rt::all RT, ducks::st::all ST, typename F> __device__ static inline void each_base_tile(const ST &tile, F &&f) {
         static_assert(ST::rows == RT::rows * GROUP_WARPS && ST::cols == RT::cols, "the group's register tiles must cover the shared tile");

@@ -33,12 +33,15 @@ template <typename _T, int _rows, int _cols> struct rt {
     rt_base<T> tiles[height][width];
 
     __device__ inline void operator=(const T &value) {
+        each_pair([&](dtype &pair) { pair = base_types::packing<T>::pack(value); });
+    }
+    template <typename F> __device__ inline void each_pair(F &&f) {
 #pragma unroll
         for (int i = 0; i < height; i++)
 #pragma unroll
             for (int j = 0; j < width; j++)
 #pragma unroll
-                for (int k = 0; k < packed_per_tile; k++) tiles[i][j].data[k] = base_types::packing<T>::pack(value);
+                for (int k = 0; k < packed_per_tile; k++) f(tiles[i][j].data[k]);
     }
 };
 template <int _r, int _c> using rt_fl = rt<float, _r, _c>;

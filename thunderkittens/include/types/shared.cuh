@@ -20,7 +20,7 @@ template <typename T, int swizzle_bytes> __device__ static inline uint32_t panel
     constexpr int panel_cols = swizzle_bytes / sizeof(T);
     return (c / panel_cols) * panel_rows * swizzle_bytes + r * swizzle_bytes + (c % panel_cols) * sizeof(T);
 }
-template <int swizzle_bytes, typename A> __device__ static inline A swizzled(A address) {
+template <int swizzle_bytes> __device__ static inline uint32_t swizzled(uint32_t address) {
     return address ^ (((address % (swizzle_bytes * 8)) >> 7) << 4);
 }
 }  // namespace detail
@@ -42,11 +42,6 @@ template <typename _T, int _rows, int _cols, bool _swizzle = true, int _swizzle_
     __device__ static inline uint32_t idx(uint32_t ptr, int2 rc) {
         return detail::swizzled<swizzle_bytes>(ptr + detail::panel_offset<T, swizzle_bytes>(rows, rc.x, rc.y));
     }
-    __device__ static inline T *idx(T *ptr, int2 rc) {
-        return reinterpret_cast<T *>(
-            detail::swizzled<swizzle_bytes>(reinterpret_cast<uintptr_t>(ptr) + detail::panel_offset<T, swizzle_bytes>(rows, rc.x, rc.y)));
-    }
-    __device__ inline dtype &operator[](const int2 &rc) { return *idx(data, rc); }
 
     // columns idx * sub_cols.. as a tile in its own right: whole panels
     template <int sub_cols> __device__ inline st<T, _rows, sub_cols, true, swizzle_bytes> &subtile(int idx) {
