@@ -2,6 +2,7 @@
 // for callers that come through Python; these guard direct calls.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -33,10 +34,12 @@ inline std::string shape_of(const Tensor &x) {
     return text + "]";
 }
 
+template <typename Shape> bool has_shape(const Tensor &x, const Shape &shape) {
+    return std::equal(x.sizes().begin(), x.sizes().end(), shape.begin(), shape.end());
+}
+
 // What a message about a wrong dtype ends with.
 inline std::string type_of(const Tensor &x) { return std::string(", is ") + torch::headeronly::toString(x.scalar_type()); }
-
-inline bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % tma_alignment == 0; }
 
 // x has the dtype that `wanted` names, and lies on the device of q, which the caller knows as q_name.
 inline void check_type_and_device(const Tensor &x, const char *name, bool has_type, const char *wanted, const Tensor &q,
@@ -59,7 +62,7 @@ inline void check_float32_or_type_of_q(const Tensor &x, const char *name, const 
 inline void check_weights(const Tensor &x, const char *name, const Tensor &k, const Tensor &q) {
     check_type_of_q(x, name, q);
     STD_TORCH_CHECK(x.dim() == 4, name, " must be [H_kv, E, d_e, d_h], is ", shape_of(x));
-    for (int i = 0; i < 4; ++i) STD_TORCH_CHECK(x.size(i) == k.size(i), name, " is ", shape_of(x), " but k is ", shape_of(k));
+    STD_TORCH_CHECK(has_shape(x, k.sizes()), name, " is ", shape_of(x), " but k is ", shape_of(k));
     STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
     STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
 }
@@ -159,19 +162,35 @@ inline TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r) {
 
 // Whether TMA can read x [..., H, d_h] through these token strides.
 inline bool readable(const Tensor &x, const TokenAxes &axes, int64_t batch_stride, int64_t token_stride) {
-    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * element_bytes % tma_alignment == 0); };
-    return x.stride(x.dim() - 1) == 1 && aligned(x.data_ptr()) && strided(x.size(x.dim() - 2), x.stride(x.dim() - 2)) &&
-           strided(axes.length, token_stride) && strided(axes.batch, batch_stride);
+    const int64_t head_axis = x.dim() - 2;
+    return x.stride(head_axis + 1) == 1 && aligned(x.data_ptr()) && strided(x.size(head_axis), x.stride(head_axis), element_bytes) &&
+           strided(axes.length, token_stride, element_bytes) && strided(axes.batch, batch_stride, element_bytes);
 }
 
-inline Shape shape_of_call(const TokenAxes &axes, const ProblemSizes &sizes) {
-    return {.batch = axes.batch,
-            .length = axes.length,
-            .heads = static_cast<int>(sizes.heads),
-            .head_dim = static_cast<int>(sizes.head_dim),
-            .subnets = static_cast<int>(sizes.subnets),
-            .subnet_dim = sizes.subnet_dim,
-            .group = static_cast<int>(sizes.group)};
+// A checked call's operands; `axes` are those of q and, where given, r. At most one of R and the router's W is given.
+inline Operands operands_of(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r,
+                            const std::optional<Tensor> &w, double eps, const TokenAxes &axes, const ProblemSizes &sizes) {
+    auto is_float = [](const Tensor &x) { return x.scalar_type() == ScalarType::Float; };
+    const int64_t head_axis = q.dim() - 2;
+    return {.bf16 = q.scalar_type() == ScalarType::BFloat16,
+            .shape = {.batch = axes.batch,
+                      .length = axes.length,
+                      .heads = static_cast<int>(sizes.heads),
+                      .head_dim = static_cast<int>(sizes.head_dim),
+                      .subnets = static_cast<int>(sizes.subnets),
+                      .subnet_dim = sizes.subnet_dim,
+                      .group = static_cast<int>(sizes.group)},
+            .q = {q.data_ptr(), axes.q_batch, axes.q_token, q.stride(head_axis)},
+            .k = k.data_ptr(),
+            .u = u.data_ptr(),
+            .v = v.data_ptr(),
+            .gate = w   ? (is_float(*w) ? Gate::w_float : Gate::w_half)
+                    : r ? (is_float(*r) ? Gate::r_float : Gate::r_half)
+                        : Gate::ones,
+            .r = r ? TokenTensor{r->data_ptr(), axes.other_batch, axes.other_token, r->stride(head_axis)} : TokenTensor{},
+            .w = w ? w->data_ptr() : nullptr,
+            .eps = static_cast<float>(eps),
+            .dense = {axes.dense_batch, axes.dense_token}};
 }
 
 inline void check_readable(const Tensor &q, const TokenAxes &axes) {
@@ -181,8 +200,7 @@ inline void check_readable(const Tensor &q, const TokenAxes &axes) {
 
 // Rows that the kernels read where they lie: at any stride of whole 16 bytes.
 inline bool readable_rows(const Tensor &x) {
-    const bool rows = x.size(0) <= 1 || (x.stride(0) > 0 && x.stride(0) * element_bytes % tma_alignment == 0);
-    return x.stride(1) == 1 && rows && aligned(x.data_ptr());
+    return x.stride(1) == 1 && (x.size(0) == 0 || strided(x.size(0), x.stride(0), element_bytes)) && aligned(x.data_ptr());
 }
 
 // x: [T, K], readable_rows; w: [N, K] and bias [N], contiguous, in x's type.

@@ -43,11 +43,8 @@ class NvtxRange {
 
   private:
     static bool enabled() {
-        static const bool on = [] {
-            const char *value = std::getenv("FLASHMHF_NVTX");
-            return value && std::strcmp(value, "1") == 0;
-        }();
-        return on;
+        static const char *const value = std::getenv("FLASHMHF_NVTX");
+        return value && std::strcmp(value, "1") == 0;
     }
 };
 

@@ -76,6 +76,7 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     p.dk = at(problem.dk, weights_before, sum_bytes);
     p.du = at(problem.du, weights_before, sum_bytes);
     p.dv = at(problem.dv, weights_before, sum_bytes);
+    TokenTensor r{};
     if (task.router) {
         const int64_t row = int64_t{shape.heads} * shape.subnets;  // R of a token
         RouterParams &g = launch.router;
@@ -102,23 +103,20 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
         g.dw_parts = floats(places.dw_parts);
         g.dw_part_count = plan.router_parts;
         g.dw = at(problem.dw, first * router_of_head, gate_bytes);
-        p.r = g.r;
+        r = {g.r, p.dense_batch * row, p.dense_token * row, shape.subnets};
         p.r_is_float = true;
-        p.r_batch = p.dense_batch * row;
-        p.r_token = p.dense_token * row;
-        p.r_head = shape.subnets;
         p.dr = floats(places.dr);
         p.dr_heads = shape.heads;
     } else if (gate_is_given(problem.gate)) {
-        const TokenTensor r = from_head(problem.r, first, gate_bytes);
-        p.r = r.data;
+        r = from_head(problem.r, first, gate_bytes);
         p.r_is_float = gate_is_float(problem.gate);
-        p.r_batch = r.batch_stride;
-        p.r_token = r.token_stride;
-        p.r_head = r.head_stride;
         p.dr = at(problem.dr, int64_t{first} * shape.subnets, gate_bytes);
         p.dr_heads = p.dq_heads;
     }
+    p.r = r.data;
+    p.r_batch = r.batch_stride;
+    p.r_token = r.token_stride;
+    p.r_head = r.head_stride;
 
     // The view of the inter-stationary kernels.
     Shape view = shape;
@@ -130,18 +128,14 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
         of_groups.r_head = group * p.r_head;
     }
 
-    auto weights = [&](const char *name, const void *x, int rows) { return weight_map(name, problem.bf16, shape, x, rows); };
-    launch.q = token_map("q", problem.bf16, shape, q);
-    launch.grad_out = token_map("grad_out", problem.bf16, shape, grad_out);
-    launch.group_q = group == 1 ? launch.q : token_map("q", problem.bf16, view, heads_as_sequences(q, group));
-    launch.group_grad_out = group == 1 ? launch.grad_out : token_map("grad_out", problem.bf16, view, heads_as_sequences(grad_out, group));
-    launch.k = weights("k", k, tile_inter);
-    launch.u = weights("u", u, tile_inter);
-    launch.v = weights("v", v, tile_inter);
-    const int token_rows = d_h == 256 ? TokenPolicy<256>::inter : TokenPolicy<128>::inter;
-    launch.token_k = weights("k", k, token_rows);
-    launch.token_u = weights("u", u, token_rows);
-    launch.token_v = weights("v", v, token_rows);
+    auto maps = [&](const Shape &of, const TokenTensor &rows, const TokenTensor &grads, int box_rows) {
+        auto weights = [&](const char *name, const void *x) { return weight_map(name, problem.bf16, shape, x, box_rows); };
+        return BackwardMaps{token_map("q", problem.bf16, of, rows), token_map("grad_out", problem.bf16, of, grads), weights("k", k),
+                            weights("u", u), weights("v", v)};
+    };
+    launch.maps = maps(shape, q, grad_out, d_h == 256 ? TokenPolicy<256>::inter : TokenPolicy<128>::inter);
+    launch.group_maps = group == 1 ? maps(shape, q, grad_out, tile_inter)
+                                   : maps(view, heads_as_sequences(q, group), heads_as_sequences(grad_out, group), tile_inter);
     return launch;
 }
 

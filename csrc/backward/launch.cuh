@@ -15,13 +15,12 @@ namespace flashmhf {
 namespace {
 
 template <int d_h, int outputs, typename T> cudaError_t launch_inter(const HeadGroupLaunch &l, bool early, cudaStream_t stream) {
-    const BackwardMaps maps{l.group_q, l.group_grad_out, l.k, l.u, l.v};
     using P = InterPolicy<d_h, outputs>;
     // both CTAs of a pair need the same head and the same tokens
     const bool pairs = P::pairs && l.params.subnets * l.params.subnet_tiles % 2 == 0 && l.plan.whole % 2 == 0;
     if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, P::shared_memory)) return error;
     return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
-                           P::shared_memory, stream, maps, l.group_params);
+                           P::shared_memory, stream, l.group_maps, l.group_params);
 }
 
 template <int d_h, typename T>
@@ -107,9 +106,8 @@ template <int d_h, typename T> cudaError_t launch_typed(const HeadGroupLaunch &l
         }
     }
     if (l.needs_tokens) {
-        const BackwardMaps maps{l.q, l.grad_out, l.token_k, l.token_u, l.token_v};
         if (cudaError_t error = launch_kernel(false, flashmhf_backward_token<d_h, T>, dim3(l.plan.token_blocks, p.heads, p.token_parts),
-                                              TokenPolicy<d_h>::threads, TokenPolicy<d_h>::shared_memory, stream, maps, p))
+                                              TokenPolicy<d_h>::threads, TokenPolicy<d_h>::shared_memory, stream, l.maps, p))
             return error;
         if (cudaError_t error = finish_query<d_h, T>(l, p.query_parts, p.token_parts, stream)) return error;
     }

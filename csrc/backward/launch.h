@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "backward/params.h"
@@ -18,12 +17,10 @@ struct HeadGroupLaunch {
     Kernels kernels;
     bool needs_tokens, needs_weights;
     HeadGroupPlan plan;
-    CUtensorMap q, grad_out;                // boxes of tile_rows tokens
-    CUtensorMap k, u, v;                    // boxes of tile_inter rows
-    CUtensorMap token_k, token_u, token_v;  // boxes of TokenPolicy::inter rows
+    BackwardMaps maps;  // boxes of TokenPolicy::inter rows of K, U and V
     BackwardParams params;
     // The same for the inter-stationary kernels: heads that share one of K, U and V are one head, and these heads its sequences.
-    CUtensorMap group_q, group_grad_out;
+    BackwardMaps group_maps;  // boxes of tile_inter rows
     BackwardParams group_params;
     RouterParams router;  // router.w is null where there is none
     size_t sums_bytes;    // to be cleared from params.query_sums on; with a router flashmhf_gate_rows does it

@@ -46,7 +46,7 @@ TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad
 struct Inputs {
     const Tensor &grad_out, &q, &k, &u, &v;
     std::optional<Tensor> r = {}, w = {};
-    float eps = 0.f;
+    double eps = 0;
 };
 
 // Which gradients a call writes, and where.
@@ -80,33 +80,17 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
     }
     check_readable(q, axes);
 
-    auto gate_of = [](const Tensor &x, Gate as_float, Gate as_half) { return x.scalar_type() == ScalarType::Float ? as_float : as_half; };
-    const int64_t head_axis = q.dim() - 2;
     auto data = [](const Tensor &x, bool needed) { return needed ? x.data_ptr() : nullptr; };
-    const BackwardProblem problem{
-        .bf16 = q.scalar_type() == ScalarType::BFloat16,
-        .shape = shape_of_call(axes, sizes),
-        .q = {q.data_ptr(), axes.q_batch, axes.q_token, q.stride(head_axis)},
-        .grad_out = {grad_out.data_ptr(), g_batch, g_token, grad_out.stride(head_axis)},
-        .k = in.k.data_ptr(),
-        .u = in.u.data_ptr(),
-        .v = in.v.data_ptr(),
-        .gate = in.w ? gate_of(*in.w, Gate::w_float, Gate::w_half)
-                : r  ? gate_of(*r, Gate::r_float, Gate::r_half)
-                     : Gate::ones,
-        .r = r ? TokenTensor{r->data_ptr(), axes.other_batch, axes.other_token, r->stride(head_axis)} : TokenTensor{},
-        .w = in.w ? in.w->data_ptr() : nullptr,
-        .eps = in.eps,
-        .dense = {axes.dense_batch, axes.dense_token},
-        .deterministic = deterministic,
-        .dq = data(out.dq, out.needs_tokens),
-        .dr = data(out.dr, out.needs_tokens && r),
-        .dk = data(out.weights[0], out.needs_weights),
-        .du = data(out.weights[1], out.needs_weights),
-        .dv = data(out.weights[2], out.needs_weights),
-        .accumulate = out.accumulate,
-        .dw = data(out.dw, out.needs_weights && in.w),
-    };
+    BackwardProblem problem{operands_of(q, in.k, in.u, in.v, r, in.w, in.eps, axes, sizes)};
+    problem.grad_out = {grad_out.data_ptr(), g_batch, g_token, grad_out.stride(q.dim() - 2)};
+    problem.deterministic = deterministic;
+    problem.dq = data(out.dq, out.needs_tokens);
+    problem.dr = data(out.dr, out.needs_tokens && r);
+    problem.dk = data(out.weights[0], out.needs_weights);
+    problem.du = data(out.weights[1], out.needs_weights);
+    problem.dv = data(out.weights[2], out.needs_weights);
+    problem.accumulate = out.accumulate;
+    problem.dw = data(out.dw, out.needs_weights && in.w);
 
     const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), describe_current_device());
     // Returned to PyTorch's allocator at the end, which keeps the order of the stream.
@@ -131,9 +115,8 @@ Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights, const 
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
     check_type_of_q(grad_out, "grad_out", q);
-    bool same = grad_out.dim() == q.dim();
-    for (int64_t i = 0; same && i < q.dim(); ++i) same = grad_out.size(i) == q.size(i);
-    STD_TORCH_CHECK(same, "grad_out must have the shape of q; grad_out is ", shape_of(grad_out), " but q is ", shape_of(q));
+    STD_TORCH_CHECK(has_shape(grad_out, q.sizes()), "grad_out must have the shape of q; grad_out is ", shape_of(grad_out), " but q is ",
+                    shape_of(q));
 }
 
 ProblemSizes check_all(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
@@ -164,9 +147,8 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
     const DeviceScope scope(q.get_device_index(), "flashmhf backward_accumulate_");
     auto check_buffer = [&](const Tensor &x, const char *name) {
         check_float32(x, name, q);
-        bool same = x.dim() == 4 && x.is_contiguous();
-        for (int i = 0; same && i < 4; ++i) same = x.size(i) == k.size(i);
-        STD_TORCH_CHECK(same, name, " must be contiguous with the shape of k; ", name, " is ", shape_of(x), " but k is ", shape_of(k));
+        STD_TORCH_CHECK(x.is_contiguous() && has_shape(x, k.sizes()), name, " must be contiguous with the shape of k; ", name, " is ",
+                        shape_of(x), " but k is ", shape_of(k));
         STD_TORCH_CHECK(!needs_weights || aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
     };
     check_buffer(dk, "dk");
@@ -185,7 +167,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, std::nullopt);
     check_w(w, q, sizes);
     const DeviceScope scope(q.get_device_index(), "flashmhf gated_backward");
-    const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .w = w, .eps = static_cast<float>(eps)};
+    const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .w = w, .eps = eps};
     const Outputs out = allocate(in, needs_tokens, needs_weights);
     run(in, sizes, out, deterministic);
     return {out.dq, out.weights[0], out.weights[1], out.weights[2], out.dw};

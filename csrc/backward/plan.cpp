@@ -33,6 +33,76 @@ Shape with_weight_heads(Shape shape, int weight_heads) {
     return shape;
 }
 
+BackwardWorkspace backward_workspace(const Shape &shape, const HeadGroupPlan &plan, const BackwardTask &task, Kernels kernels) {
+    constexpr int64_t none = BackwardWorkspace::none, alignment = 64;  // floats
+    int64_t end = 0;
+    auto take = [&](bool needed, int64_t count) {
+        const int64_t begin = end;
+        if (needed) end = ceil_div(end + count, alignment) * alignment;
+        return needed ? begin : none;
+    };
+    const int64_t tile = int64_t{tile_rows} * shape.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
+    const int64_t tokens = shape.batch * shape.length * shape.heads, split = plan.items - plan.whole;
+    const bool one_kernel = kernels != Kernels::pair, ordered = kernels == Kernels::ordered;
+    const bool parts = !one_kernel && task.tokens && (plan.token_parts > 1 || task.router);
+    BackwardWorkspace w{};
+    w.query = take(one_kernel || parts, tiles * (one_kernel ? 1 : plan.token_parts) * tile);
+    w.dr_sums = take(one_kernel && task.gate, tiles * shape.subnets * tile_rows);
+    w.query_added = take(ordered, tiles);
+    w.dr_added = take(ordered && task.gate, tiles * shape.subnets);
+    w.sums_floats = one_kernel ? end : 0;
+    w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
+    w.r = take(task.router, tokens * shape.subnets);
+    w.scale = take(task.router, tokens);
+    w.dr = take(task.router && (!one_kernel || shape.group > 1), tokens * shape.subnets);
+    w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * shape.head_dim * shape.subnets);
+    w.floats = end;
+    return w;
+}
+
+// fused for everything at d_h < 256; deterministic: ordered, or the pair where that is predicted to be faster.
+Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost) {
+    if (!task.tokens || !task.weights || shape.head_dim == 256) return Kernels::pair;
+    if (!task.deterministic) return Kernels::fused;
+    if (shape.head_dim == 64) return Kernels::pair;  // a tile takes less time than the next CTA waits for its order
+    const HeadGroupPlan plan = plan_head_group(shape, device, cost);
+    auto time = [&](Kernels kernels) { return launch_time(shape, plan, task, kernels, cost); };
+    return time(Kernels::ordered) < time(Kernels::pair) ? Kernels::ordered : Kernels::pair;
+}
+
+// The groups with the least workspace whose predicted time is within allowed_group_loss of the shortest; a small workspace is not worth a
+// second launch.
+HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernels kernels, const Device &device,
+                            const BackwardCostModel &cost) {
+    const int weight_heads = shape.weight_heads();
+    struct Candidate {
+        double time;
+        int64_t floats;
+    };
+    auto evaluate = [&](int64_t count) {  // groups of floor(H / count) and ceil(H / count) heads
+        Candidate all{0, 0};
+        const int64_t small = weight_heads / count, large_groups = weight_heads % count;
+        for (const auto &[heads, groups] : {std::pair{small, count - large_groups}, std::pair{small + 1, large_groups}}) {
+            if (groups == 0) continue;
+            const Shape group = with_weight_heads(shape, static_cast<int>(heads));
+            const HeadGroupPlan plan = plan_head_group(group, device, cost);
+            all.time += groups * (launch_time(group, plan, task, kernels, cost) + cost.launch_tiles(shape.head_dim));
+            all.floats = std::max(all.floats, backward_workspace(group, plan, task, kernels).floats);
+        }
+        return all;
+    };
+    std::vector<Candidate> candidates{evaluate(1)};
+    if (candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes) return {weight_heads, 1};
+    for (int64_t count = 2; count <= std::min<int64_t>(weight_heads, max_groups); ++count) candidates.push_back(evaluate(count));
+    double shortest = candidates[0].time;
+    for (const Candidate &c : candidates) shortest = std::min(shortest, c.time);
+    int best = -1;
+    for (int i = 0; i < static_cast<int>(candidates.size()); ++i)
+        if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats))
+            best = i;
+    return {weight_heads, best + 1};
+}
+
 }  // namespace
 
 HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const BackwardCostModel &cost) {
@@ -71,73 +141,6 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
     plan.gate_rows_parts = static_cast<int>(ceil_div(gate_rows_ctas * sms, shape.heads));
     plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, head_tiles));
     return plan;
-}
-
-BackwardWorkspace backward_workspace(const Shape &shape, const HeadGroupPlan &plan, const BackwardTask &task, Kernels kernels) {
-    constexpr int64_t none = BackwardWorkspace::none, alignment = 64;  // floats
-    int64_t end = 0;
-    auto take = [&](bool needed, int64_t count) {
-        const int64_t begin = end;
-        if (needed) end = ceil_div(end + count, alignment) * alignment;
-        return needed ? begin : none;
-    };
-    const int64_t tile = int64_t{tile_rows} * shape.head_dim, tiles = shape.batch * plan.row_tiles * shape.heads;
-    const int64_t tokens = shape.batch * shape.length * shape.heads, split = plan.items - plan.whole;
-    const bool one_kernel = kernels != Kernels::pair, ordered = kernels == Kernels::ordered;
-    const bool parts = !one_kernel && task.tokens && (plan.token_parts > 1 || task.router);
-    BackwardWorkspace w{};
-    w.query = take(one_kernel || parts, tiles * (one_kernel ? 1 : plan.token_parts) * tile);
-    w.dr_sums = take(one_kernel && task.gate, tiles * shape.subnets * tile_rows);
-    w.query_added = take(ordered, tiles);
-    w.dr_added = take(ordered && task.gate, tiles * shape.subnets);
-    w.sums_floats = one_kernel ? end : 0;
-    w.weight_parts = take(task.weights && split > 0, split * plan.parts * 3 * tile);
-    w.r = take(task.router, tokens * shape.subnets);
-    w.scale = take(task.router, tokens);
-    w.dr = take(task.router && (!one_kernel || shape.group > 1), tokens * shape.subnets);
-    w.dw_parts = take(task.router && task.weights, int64_t{plan.router_parts} * shape.heads * shape.head_dim * shape.subnets);
-    w.floats = end;
-    return w;
-}
-
-Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost) {
-    if (!task.tokens || !task.weights || shape.head_dim == 256) return Kernels::pair;
-    if (!task.deterministic) return Kernels::fused;
-    if (shape.head_dim == 64) return Kernels::pair;  // a tile takes less time than the next CTA waits for its order
-    const HeadGroupPlan plan = plan_head_group(shape, device, cost);
-    auto time = [&](Kernels kernels) { return launch_time(shape, plan, task, kernels, cost); };
-    return time(Kernels::ordered) < time(Kernels::pair) ? Kernels::ordered : Kernels::pair;
-}
-
-HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernels kernels, const Device &device,
-                            const BackwardCostModel &cost) {
-    const int weight_heads = shape.weight_heads();
-    struct Candidate {
-        double time;
-        int64_t floats;
-    };
-    auto evaluate = [&](int64_t count) {  // groups of floor(H / count) and ceil(H / count) heads
-        Candidate all{0, 0};
-        const int64_t small = weight_heads / count, large_groups = weight_heads % count;
-        for (const auto &[heads, groups] : {std::pair{small, count - large_groups}, std::pair{small + 1, large_groups}}) {
-            if (groups == 0) continue;
-            const Shape group = with_weight_heads(shape, static_cast<int>(heads));
-            const HeadGroupPlan plan = plan_head_group(group, device, cost);
-            all.time += groups * (launch_time(group, plan, task, kernels, cost) + cost.launch_tiles(shape.head_dim));
-            all.floats = std::max(all.floats, backward_workspace(group, plan, task, kernels).floats);
-        }
-        return all;
-    };
-    std::vector<Candidate> candidates{evaluate(1)};
-    if (candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes) return {weight_heads, 1};
-    for (int64_t count = 2; count <= std::min<int64_t>(weight_heads, max_groups); ++count) candidates.push_back(evaluate(count));
-    double shortest = candidates[0].time;
-    for (const Candidate &c : candidates) shortest = std::min(shortest, c.time);
-    int best = -1;
-    for (int i = 0; i < static_cast<int>(candidates.size()); ++i)
-        if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats))
-            best = i;
-    return {weight_heads, best + 1};
 }
 
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost) {

@@ -88,14 +88,7 @@ BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const D
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, Kernels kernels, int groups,
                            const BackwardCostModel &cost = {});
 
-// Its steps.
-// fused for everything at d_h < 256; deterministic: ordered, or the pair where that is predicted to be faster.
-Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost = {});
-// The groups with the least workspace whose predicted time is within 0.6 % of the shortest; a small workspace is not worth a second launch.
-HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernels kernels, const Device &device,
-                            const BackwardCostModel &cost = {});
 // One launch for all heads of `shape`. Throws as plan_backward does.
 HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const BackwardCostModel &cost = {});
-BackwardWorkspace backward_workspace(const Shape &shape, const HeadGroupPlan &plan, const BackwardTask &task, Kernels kernels);
 
 }  // namespace flashmhf

@@ -1,20 +1,13 @@
-// A call of the backward: inputs and gradients in device memory.
+// A call of the backward.
 #pragma once
 
 #include "common/problem.h"
 
 namespace flashmhf {
 
-struct BackwardProblem {
-    bool bf16;    // otherwise fp16
-    Shape shape;  // with groups: one sequence
-    TokenTensor q, grad_out;
-    const void *k, *u, *v;  // [weight heads, E, d_e, d_h], contiguous
-    Gate gate;
-    TokenTensor r;  // where the gate is given
-    const void *w;  // where a router computes it: [H, d_h, E], contiguous
-    float eps;      // of the router's normalisation
-    DenseStrides dense;
+// With groups of heads: one sequence.
+struct BackwardProblem : Operands {
+    TokenTensor grad_out;
     bool deterministic;  // equal bits from run to run
     // Gradients; null: not needed. dr only with a given gate, dw only with a router.
     void *dq;            // [T, H, d_h], dense, in the element type

@@ -21,7 +21,7 @@ void *driver_function(const char *name) {
 }
 
 cudaError_t ensure_context(int device) {
-    static const auto device_of_context = reinterpret_cast<CUresult (*)(CUdevice *)>(driver_function("cuCtxGetDevice"));
+    static const auto device_of_context = reinterpret_cast<decltype(&cuCtxGetDevice)>(driver_function("cuCtxGetDevice"));
     CUdevice current;
     return device_of_context(&current) == CUDA_SUCCESS && current == device ? cudaSuccess : cudaSetDevice(device);
 }

@@ -19,6 +19,10 @@ constexpr int shared_memory_limit = 227 * 1024;  // bytes a CTA may use
 constexpr int sm_registers = 64 * 1024;
 constexpr int tma_alignment = 16;  // bytes: bases and strides of a tensor map, bulk copies
 
+inline bool aligned(const void *base) { return reinterpret_cast<uintptr_t>(base) % tma_alignment == 0; }
+// Whether TMA takes the stride of an axis of `size` elements of so many bytes.
+constexpr bool strided(int64_t size, int64_t stride, int bytes) { return size == 1 || (stride > 0 && stride * bytes % tma_alignment == 0); }
+
 // The widest swizzle that divides a row of d_h elements, or half a row where [K;U] comes in halves; a tile is panels that wide, a box each.
 constexpr int swizzle_bytes_of(int d_h) { return d_h % 64 == 0 ? 128 : 64; }
 constexpr int panel_cols_of(int d_h) { return swizzle_bytes_of(d_h) / element_bytes; }

@@ -38,4 +38,17 @@ constexpr bool gate_is_given(Gate gate) { return gate == Gate::r_float || gate =
 constexpr bool has_router(Gate gate) { return gate == Gate::w_float || gate == Gate::w_half; }
 constexpr bool gate_is_float(Gate gate) { return gate == Gate::r_float || gate == Gate::w_float; }
 
+// The operands of a call, in device memory, that forward and backward share.
+struct Operands {
+    bool bf16;  // the type of q, which is that of k, u and v where these are not in e4m3; otherwise fp16
+    Shape shape;
+    TokenTensor q;
+    const void *k, *u, *v;  // [weight heads, E, d_e, d_h], contiguous
+    Gate gate;
+    TokenTensor r;  // where the gate is given
+    const void *w;  // where a router computes it: [H, d_h, E], contiguous
+    float eps;      // of the router's normalisation
+    DenseStrides dense;
+};
+
 }  // namespace flashmhf

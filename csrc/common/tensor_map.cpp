@@ -7,19 +7,6 @@
 #include "common/geometry.h"
 
 namespace flashmhf {
-namespace {
-
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-Encode encode_function() {
-    static const Encode encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
-    return encode;
-}
-
-}  // namespace
-
 CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes,
                        int fetch_bytes) {
     constexpr int max_rank = 5;
@@ -44,9 +31,10 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
         step[rank++] = 1;
     }
     CUtensorMap map;
-    const CUresult result = encode_function()(
-        &map, element, rank, const_cast<void *>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        fetch_bytes == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    static const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(driver_function("cuTensorMapEncodeTiled"));
+    const CUresult result = encode(&map, element, rank, const_cast<void *>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   swizzle, fetch_bytes == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw std::runtime_error(std::string("the driver refuses a tensor map for ") + what + " (CUDA error " + std::to_string(result) +
                                  ")");

@@ -23,7 +23,6 @@ uint64_t launch_nonce() {
     }
 }
 
-bool bulk_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % tma_alignment == 0; }
 bool is_fp8(const ForwardProblem &problem) { return problem.format == WeightFormat::e4m3; }
 
 // Columns of a tile of the gate; 0 where the producer does not bring it.
@@ -42,9 +41,8 @@ bool gate_in_tiles(const ForwardProblem &problem) {
     const Shape &s = problem.shape;
     const int furthest = s.subnets % 4 == 0 ? 0 : s.subnets % 2 == 0 ? 2 : 3;
     const bool fits = s.subnets + (is_fp8(problem) ? furthest : 4) <= gate_columns(problem);
-    auto strided = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride * 4 % tma_alignment == 0); };
     return fits && problem.gate == Gate::r_float && (s.heads == 1 || problem.r.head_stride == s.subnets) &&
-           strided(s.length, problem.r.token_stride) && strided(s.batch, problem.r.batch_stride) && bulk_aligned(problem.r.data);
+           strided(s.length, problem.r.token_stride, 4) && strided(s.batch, problem.r.batch_stride, 4) && aligned(problem.r.data);
 }
 CUtensorMap gate_map(const ForwardProblem &problem) {
     const Shape &s = problem.shape;
@@ -60,7 +58,7 @@ CUtensorMap gate_map(const ForwardProblem &problem) {
 int router_bytes(const ForwardProblem &problem, const ForwardPlan &plan) {
     const Shape &s = problem.shape;
     const bool one_head = s.group == 1 || s.batch * plan.row_tiles % plan.consumers == 0;
-    if (!has_router(problem.gate) || !one_head || !bulk_aligned(problem.w)) return 0;
+    if (!has_router(problem.gate) || !one_head || !aligned(problem.w)) return 0;
     if (is_fp8(problem) && s.subnets > gate_columns(problem)) return 0;
     const int64_t bytes = int64_t{s.head_dim} * s.subnets * (gate_is_float(problem.gate) ? 4 : element_bytes);
     const int room = !is_fp8(problem) && plan.schedule.slices > 1 ? plan.spare_gate : plan.shared_extra;
@@ -185,9 +183,13 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
 }
 
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream) {
-    if (launch.format == WeightFormat::e4m3)
-        return ForwardFp8HeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_forward<WeightFormat::e4m3, d_h>(launch, stream); });
-    return ForwardHeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_forward<WeightFormat::same, d_h>(launch, stream); });
+    auto fp8 = [&]<int d_h>() { return launch_forward<WeightFormat::e4m3, d_h>(launch, stream); };
+    auto f16 = [&]<int d_h>() { return launch_forward<WeightFormat::same, d_h>(launch, stream); };
+    const cudaError_t error =
+        launch.format == WeightFormat::e4m3 ? ForwardFp8HeadDims::dispatch(head_dim, fp8) : ForwardHeadDims::dispatch(head_dim, f16);
+    if (error || launch.plan.partials == 0 || launch.plan.flags) return error;  // nothing is split, or the clusters add
+    return ForwardHeadDims::dispatch(head_dim,
+                                     [&]<int d_h>() { return combine_parts<d_h>(launch.bf16, launch.plan, launch.params, stream); });
 }
 
 }  // namespace flashmhf

@@ -12,8 +12,6 @@ namespace flashmhf {
 namespace {
 
 template <int d_h, typename T> cudaError_t combine_typed(const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream) {
-    if (plan.partials == 0 || plan.flags) return cudaSuccess;
-
     const int64_t tiles = int64_t{params.bundles} * params.head_tiles, of_item = plan.row_ctas * plan.consumers;
     const dim3 grid(static_cast<unsigned>(plan.schedule.rest * (tiles < of_item ? tiles : of_item)), d_h / 8, plan.schedule.abreast);
     return launch_kernel(true, flashmhf_forward_combine<d_h, T>, grid, 128, 0, stream, params);
@@ -29,15 +27,14 @@ template <typename Format, Division division> cudaError_t launch_instance(const 
     return launch_clusters(l.plan.cluster_size, true, kernel, dim3(s.clusters * l.plan.cluster_size, s.abreast),
                            128 * (l.plan.consumers + 1), l.shared_memory, stream, l.q, l.k, l.u, l.v, l.out, l.r, params);
 }
-// The instance for the way in which the plan divides items, or the one for all ways; then what adds parts.
+// The instance for the way in which the plan divides items, or the one for all ways.
 template <typename Format> cudaError_t launch_divided(const ForwardLaunch &l, cudaStream_t stream) {
     const Division division = l.plan.schedule.division();
     if constexpr (Format::has_instance(Division::gathers))
         if (division == Division::gathers) return launch_instance<Format, Division::gathers>(l, stream);
     if constexpr (Format::has_instance(Division::slices))
         if (division == Division::slices) return launch_instance<Format, Division::slices>(l, stream);
-    if (cudaError_t error = launch_instance<Format, Division::waves>(l, stream)) return error;
-    return combine_parts<Format::d_h>(l.bf16, l.plan, l.params, stream);
+    return launch_instance<Format, Division::waves>(l, stream);
 }
 template <WeightFormat format, int d_h, typename T> cudaError_t launch_typed(const ForwardLaunch &l, cudaStream_t stream) {
     if constexpr (format == WeightFormat::same) return launch_divided<F16<d_h, T>>(l, stream);
@@ -54,11 +51,5 @@ template <WeightFormat format, int d_h> cudaError_t launch_forward(const Forward
 template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream) {
     return bf16 ? combine_typed<d_h, kittens::bf16>(plan, params, stream) : combine_typed<d_h, kittens::half>(plan, params, stream);
 }
-
-// Defined in the instances of 16 bits.
-extern template cudaError_t combine_parts<64>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
-extern template cudaError_t combine_parts<96>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
-extern template cudaError_t combine_parts<128>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
-extern template cudaError_t combine_parts<256>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t);
 
 }  // namespace flashmhf

@@ -29,7 +29,7 @@ cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream
 
 // One instance for each format and head dimension, in instances/.
 template <WeightFormat format, int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream);
-// Adds the parts of split items in a kernel of its own, where the plan has parts that the clusters do not add.
+// Adds the parts of split items in a kernel of its own. In the instances of 16 bits, for both formats.
 template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream);
 
 }  // namespace flashmhf

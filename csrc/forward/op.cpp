@@ -34,7 +34,7 @@ ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor 
 }
 
 // What the formats' operators differ in.
-struct Operands {
+struct Inputs {
     WeightFormat format;
     const Tensor &k, &u, &v;
     const float *scales;      // of e4m3
@@ -43,16 +43,9 @@ struct Operands {
     double eps;
 };
 
-Gate gate_of(const Tensor &q, const Operands &in, const ProblemSizes &sizes) {
+Tensor run(const Tensor &q, const Inputs &in, const ProblemSizes &sizes, const char *range) {
     if (in.r) check_r(*in.r, q, sizes);
     if (in.w) check_w(*in.w, q, sizes);
-    if (in.r) return in.r->scalar_type() == ScalarType::Float ? Gate::r_float : Gate::r_half;
-    if (in.w) return in.w->scalar_type() == ScalarType::Float ? Gate::w_float : Gate::w_half;
-    return Gate::ones;
-}
-
-Tensor run(const Tensor &q, const Operands &in, const ProblemSizes &sizes, const char *range) {
-    const Gate gate = gate_of(q, in, sizes);
     const DeviceScope scope(q.get_device_index(), range);
     Tensor out = new_dense(q, Sizes(q.sizes().data(), q.sizes().size()));
     if (sizes.tokens == 0) return out;
@@ -60,23 +53,7 @@ Tensor run(const Tensor &q, const Operands &in, const ProblemSizes &sizes, const
     std::optional<Tensor> r = in.r;
     const TokenAxes axes = token_axes(q, r);
     check_readable(q, axes);
-    const ForwardProblem problem{
-        .format = in.format,
-        .bf16 = q.scalar_type() == ScalarType::BFloat16,
-        .shape = shape_of_call(axes, sizes),
-        .q = {q.data_ptr(), axes.q_batch, axes.q_token, q.stride(q.dim() - 2)},
-        .k = in.k.data_ptr(),
-        .u = in.u.data_ptr(),
-        .v = in.v.data_ptr(),
-        .scales = in.scales,
-        .gate = gate,
-        .r = r ? TokenTensor{r->data_ptr(), axes.other_batch, axes.other_token, r->stride(r->dim() - 2)} : TokenTensor{},
-        .w = in.w ? in.w->data_ptr() : nullptr,
-        .eps = static_cast<float>(in.eps),
-        .out = out.data_ptr(),
-        .dense = {axes.dense_batch, axes.dense_token},
-    };
-
+    const ForwardProblem problem{operands_of(q, in.k, in.u, in.v, r, in.w, in.eps, axes, sizes), in.format, in.scales, out.data_ptr()};
     const ForwardPlan plan = plan_forward(problem.shape, describe_current_device(), problem.format, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     const int64_t floats = workspace_of(problem, plan);
@@ -102,7 +79,7 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
                    const std::optional<Tensor> &r, const std::optional<Tensor> &w, double eps) {
     const ProblemSizes sizes = check_fp8_operands(q, k8, u8, v8, scales);
     STD_TORCH_CHECK(!r || !w, "r and w exclude each other");
-    const Operands in{WeightFormat::e4m3, k8, u8, v8, static_cast<const float *>(scales.data_ptr()), r, w, eps};
+    const Inputs in{WeightFormat::e4m3, k8, u8, v8, static_cast<const float *>(scales.data_ptr()), r, w, eps};
     return run(q, in, sizes, "flashmhf fp8_forward");
 }
 

@@ -172,6 +172,21 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     all.push_back({bundle, taken, row_ctas, blocks, s, stream, products, 0, adding});
 }
 
+// Those that the limits and thresholds leave, in the order in which ties are decided.
+std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
+                                          const ForwardCostModel &cost) {
+    std::vector<Candidate> all;
+    const int bundle = plan_bundle(shape, may_bundle);
+    const int64_t tiles = row_tiles_of_head(shape, bundle);
+    if (tiles == 0) return all;
+    // CTAs of one bundle keep W of its heads.
+    int consumers = bundle > 1 && footprint.may_slice ? 1 : footprint.consumers;
+    add_candidates(all, shape, device, footprint, bundle, consumers, cost);
+    while (--consumers >= footprint.fewest_consumers)
+        if (consumers < tiles) add_candidates(all, shape, device, footprint, bundle, consumers, cost);
+    return all;
+}
+
 // Threshold: CTAs of fewer row tiles than others are taken where they save a twentieth, in the time of a tile of three row tiles. Parts
 // without whole waves count twice there, and the memory not at all: so the measured choices come out (docs/experiments.md).
 double compared_time(const Candidate &c) {
@@ -213,28 +228,11 @@ std::string list(const std::vector<Candidate> &all, const Shape &shape, WeightFo
 }
 
 bool logs_plans() {
-    static const bool on = [] {
-        const char *value = std::getenv("FLASHMHF_LOG_PLANS");
-        return value && std::strcmp(value, "1") == 0;
-    }();
-    return on;
+    static const char *const value = std::getenv("FLASHMHF_LOG_PLANS");
+    return value && std::strcmp(value, "1") == 0;
 }
 
 }  // namespace
-
-std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
-                                          const ForwardCostModel &cost) {
-    std::vector<Candidate> all;
-    const int bundle = plan_bundle(shape, may_bundle);
-    const int64_t tiles = row_tiles_of_head(shape, bundle);
-    if (tiles == 0) return all;
-    // CTAs of one bundle keep W of its heads.
-    int consumers = bundle > 1 && footprint.may_slice ? 1 : footprint.consumers;
-    add_candidates(all, shape, device, footprint, bundle, consumers, cost);
-    while (--consumers >= footprint.fewest_consumers)
-        if (consumers < tiles) add_candidates(all, shape, device, footprint, bundle, consumers, cost);
-    return all;
-}
 
 ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost) {
     ForwardFootprint footprint = footprint_of(format, shape.head_dim, false);

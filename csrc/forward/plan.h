@@ -65,9 +65,6 @@ struct Candidate {
     // The estimate that candidates of as many row tiles are compared by.
     int64_t tiles() const { return (products > stream ? products : stream) + exchange + adding; }
 };
-// Those that the limits and thresholds leave, in the order in which ties are decided.
-std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
-                                          const ForwardCostModel &cost);
 
 // The candidate of the least tiles(). In FP8, where CTAs may have fewer row tiles than others, the best of each number of them are compared
 // by another estimate (compared_time in plan.cpp), and fewer must save a twentieth. may_bundle: a row tile may be of several heads.

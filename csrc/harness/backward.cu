@@ -117,28 +117,14 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     if (accumulate)
         for (const auto *x : {&dk, &du, &dv}) check(cudaMemset(static_cast<WeightGrad *>(*x), 0, x->size() * sizeof(WeightGrad)));
 
-    const flashmhf::BackwardProblem problem{
-        .bf16 = std::is_same_v<T, __nv_bfloat16>,
-        .shape = s,
-        .q = dense(s, q, d),
-        .grad_out = dense(s, g, d),
-        .k = k,
-        .u = u,
-        .v = v,
-        .gate = gate,
-        .r = dense(s, r, s.subnets),
-        .w = w,
-        .eps = 1e-20f,
-        .dense = {s.length, 1},
-        .deterministic = options.number("deterministic") != 0,
-        .dq = tokens ? static_cast<T *>(dq) : nullptr,
-        .dr = tokens && given ? static_cast<float *>(dr) : nullptr,
-        .dk = weights ? static_cast<WeightGrad *>(dk) : nullptr,
-        .du = weights ? static_cast<WeightGrad *>(du) : nullptr,
-        .dv = weights ? static_cast<WeightGrad *>(dv) : nullptr,
-        .accumulate = accumulate,
-        .dw = weights && router ? static_cast<float *>(dw) : nullptr,
-    };
+    flashmhf::BackwardProblem problem{operands<T>(s, q, k, u, v, gate, r, w)};
+    problem.grad_out = dense(s, g, d);
+    problem.deterministic = options.number("deterministic") != 0;
+    if (tokens) problem.dq = dq;
+    if (tokens && given) problem.dr = dr;
+    if (weights) problem.dk = dk, problem.du = du, problem.dv = dv;
+    problem.accumulate = accumulate;
+    if (weights && router) problem.dw = dw;
     flashmhf::Device device;
     check(flashmhf::describe_device(&device));
     const flashmhf::BackwardTask task = flashmhf::backward_task(problem);

@@ -70,18 +70,11 @@ template <typename T> struct ForwardInputs {
         if (one_sign) absolute<T><<<1024, 256>>>(v, weights);
         fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
     }
-    // Everything but the weights.
-    void describe(flashmhf::ForwardProblem &problem) const {
-        problem.bf16 = std::is_same_v<T, __nv_bfloat16>;
-        problem.shape = s;
-        problem.q = dense(s, q, s.head_dim);
-        problem.gate = gate;
-        problem.r = dense(s, r, s.subnets);
-        if (gate == flashmhf::Gate::w_half) problem.w = w16;
-        else problem.w = w;
-        problem.eps = 1e-20f;
-        problem.out = out;
-        problem.dense = {s.length, 1};
+    // The call with these K, U and V.
+    flashmhf::ForwardProblem problem(const void *k, const void *u, const void *v, flashmhf::WeightFormat format,
+                                     const float *scales = nullptr) const {
+        const void *router = gate == flashmhf::Gate::w_half ? static_cast<const void *>(w16) : w;
+        return {operands<T>(s, q, k, u, v, gate, r, router), format, scales, out};
     }
     // R [T, H, E] in fp64.
     void gates(double *values, double *sums) const {
@@ -153,9 +146,7 @@ __global__ void reference(double *out, const T *q, const T *k, const T *u, const
 template <typename T> int run_f16(const Arguments &options) {
     const ForwardInputs<T> in(options, options.choice("signs", {"random", "one"}) == "one");
     const Shape &s = in.s;
-    flashmhf::ForwardProblem problem{};
-    in.describe(problem);
-    problem.k = in.k, problem.u = in.u, problem.v = in.v;
+    const flashmhf::ForwardProblem problem = in.problem(in.k, in.u, in.v, flashmhf::WeightFormat::same);
     const bool ok = measure_forward(options, in, problem, {&in.k, &in.u, &in.v});
     if (in.rows == 0) return 0;
     if (!options.number("check")) return ok ? 0 : 1;
@@ -250,12 +241,7 @@ template <typename T> int run_e4m3(const Arguments &options) {
     quantise<T><<<1024, 256>>>(u8, in.u, scales + in.subnets, s, false);
     quantise<T><<<1024, 256>>>(v8, in.v, scales + 2 * in.subnets, s, true);
 
-    flashmhf::ForwardProblem problem{};
-    in.describe(problem);
-    problem.k = k8, problem.u = u8, problem.v = v8;
-    problem.scales = scales;
-    problem.format = flashmhf::WeightFormat::e4m3;
-    bool ok = measure_forward(options, in, problem, {&k8, &u8, &v8});
+    bool ok = measure_forward(options, in, in.problem(k8, u8, v8, flashmhf::WeightFormat::e4m3, scales), {&k8, &u8, &v8});
     if (in.rows == 0) return 0;
     if (!options.number("check")) return ok ? 0 : 1;
 

@@ -118,6 +118,22 @@ inline flashmhf::TokenTensor dense(const flashmhf::Shape &s, const void *data, i
     return {data, s.length * s.heads * width, s.heads * width, width};
 }
 
+template <typename T>
+flashmhf::Operands operands(const flashmhf::Shape &s, const T *q, const void *k, const void *u, const void *v, flashmhf::Gate gate,
+                            const float *r, const void *w) {
+    return {.bf16 = std::is_same_v<T, __nv_bfloat16>,
+            .shape = s,
+            .q = dense(s, q, s.head_dim),
+            .k = k,
+            .u = u,
+            .v = v,
+            .gate = gate,
+            .r = dense(s, r, s.subnets),
+            .w = w,
+            .eps = 1e-20f,
+            .dense = {s.length, 1}};
+}
+
 __device__ inline float normal(uint64_t seed, uint64_t i) {  // splitmix64, then Box-Muller
     uint64_t z = seed + (i + 1) * 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -297,10 +313,7 @@ template <typename T, typename Launch> bool repeats_bits(const Buffer<T> &out, i
 }
 
 // How many of `all` rows to compare, and how far apart they lie: a distance that no head is left out at.
-struct Sample {
-    int64_t count, stride;
-};
-inline Sample sample(int64_t all, int64_t most, int heads) {
+inline std::pair<int64_t, int64_t> sample(int64_t all, int64_t most, int heads) {
     int64_t stride = std::max<int64_t>(1, all / std::max<int64_t>(1, most));
     while (std::gcd(stride, int64_t{heads}) > 1) --stride;
     return {std::min(all, most), stride};

@@ -21,14 +21,6 @@ Tensor linear(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bia
     return out;
 }
 
-bool has_shape(const Tensor &x, std::initializer_list<int64_t> sizes) {
-    if (x.dim() != static_cast<int64_t>(sizes.size())) return false;
-    int64_t i = 0;
-    for (const int64_t size : sizes)
-        if (x.size(i++) != size) return false;
-    return true;
-}
-
 // What the kernels read as it is: contiguous, aligned, on x's device, of this type.
 bool reads(const Tensor &x, const Tensor &operand, std::initializer_list<int64_t> sizes, ScalarType type) {
     return operand.scalar_type() == type && operand.is_cuda() && operand.get_device_index() == x.get_device_index() &&
@@ -61,16 +53,12 @@ struct Projection {
     const std::optional<Tensor> &bias;
 };
 
-struct QNorm {
-    const std::optional<Tensor> &weight;
-    double eps;
-};
-
 // What bf16 and FP8 layers share: all but K, U and V.
 struct Frame {
     const Tensor &x;
     Projection in, out;
-    QNorm norm;
+    const std::optional<Tensor> &norm;  // of Q
+    double norm_eps;
     const Tensor &w;  // the router's
 
     int64_t heads() const { return w.size(0); }
@@ -92,7 +80,7 @@ template <typename HeadDims> bool reads(const Frame &f, int64_t weight_heads, in
     return HeadDims::contains(f.head_dim()) && weight_heads > 0 && f.heads() % weight_heads == 0 &&
            reads_either(f.x, f.w, {f.heads(), f.head_dim(), subnets}) && reads(f.x, f.in, f.inner(), f.x.size(f.x.dim() - 1)) &&
            reads(f.x, f.out, f.out.w.size(0), f.inner()) &&
-           (!f.norm.weight || (QNormHeadDims::contains(f.head_dim()) && reads_either(f.x, *f.norm.weight, {f.heads(), f.head_dim()})));
+           (!f.norm || (QNormHeadDims::contains(f.head_dim()) && reads_either(f.x, *f.norm, {f.heads(), f.head_dim()})));
 }
 
 // Whether the projection kernel takes so many tokens, and is the faster one.
@@ -111,7 +99,7 @@ template <typename Mix> Tensor run(const Frame &f, Mix mix) {
     const bool few = readable_rows(rows) && takes_few(tokens, f.in, device) && takes_few(tokens, f.out, device);
     const Tensor mixed = [&] {  // Q is released before out_proj takes memory
         const Tensor q = few ? project(rows, f.in.w, f.in.bias) : linear(rows, f.in.w, f.in.bias);
-        if (f.norm.weight) normalise(q, *f.norm.weight, f.norm.eps);
+        if (f.norm) normalise(q, *f.norm, f.norm_eps);
         return mix(dense_view(q, std::array{tokens, f.heads(), f.head_dim()}));
     }();
     const Tensor inner = dense_view(mixed, std::array{tokens, f.inner()});
@@ -127,7 +115,7 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
                             double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
                             const Tensor &out_w, const std::optional<Tensor> &out_bias) {
     if (!takes_shapes(x, k, w, out_w)) return std::nullopt;
-    const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, {q_norm, q_norm_eps}, w};
+    const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, q_norm, q_norm_eps, w};
     bool takes = reads<ForwardHeadDims>(frame, k.size(0), w.size(2));
     for (const Tensor *weights : {&k, &u, &v})
         takes = takes && reads(x, *weights, {k.size(0), w.size(2), k.size(2), frame.head_dim()}, x.scalar_type());
@@ -140,7 +128,7 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
                                 const Tensor &v8, const Tensor &scales, const Tensor &w, double eps, const Tensor &out_w,
                                 const std::optional<Tensor> &out_bias) {
     if (!takes_shapes(x, k8, w, out_w)) return std::nullopt;
-    const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, {q_norm, q_norm_eps}, w};
+    const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, q_norm, q_norm_eps, w};
     const int64_t weight_heads = k8.size(0), subnets = k8.size(1), subnet_dim = k8.size(2), head_dim = frame.head_dim();
     constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
     bool takes = reads<ForwardFp8HeadDims>(frame, weight_heads, subnets) && subnet_dim >= 16 && subnet_dim % 16 == 0;
