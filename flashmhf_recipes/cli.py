@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from .arguments import Parser, add_options, chosen_device, positive_integer
@@ -90,20 +91,21 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 # What this machine has and does
 
 
-def _collected(found: Iterable, what: str, total: int | None = None) -> list:
+def _collected(found: Iterable, what: str) -> list:
     """Return everything in ``found``, which is counted on a bar. Without tqdm (core installation) no bar is drawn."""
     with contextlib.suppress(ModuleNotFoundError):
         from tqdm import tqdm
 
         interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets few lines
-        found = tqdm(found, what, total, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr)
+        found = tqdm(found, what, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr)
     return list(found)
 
 
 def _everything(parser: Parser, arguments: list[str]) -> int:
     import flashmhf
+    from flashmhf import extras
 
-    from .first_run import report, study, tiny_lm
+    from . import first_run
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
@@ -114,32 +116,26 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
         place = "; options come after the command" if COMMANDS.keys() & set(unknown) else f"; commands: {', '.join(COMMANDS)}"
         raise OptionError(f"{unknown[0]} is not an option or a command{place}")
     picture = Path("flashmhf_report.png")
-    text = tiny_lm.read_text(args.text)
+    text = first_run.read_text(args.text)
     if not os.access(picture.parent, os.W_OK) or (picture.exists() and not os.access(picture, os.W_OK)):
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
-    setting = study.default_setting(chosen_device(args.device))
-    start = time.perf_counter()
-    print(f"{study.shows(setting.device)}\n", flush=True)
-    results = report.Results(setting, _accuracies(setting.device), _measurements(setting), tiny_lm.why_not())
-    if not results.not_trained:
-        results.text = Path(args.text).name if args.text else "Python's standard library"
-        results.trained = tiny_lm.train(text, tiny_lm.recipe(setting.device, args.steps), setting.device, bar=True)
-    drawn = report.picture(results, picture)
-    print(report.table(results))
+    setting, start = first_run.default_setting(chosen_device(args.device)), time.perf_counter()
+    print(f"{first_run.shows(setting.device)}\n", flush=True)
+    accuracies = _collected(first_run.check(setting.device), "check against float64")
+    measurements, trained, note = _collected(first_run.compare(setting), "time and memory"), {}, ""
+    try:
+        recipe = first_run.RECIPES[setting.device.type]
+        trained = first_run.train(text, replace(recipe, steps=args.steps or recipe.steps), setting.device, bar=True)
+    except ModuleNotFoundError as error:
+        if (note := extras.advice("the language model", error.name)) is None:
+            raise
+    drawn = first_run.picture(picture, setting, measurements, trained)
+    source = Path(args.text).name if args.text else "Python's standard library"
+    print(first_run.table(setting, accuracies, measurements, trained, source))
+    if note:
+        print(f"\n{note}")
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.perf_counter() - start:.0f} s")
-    return _verdict(results.accuracies)
-
-
-def _accuracies(device, backend: str | None = None) -> list:
-    from .first_run import study
-
-    return _collected(study.check(device, backend=backend), "check against float64")
-
-
-def _measurements(setting) -> list:
-    from .first_run import study
-
-    return _collected(study.compare(setting), "time and memory", 3 * len(setting.lengths))
+    return _verdict(accuracies)
 
 
 def _verdict(accuracies: list) -> int:
@@ -161,24 +157,22 @@ def _check(parser: Parser, arguments: list[str]) -> int:
 
     from flashmhf import backends
 
-    from .first_run import report
+    from . import first_run
 
     _add_device(parser)
     parser.add_argument("--backend", choices=tuple(backends.BACKENDS), help="the only one to check (every usable one)")
     args = parser.parse_args(arguments)
     device = chosen_device(args.device)
-    accuracies = _accuracies(device, args.backend)
+    accuracies = _collected(first_run.check(device, backend=args.backend), "check against float64")
     if not accuracies:
         reason = backends.BACKENDS[args.backend].why_not(device, torch.float32, d_h=128, d_e=384)
         raise OptionError(f"back end {args.backend} cannot run: {reason}")
-    print(report.check_table(accuracies))
+    print(first_run.check_table(accuracies))
     return _verdict(accuracies)
 
 
 def _bench(parser: Parser, arguments: list[str]) -> int:
-    from dataclasses import replace
-
-    from .first_run import report, study
+    from . import first_run
 
     add = parser.add_argument
     _add_device(parser)
@@ -186,12 +180,12 @@ def _bench(parser: Parser, arguments: list[str]) -> int:
     for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
         add(f"--{name}", type=positive_integer, metavar="N")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    setting = replace(study.default_setting(chosen_device(given.pop("device"))), **given)
+    setting = replace(first_run.default_setting(chosen_device(given.pop("device"))), **given)
     if "lengths" in given:
         setting = replace(setting, seconds=float("inf"))
     if setting.d_model % setting.num_heads:
         raise OptionError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
-    print(report.table(report.Results(setting, measurements=_measurements(setting))))
+    print(first_run.table(setting, [], _collected(first_run.compare(setting), "time and memory"), {}))
     return 0
 
 

@@ -30,16 +30,10 @@ from .layout import Layout, layout_of
 DEFAULT_PRESET = "flashmhf-128m"
 MICRO_BATCH = 8
 
-
-def _each(table: dict[str, Iterable[str]]) -> dict[str, str]:
-    """Return the key of ``table`` for every name in its values."""
-    return {name: key for key, names in table.items() for name in names}
-
-
-# Every setting of TrainingArguments is in one of the three tables below; one that is in none is refused.
-# Settings that an option of ours decides, by the option.
-OWN_ARGUMENTS = _each(
-    {
+# Settings of TrainingArguments that an option of ours decides, by the option.
+OWN_ARGUMENTS = {
+    name: option
+    for option, names in {
         "output": ["output_dir"],
         "steps": ["max_steps", "num_train_epochs"],
         "micro_batch": ["per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size"],
@@ -62,34 +56,11 @@ OWN_ARGUMENTS = _each(
         "resume": ["resume_from_checkpoint"],
         "tp and dp_shard": ["parallelism_config"],
         "dp_shard": ["fsdp", "fsdp_config", "deepspeed"],
-    }
-)
-# Settings that a run of ours cannot have, by the reason.
-REFUSED_ARGUMENTS = _each(
-    {
-        "SIGTERM and SIGINT save a checkpoint without it": ["enable_jit_checkpoint"],
-        "the run could not be resumed": ["save_only_model"],
-        "a resumed run would see other batches": ["ignore_data_skip", "dataloader_in_order"],
-        "the callbacks are made anew with the run's options": ["restore_callback_states_from_checkpoint"],
-        "a loss that is not finite would go on unseen": ["logging_nan_inf_filter"],
-        "transformers' Liger kernels do not know these networks": ["use_liger_kernel", "liger_kernel_config"],
-        "the run makes its own batches": [
-            *("accelerator_config", "dataloader_drop_last", "remove_unused_columns", "label_names", "length_column_name")
-        ],
-        "an evaluation is the held-out loss, under the precision of the training": [
-            *("bf16_full_eval", "fp16_full_eval", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
-            *("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
-        ],
-        "one process writes the run": ["save_on_each_node"],
-        "upload the finished directory instead": [
-            *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-        ],
-        "the command says what is done": ["do_train", "do_eval", "do_predict"],
-        "the launcher sets it": ["local_rank"],
-        "the command shows its own bar": ["disable_tqdm"],
-    }
-)
-# Settings that reach transformers as they are and do there what its documentation says.
+    }.items()
+    for name in names
+}
+# Settings that reach transformers as they are and do there what its documentation says. Others do not fit a run: it could not be resumed,
+# sees batches of its own, is evaluated by the held-out loss alone; and a setting of a later version is not known.
 PASSED_ARGUMENTS = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "optim_target_modules", "adam_epsilon", "neftune_noise_alpha"),
     *("label_smoothing_factor", "average_tokens_across_devices", "tf32", "full_determinism", "use_cache", "torch_empty_cache_steps"),
@@ -256,10 +227,8 @@ class Options:
         """Refuse TrainingArguments that this recipe does not do, and values of other types, which TrainingArguments does not check."""
         defaults = {entry.name: entry.default for entry in fields(TrainingArguments)}
         for name, value in self.arguments.items():
-            if name in REFUSED_ARGUMENTS:
-                raise OptionError(f"arguments cannot set {name}: {REFUSED_ARGUMENTS[name]}")
             if name not in PASSED_ARGUMENTS:
-                raise OptionError(f"arguments cannot set {name}: this version does not know what it does to a run")
+                raise OptionError(f"arguments cannot set {name}; supported: {', '.join(sorted(PASSED_ARGUMENTS))}")
             expected = bool if isinstance(defaults[name], bool) else int | float if isinstance(defaults[name], int | float) else object
             if not isinstance(value, expected):
                 kind = "true or false" if expected is bool else "a number"

@@ -28,8 +28,8 @@ from .options import Options
 from .stopping import Stopped, StopSignals
 
 
-class RunTrainer(Trainer):
-    """Arguments beyond the Trainer's:
+class RunTrainer(Trainer, TrainerCallback):
+    """The Trainer, and the first callback of its own loop. Arguments beyond the Trainer's:
 
     options: of the run, resolved.
     layout: how the run lies over the processes.
@@ -41,7 +41,7 @@ class RunTrainer(Trainer):
         self.options, self.layout, self.checkpoint, self.signals = options, layout, checkpoint, signals
         self.stopped = self.evaluation_due = False
         # The mark of a checkpoint comes before what other callbacks do when it is saved.
-        super().__init__(callbacks=[_Hooks(self), *callbacks], **kwargs)
+        super().__init__(callbacks=[self, *callbacks], **kwargs)
         self.data_index = layout.data_index(self.args.process_index)
         if self.model.config.tie_word_embeddings:
             # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them again.
@@ -98,8 +98,9 @@ class RunTrainer(Trainer):
         self.control.should_evaluate = False
         self.control.should_save = self.control.should_training_stop = True
 
-    def restore(self) -> None:
+    def on_train_begin(self, *args, **kwargs) -> None:
         """Put back what the Trainer's own files leave out, and the learning rate where the schedule has changed."""
+        self.signals.begin_steps()
         if self.checkpoint is None:
             return
         if progress := checkpoints.progress(self.checkpoint):
@@ -112,18 +113,22 @@ class RunTrainer(Trainer):
             for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def complete(self) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step < state.max_steps and self.signals.agreed():
+            self.stop(control.should_evaluate)
+
+    def on_save(self, args, state, control, **kwargs) -> None:
         """Add to the checkpoint just written the loss since the last log, of which every process has a part, and the mark."""
         total = self._tr_loss.detach().clone()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)  # waits until every process has written its files
-            total /= self.args.world_size
-        if self.args.should_save:
-            checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            total /= args.world_size
+        if args.should_save:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged, "evaluation_due": self.evaluation_due}
             (checkpoint / checkpoints.PROGRESS).write_text(json.dumps(progress) + "\n")
             checkpoints.mark_complete(checkpoint)
-            checkpoints.rotate(checkpoint.parent, self.options.keep, self.state.best_model_checkpoint)
+            checkpoints.rotate(checkpoint.parent, self.options.keep, state.best_model_checkpoint)
 
     def _loader(self, dataset: Dataset, size: int) -> DataLoader:
         args = self.args
@@ -225,21 +230,3 @@ class _Turns(Sampler[list[int]]):
 def _keep_worker(worker: int) -> None:
     """For a data loader's worker: a SIGTERM to the process group leaves it alive until the step is finished."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class _Hooks(TrainerCallback):
-    """Calls of the Trainer's loop: restores what its own files leave out, stops it on signals, and completes every checkpoint."""
-
-    def __init__(self, trainer: RunTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, *args, **kwargs):
-        self.trainer.signals.begin_steps()
-        self.trainer.restore()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step < state.max_steps and self.trainer.signals.agreed():
-            self.trainer.stop(control.should_evaluate)
-
-    def on_save(self, *args, **kwargs):
-        self.trainer.complete()

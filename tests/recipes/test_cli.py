@@ -13,17 +13,16 @@ import torch
 from lm_runs import ROOT, environment
 
 from flashmhf import backends
-from flashmhf_recipes import cli, plots, streams
-from flashmhf_recipes.first_run import report, study, tiny_lm
+from flashmhf_recipes import cli, first_run, plots, streams
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which the whole command takes a second."""
     cpu = torch.device("cpu")
-    setting = study.Setting(cpu, torch.float32, 64, 2, 2, 32, 1, (16, 32), 1, 60.0)
-    monkeypatch.setattr(study, "default_setting", lambda device: setting)
-    monkeypatch.setattr(tiny_lm, "CPU_RECIPE", tiny_lm.Recipe(d_model=32, layers=1, subnet_dim=16, context=16, batch=2, steps=4))
+    setting = first_run.Setting(cpu, torch.float32, 64, 2, 2, 32, 1, (16, 32), 1, 60.0)
+    monkeypatch.setattr(first_run, "default_setting", lambda device: setting)
+    monkeypatch.setitem(first_run.RECIPES, "cpu", first_run.Recipe(d_model=32, layers=1, subnet_dim=16, context=16, batch=2, steps=4))
 
 
 @pytest.fixture
@@ -34,8 +33,7 @@ def text(tmp_path):
 
 
 def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
-    if reason := tiny_lm.why_not():
-        pytest.skip(reason)
+    pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 0
     out = capsys.readouterr().out
@@ -53,20 +51,19 @@ def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
 
 def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tiny_lm, "why_not", lambda: "needs transformers: pip install 'flashmhf[lm]'")
-    wrong = study.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
-    monkeypatch.setattr(study, "check", lambda device, backend=None: iter([wrong]))
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    wrong = first_run.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
+    monkeypatch.setattr(first_run, "check", lambda device, backend=None: iter([wrong]))
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
     captured = capsys.readouterr()
-    assert "language model: needs transformers: pip install 'flashmhf[lm]'" in captured.out
+    assert "the language model needs transformers: pip install 'flashmhf[lm]'" in captured.out
     assert "FAILED" in captured.out and "flashmhf: error: 1 of 1 checks" in captured.err and (tmp_path / "flashmhf_report.png").exists()
 
 
 def test_language_models_have_equal_parameters(text):
-    if reason := tiny_lm.why_not():
-        pytest.skip(reason)
-    recipe = tiny_lm.Recipe(d_model=64, layers=2, subnet_dim=80, context=32, batch=4, steps=40, warmup=4)
-    trained = tiny_lm.train(text.read_bytes(), recipe, torch.device("cpu"))
+    pytest.importorskip("transformers")
+    recipe = first_run.Recipe(d_model=64, layers=2, subnet_dim=80, context=32, batch=4, steps=40)
+    trained = first_run.train(text.read_bytes(), recipe, torch.device("cpu"))
     assert trained["SwiGLU"].parameters == pytest.approx(trained["FlashMHF"].parameters, rel=0.02)
     for model in trained.values():
         assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2 and max(model.losses[-1], model.held_out) < 4
@@ -103,9 +100,9 @@ def test_the_picture_must_be_writable(text, tmp_path, monkeypatch, capsys):
 
 
 def test_default_text_is_the_standard_library():
-    text = tiny_lm.read_text(None)
+    text = first_run.read_text(None)
     assert len(text) > 1_000_000 and b"import" in text
-    assert text == tiny_lm.read_text(None)
+    assert text == first_run.read_text(None)
 
 
 def test_info(capsys):
@@ -165,7 +162,7 @@ def test_interruption_is_short(monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study, "check", interrupt)
+    monkeypatch.setattr(first_run, "check", interrupt)
     assert cli.main(["check", "--device", "cpu"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -223,12 +220,12 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(failing, tmp_path, monkeypa
 
 @pytest.mark.parametrize("sizes", [(768, 6, 8, 256), (2048, 16, 22, 384), (128, 2, 2, 176)])
 def test_equal_parameters(sizes):
-    modules = study.equal_parameter_modules(*sizes, device="meta")
+    modules = first_run.equal_parameter_modules(*sizes, device="meta")
     counts = [sum(p.numel() for p in module().parameters()) for module in modules.values()]
     assert max(counts) / min(counts) < 1.01
 
 
 def test_table_shows_what_did_not_fit():
-    setting = study.Setting(torch.device("cpu"), torch.float32, 64, 2, 2, 32, 1, (16,), 1, 60.0)
-    measurements = [study.Measurement(name, 1, 16, math.nan, math.nan, math.nan) for name in report.COLUMNS]
-    assert "n/a" in report.table(report.Results(setting, measurements=measurements))
+    setting = first_run.Setting(torch.device("cpu"), torch.float32, 64, 2, 2, 32, 1, (16,), 1, 60.0)
+    measurements = [first_run.Measurement(name, 1, 16, math.nan, math.nan, math.nan) for name in first_run.COLORS]
+    assert "n/a" in first_run.table(setting, [], measurements, {})
