@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from .errors import DataError
 
 PIECE, GROUP = 1 << 16, 256  # characters tokenised as one text, and such texts at once: bounds memory for documents of any size
 BUFFERED_RECORDS = 10_000  # of a streamed data set, from which the next record is drawn at random
-MANIFEST = "manifest.json"
+TOKENS, MANIFEST = "tokens.bin", "manifest.json"
 
 
 class Documents:
@@ -36,7 +35,7 @@ class Documents:
         records: mappings with the text in ``field``; iterated once for the tokenizer and once for the tokens.
         field: of the text.
         origin: a line that says what the records are.
-        left_out: counts of what was not read.
+        left_out: counts of what was not read; those of documents without text are added while the documents are read.
     """
 
     def __init__(self, records: Iterable[dict], field: str, origin: str, left_out: Counter | None = None):
@@ -51,10 +50,9 @@ class Documents:
             else:
                 self.left_out["documents without text"] += 1
 
-    def lines(self) -> list[str]:
-        """Return what was read and what was left out, for people."""
+    def __str__(self) -> str:
         left_out = ", ".join(f"{count:,} {what}" for what, count in sorted(self.left_out.items()) if count)
-        return [self.origin, *([f"left out: {left_out}"] if left_out else [])]
+        return self.origin + (f"; left out: {left_out}" if left_out else "")
 
 
 def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:
@@ -65,7 +63,6 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
     import datasets
 
     (datasets.enable_progress_bars if bar else datasets.disable_progress_bars)()
-    shutil.rmtree(cache, ignore_errors=True)  # of a process that was killed; --data may hold the run's directory
     left_out: Counter = Counter()
     files = find_files(paths, left_out)
     try:
@@ -123,15 +120,13 @@ def pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar: bool = False) -> dict:
-    """Write the tokens of ``documents``, at most ``max_tokens``, to directory/tokens.bin; return the manifest.
+def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar: bool = False) -> str:
+    """Write the tokens of ``documents``, at most ``max_tokens``, and their manifest to a new directory; return what was read, for people.
 
-    Safe to interrupt: the files get their names when they are complete. Raises DataError where there is no text.
+    Raises DataError where there is no text.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
-    partial, count = directory / "tokens.partial", 0
-    with partial.open("wb") as out, tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress:
+    dtype, count = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32), 0
+    with (directory / TOKENS).open("wb") as out, tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress:
         for ids in encode(documents, tokenizer):
             ids = ids[: max_tokens - count]
             out.write(ids.astype(dtype).tobytes())
@@ -141,15 +136,12 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
                 break
         out.flush()
         os.fsync(out.fileno())
-    lines = documents.lines()
     if not count:
-        raise DataError("no text is left to train on: " + "; ".join(lines))
-    partial.replace(directory / "tokens.bin")
-    lines.append(f"using all {count:,} tokens" if count < max_tokens else f"using {count:,} tokens; the documents after them are left out")
-    manifest = {"tokens": count, "dtype": dtype.name, "report": lines}
-    (directory / "manifest.partial").write_text(json.dumps(manifest, indent=1) + "\n")
-    (directory / "manifest.partial").replace(directory / MANIFEST)
-    return manifest
+        raise DataError(f"no text is left to train on: {documents}")
+    used = f"using all {count:,} tokens" if count < max_tokens else f"using {count:,} tokens; the documents after them are left out"
+    manifest = {"tokens": count, "dtype": dtype.name, "report": f"{documents}; {used}"}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest["report"]
 
 
 @dataclass(frozen=True)
@@ -177,7 +169,7 @@ class Tokens:
 
 def load(directory: Path) -> Tokens:
     """Return the stored tokens. Raises DataError where they are damaged."""
-    path, tokens = directory / MANIFEST, directory / "tokens.bin"
+    path, tokens = directory / MANIFEST, directory / TOKENS
     try:
         manifest = json.loads(path.read_text())
         dtype, count = np.dtype(manifest["dtype"]), int(manifest["tokens"])

@@ -234,7 +234,7 @@ def _refuse_occupied(output: Path, options: Options) -> None:
 
 def _release(output: Path, keep_tokens: bool) -> None:
     """Take back a start that failed, so that the directory is free for another one."""
-    if not (keep_tokens and (output / DATA / data.MANIFEST).exists()):
+    if not (keep_tokens and (output / DATA).exists()):
         for name in (TOKENIZER, TOKENIZER + ".partial", DATA, DATA + ".partial"):
             shutil.rmtree(output / name, ignore_errors=True)
     shutil.rmtree(output / INIT, ignore_errors=True)
@@ -276,7 +276,9 @@ class _Run:
         with self.arguments.main_process_first(local=False, desc="preparing data"):
             if checkpoint and not (output / DATA / data.MANIFEST).exists():
                 raise DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
-            tokenizer, tokens = _stored(output) or prepare(options, self.bar, trained and trained[1])
+            if not (output / DATA / data.MANIFEST).exists():
+                prepare(options, self.bar, trained and trained[1])
+            tokenizer, tokens = _stored(output)
             if options.init_from and trained is None and not (output / INIT / "config.json").exists():
                 trained = _load_trained(options)
             if trained and first_process():
@@ -356,31 +358,31 @@ def _whole(directory: Path) -> Iterator[Path]:
     partial.rename(directory)
 
 
-def prepare(options: Options, bar: bool = True, tokenizer=None):
-    """Return (tokenizer, stored tokens) for resolved options: trained, loaded, or taken from another run.
+def prepare(options: Options, bar: bool = True, tokenizer=None) -> None:
+    """Make the tokenizer and the tokens of resolved options in the run's directory: trained, loaded, or taken from another run.
 
     ``tokenizer`` is used instead of one that the options name.
     """
     output = Path(options.output)
     if options.tokens is not None:
-        _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
-        return _stored(output)
-    cache = output / DATA / "documents"
-    if options.dataset is None:
-        documents = data.local(options.data, options.text_field, options.seed, cache, bar)
-    else:
-        documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
-    if not (output / TOKENIZER).exists():
-        if tokenizer is None and options.tokenizer is not None:
-            tokenizer = load_tokenizer(options.tokenizer)
-        _save_tokenizer(tokenizer or train_tokenizer(documents, options.vocab_size, bar), output, options.chat_template)
-    tokenizer = load_tokenizer(str(output / TOKENIZER))
-    wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
-    report = data.store(output / DATA, documents, tokenizer, wanted, bar)["report"]
-    shutil.rmtree(cache, ignore_errors=True)
+        return _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
+    with _whole(output / DATA) as partial:  # --data may hold the run's directory: what a killed process has left is gone by now
+        partial.mkdir()
+        cache = partial / "documents"
+        if options.dataset is None:
+            documents = data.local(options.data, options.text_field, options.seed, cache, bar)
+        else:
+            documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
+        if not (output / TOKENIZER).exists():
+            if tokenizer is None and options.tokenizer is not None:
+                tokenizer = load_tokenizer(options.tokenizer)
+            _save_tokenizer(tokenizer or train_tokenizer(documents, options.vocab_size, bar), output, options.chat_template)
+        tokenizer = load_tokenizer(str(output / TOKENIZER))
+        wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
+        report = data.store(partial, documents, tokenizer, wanted, bar)
+        shutil.rmtree(cache, ignore_errors=True)
     if bar:
-        tqdm.write("\n".join(report))
-    return _stored(output)
+        tqdm.write(report)
 
 
 def _take_tokens(source: Path, output: Path, tokenizer, template: str | None) -> None:
@@ -392,7 +394,7 @@ def _take_tokens(source: Path, output: Path, tokenizer, template: str | None) ->
     if not (output / TOKENIZER).exists():
         _save_tokenizer(found[0], output, template)
     with _whole(output / DATA) as partial:
-        shutil.copytree(source / DATA, partial, copy_function=_link, ignore=shutil.ignore_patterns("*.partial", "documents"))
+        shutil.copytree(source / DATA, partial, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:
