@@ -9,7 +9,7 @@ import os
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,37 +30,8 @@ from .layout import Layout, layout_of
 DEFAULT_PRESET = "flashmhf-128m"
 MICRO_BATCH = 8
 
-# Settings of TrainingArguments that an option of ours decides, by the option.
-OWN_ARGUMENTS = {
-    name: option
-    for option, names in {
-        "output": ["output_dir"],
-        "steps": ["max_steps", "num_train_epochs"],
-        "micro_batch": ["per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size"],
-        "batch": ["gradient_accumulation_steps"],
-        "learning_rate": ["learning_rate"],
-        "warmup": ["warmup_steps"],
-        "betas": ["adam_beta1", "adam_beta2"],
-        "weight_decay": ["weight_decay"],
-        "max_grad_norm": ["max_grad_norm"],
-        "precision": ["bf16", "fp16"],
-        "device": ["use_cpu"],
-        "compile": ["torch_compile"],
-        "checkpointing": ["gradient_checkpointing", "activation_checkpointing"],
-        "seed": ["seed", "data_seed", "train_sampling_strategy"],
-        "log_every": ["logging_steps"],
-        "eval_fraction": ["eval_strategy"],
-        "eval_every": ["eval_steps"],
-        "save_every": ["save_steps"],
-        "keep": ["save_total_limit"],
-        "resume": ["resume_from_checkpoint"],
-        "tp and dp_shard": ["parallelism_config"],
-        "dp_shard": ["fsdp", "fsdp_config", "deepspeed"],
-    }.items()
-    for name in names
-}
-# Settings that reach transformers as they are and do there what its documentation says. Others do not fit a run: it could not be resumed,
-# sees batches of its own, is evaluated by the held-out loss alone; and a setting of a later version is not known.
+# Settings of TrainingArguments that do in a run what transformers' documentation says. Others are decided by an option or do not fit: the
+# run could not be resumed, it makes its own batches, is evaluated by the held-out loss alone; a setting of a later version is not known.
 PASSED_ARGUMENTS = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "optim_target_modules", "adam_epsilon", "neftune_noise_alpha"),
     *("label_smoothing_factor", "average_tokens_across_devices", "tf32", "full_determinism", "use_cache", "torch_empty_cache_steps"),
@@ -73,8 +44,7 @@ PASSED_ARGUMENTS = {
     *("ddp_static_graph", "ddp_backend", "ddp_timeout", "debug", "skip_memory_metrics"),
 }
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
-_OWN_SETTINGS = {"vocab_size": "vocab_size", "ffn_type": "ffn"}
-_TOKENIZER_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DECIDED_SETTINGS = {"vocab_size", "ffn_type", "bos_token_id", "eos_token_id", "pad_token_id"}
 # Options that choose a model, which a trained model to start from has chosen already.
 _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 
@@ -216,19 +186,13 @@ class Options:
                 f"min_learning_rate is {self.min_learning_rate}; it must be above 0 and at most learning_rate = {self.learning_rate}"
             )
         chosen_device(self.device)
-        _check_settings("model", self.model, FlashMHFConfig, _OWN_SETTINGS | dict.fromkeys(_TOKENIZER_SETTINGS, "tokenizer"))
+        _check_settings("model", self.model, {entry.name for entry in fields(FlashMHFConfig) if entry.init} - _DECIDED_SETTINGS)
         positions = self.model.get("max_position_embeddings")
         if isinstance(positions, int) and self.length and positions < self.length:
             raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
-        _check_settings("arguments", self.arguments, TrainingArguments, OWN_ARGUMENTS)
-        self._check_arguments()
-
-    def _check_arguments(self) -> None:
-        """Refuse TrainingArguments that this recipe does not do, and values of other types, which TrainingArguments does not check."""
+        _check_settings("arguments", self.arguments, PASSED_ARGUMENTS)
         defaults = {entry.name: entry.default for entry in fields(TrainingArguments)}
-        for name, value in self.arguments.items():
-            if name not in PASSED_ARGUMENTS:
-                raise OptionError(f"arguments cannot set {name}; supported: {', '.join(sorted(PASSED_ARGUMENTS))}")
+        for name, value in self.arguments.items():  # TrainingArguments does not check types
             expected = bool if isinstance(defaults[name], bool) else int | float if isinstance(defaults[name], int | float) else object
             if not isinstance(value, expected):
                 kind = "true or false" if expected is bool else "a number"
@@ -285,15 +249,13 @@ def naming(option: str, options: Options) -> Iterator[None]:
         raise OptionError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
-def _check_settings(option: str, given: Iterable[str], owner: type, own: Mapping[str, str]) -> None:
-    """Refuse settings that another option decides, by its name, and settings that do not exist."""
-    known = [entry.name for entry in fields(owner) if entry.init]
+def _check_settings(option: str, given: Iterable[str], supported: set[str]) -> None:
+    """Refuse settings that are not supported, and name the option of that name, else a name that is nearly the same, else all."""
     for name in given:
-        if name in own:
-            raise OptionError(f"{option} cannot set {name}: use {own[name]}")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            raise OptionError(f"{option}: {owner.__name__} has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        if name not in supported:
+            close = difflib.get_close_matches(name, supported, 1, 0.8)
+            hint = f"did you mean {close[0]}?" if close else f"supported: {', '.join(sorted(supported))}"
+            raise OptionError(f"{option} cannot set {name}; " + (f"use {name}" if name in Options.__dataclass_fields__ else hint))
 
 
 def _absolute(name: str | None) -> str | None:
