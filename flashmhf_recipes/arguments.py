@@ -1,9 +1,10 @@
-"""Command-line arguments: a parser whose errors are exceptions, flags made from a dataclass, and the device that a name stands for."""
+"""What commands share: a parser whose errors are exceptions, flags made from a dataclass, devices by name, output no command dies of."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import typing
 from dataclasses import fields
 
@@ -81,3 +82,34 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
         shown = f" ({entry.default})" if isinstance(entry.default, int | float | str) and kind is not bool else ""
         flag = entry.metadata.get("flag", "--" + entry.name.replace("_", "-"))
         group.add_argument(flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings)
+
+
+class Stream:
+    """A text stream that writes what its encoding lacks as escapes, and drops what can no longer be written.
+
+    A reader that has closed its pipe and a full disk are noted in :attr:`error`; the command goes on, and its status tells in the end.
+    """
+
+    def __init__(self, stream: typing.TextIO):
+        self._stream = stream
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._attempt(self._stream.write, text.encode(self._encoding, "backslashreplace").decode(self._encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action, *args) -> None:
+        if self.error is None:
+            try:
+                action(*args)
+            except OSError as error:
+                self.error = error
+                # What is still buffered would fail again, with a traceback when Python ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())

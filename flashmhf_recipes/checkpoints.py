@@ -22,7 +22,6 @@ from transformers.trainer_pt_utils import safe_globals
 from .errors import TrainingError
 
 MARK = "complete"
-PROGRESS = "progress.json"  # what the Trainer's own files leave out: the loss since the last log, an evaluation that is due
 _DAMAGED, _INCOMPLETE = "damaged", "incomplete"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -37,12 +36,6 @@ def step_of(checkpoint: Path | None) -> int:
 def numbered_checkpoints(output: Path) -> list[Path]:
     """All ``checkpoint-N`` directories, oldest first. Other names (checkpoint-best) are not the Trainer's."""
     return sorted((path for path in output.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
-
-
-def progress(checkpoint: Path | None) -> dict:
-    """What :data:`PROGRESS` holds; empty for None and for checkpoints of version 0.1."""
-    path = checkpoint / PROGRESS if checkpoint else None
-    return json.loads(path.read_text()) if path and path.exists() else {}
 
 
 def complete_checkpoints(output: Path) -> list[Path]:

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from .arguments import Parser, add_options, chosen_device, positive_integer
+from .arguments import Parser, Stream, add_options, chosen_device, positive_integer
 from .errors import OptionError, TrainingError
-from .streams import Stream
 
 DESCRIPTION = """\
 Without a command, flashmhf does the package's job on this machine with the best back end: it checks forward and gradients against
@@ -36,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads this once, when
     # torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["MPLBACKEND"] = "agg"  # that of a notebook, which its "!" commands inherit, may not be installed here
     arguments = sys.argv[1:] if arguments is None else arguments
     out, errors = Stream(sys.stdout), Stream(sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):

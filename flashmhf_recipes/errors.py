@@ -11,9 +11,5 @@ class DataError(ValueError):
     """The data cannot be trained or evaluated on; the message names the file."""
 
 
-class OccupiedError(FileExistsError):
-    """The output directory holds something that a new run would overwrite, or another process works in it."""
-
-
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says why."""

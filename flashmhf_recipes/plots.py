@@ -1,9 +1,8 @@
-"""Pictures: drawn without pyplot, which would need a display, and whatever MPLBACKEND says."""
+"""Pictures: drawn without pyplot, which would need a display."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ def draw(path: Path, size: tuple[float, float], paint: Callable[[object], None],
 
     A picture that cannot be drawn is a warning: what it shows is in other files, and no run should end for it.
     """
-    named = os.environ.pop("MPLBACKEND", None)  # of a notebook: matplotlib would import that back end, which may not be installed here
     try:
         from matplotlib.figure import Figure
 
@@ -27,9 +25,6 @@ def draw(path: Path, size: tuple[float, float], paint: Callable[[object], None],
     except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
         logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
         return False
-    finally:
-        if named is not None:
-            os.environ["MPLBACKEND"] = named
     return True
 
 

@@ -5,7 +5,6 @@ Everything that touches private attributes of the Trainer stands here.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -27,6 +26,8 @@ from .layout import Layout, forget_accelerate, load_optimizer, whole_model, whol
 from .options import Options
 from .stopping import Stopped, StopSignals
 
+PROGRESS = "flashmhf"  # in trainer_state.json, among the states of callbacks
+
 
 class RunTrainer(Trainer, TrainerCallback):
     """The Trainer, and the first callback of its own loop. Arguments beyond the Trainer's:
@@ -40,7 +41,6 @@ class RunTrainer(Trainer, TrainerCallback):
     def __init__(self, *, options: Options, layout: Layout, checkpoint: Path | None, signals: StopSignals, callbacks: list, **kwargs):
         self.options, self.layout, self.checkpoint, self.signals = options, layout, checkpoint, signals
         self.stopped = self.evaluation_due = False
-        # The mark of a checkpoint comes before what other callbacks do when it is saved.
         super().__init__(callbacks=[self, *callbacks], **kwargs)
         self.data_index = layout.data_index(self.args.process_index)
         if self.model.config.tie_word_embeddings:
@@ -99,11 +99,14 @@ class RunTrainer(Trainer, TrainerCallback):
         self.control.should_save = self.control.should_training_stop = True
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        """Put back what the Trainer's own files leave out, and the learning rate where the schedule has changed."""
+        """Put back what the Trainer leaves out, and the learning rate where the schedule has changed."""
         self.signals.begin_steps()
+        progress = self.state.stateful_callbacks.get(PROGRESS, {})
+        # The evaluation that a signal left out belongs to the checkpoint's step.
+        self.args.eval_on_start = self.eval_dataset is not None and progress.get("evaluation_due", self.args.eval_on_start)
         if self.checkpoint is None:
             return
-        if progress := checkpoints.progress(self.checkpoint):
+        if progress:  # version 0.1 wrote none
             self._tr_loss.fill_(progress["loss_sum"])
             self._globalstep_last_logged = progress["logged_step"]
         scheduler = self.lr_scheduler
@@ -117,18 +120,20 @@ class RunTrainer(Trainer, TrainerCallback):
         if state.global_step < state.max_steps and self.signals.agreed():
             self.stop(control.should_evaluate)
 
-    def on_save(self, args, state, control, **kwargs) -> None:
-        """Add to the checkpoint just written the loss since the last log, of which every process has a part, and the mark."""
+    def _save_checkpoint(self, model, trial) -> None:
+        """As the Trainer's, with the loss since the last log, of which every process has a part, and the mark when all is written."""
         total = self._tr_loss.detach().clone()
         if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(total)  # waits until every process has written its files
-            total /= args.world_size
-        if args.should_save:
-            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged, "evaluation_due": self.evaluation_due}
-            (checkpoint / checkpoints.PROGRESS).write_text(json.dumps(progress) + "\n")
+            torch.distributed.all_reduce(total)
+            total /= self.args.world_size
+        progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged, "evaluation_due": self.evaluation_due}
+        self.state.stateful_callbacks[PROGRESS] = progress
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             checkpoints.mark_complete(checkpoint)
-            checkpoints.rotate(checkpoint.parent, self.options.keep, state.best_model_checkpoint)
+            checkpoints.rotate(checkpoint.parent, self.options.keep, self.state.best_model_checkpoint)
 
     def _loader(self, dataset: Dataset, size: int) -> DataLoader:
         args = self.args

@@ -35,7 +35,7 @@ from flashmhf.models.presets import SCALES, Preset
 
 from . import checkpoints, data, metrics, pretrained
 from .documents import find_files
-from .errors import DataError, OccupiedError, OptionError, TrainingError
+from .errors import DataError, OptionError
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, empty_model, model_config, naming, schedule, training_arguments
 from .stopping import Stopped, StopSignals
@@ -75,7 +75,7 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     SIGTERM and SIGINT finish the step and save it where this runs in the main thread; then Stopped, a KeyboardInterrupt, is raised.
 
     A start that fails before its first step removes what it wrote, but for complete tokens, which ``Options(tokens=output)`` uses.
-    Raises ValueError (OptionError and DataError), OccupiedError where the directory holds a run or other files of ours or another
+    Raises ValueError (OptionError and DataError), FileExistsError where the directory holds a run or other files of ours or another
     process works in it, TrainingError, Stopped.
     """
     chosen, options = options.resolve()
@@ -117,7 +117,7 @@ def resume(
     ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes at once, and
     run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of processes: checkpoints hold whole
     tensors. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
-    FileNotFoundError where there is no run, OccupiedError where another process trains it, OptionError for ``steps`` that are done
+    FileNotFoundError where there is no run, FileExistsError where another process trains it, OptionError for ``steps`` that are done
     already, TrainingError when no checkpoint loads.
     """
     output = Path(output)
@@ -199,7 +199,7 @@ def _write_json(path: Path, content: dict) -> None:
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the run's directory, on the process that writes. Raises OccupiedError that names the process which holds it.
+    """Hold the run's directory, on the process that writes. Raises FileExistsError that names the process which holds it.
 
     The kernel frees the lock with the process, however it ends; the file stays.
     """
@@ -212,7 +212,7 @@ def _locked(output: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise OccupiedError(f"{output} is in use by {file.read().strip() or 'another process'}") from None
+            raise FileExistsError(f"{output} is in use by {file.read().strip() or 'another process'}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -220,16 +220,16 @@ def _locked(output: Path) -> Iterator[None]:
 
 
 def _refuse_occupied(output: Path, options: Options) -> None:
-    """Raise OccupiedError for a directory with a run, or with anything that a run would take for its own but its tokens."""
+    """Raise FileExistsError for a directory with a run, or with anything that a run would take for its own but its tokens."""
     if (output / RUN).exists():
-        raise OccupiedError(f"{output} holds a run already; continue it with resume or choose another output directory")
+        raise FileExistsError(f"{output} holds a run already; continue it with resume or choose another output directory")
     ours = [TOKENIZER, DATA] if not options.tokens or Path(options.tokens) != output.absolute() else []
     ours += [INIT, metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
     found = [name for name in ours if (output / name).exists()]
     found += [path.name for path in checkpoints.numbered_checkpoints(output)]
     if found:
         hint = f", or train on its tokens with tokens={output}" if found == [TOKENIZER, DATA] else ""
-        raise OccupiedError(f"{output} holds {', '.join(found)}, which a run would overwrite; choose another output directory{hint}")
+        raise FileExistsError(f"{output} holds {', '.join(found)}, which a run would overwrite; choose another output directory{hint}")
 
 
 def _release(output: Path, keep_tokens: bool) -> None:
@@ -305,9 +305,6 @@ class _Run:
             model = self._model(tokenizer)
         tokenizer.model_max_length = model.config.max_position_embeddings
         train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
-        # The evaluation that a signal left out belongs to the checkpoint's step.
-        due = checkpoints.progress(checkpoint).get("evaluation_due", arguments.eval_on_start)
-        arguments.eval_on_start = due and eval_tokens is not None
         flops, peak = training_flops_per_token(model, options.length), peak_flops(arguments.device)
         recorder = metrics.MetricsCallback(self.output, options.batch * options.length, flops, peak, self.bar)
         blocks = data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed)
@@ -410,6 +407,3 @@ def _save_tokenizer(tokenizer, output: Path, template: str | None) -> None:
         tokenizer.chat_template = chat_template(template)
     with _whole(output / TOKENIZER) as partial:
         tokenizer.save_pretrained(partial)
-
-
-__all__ = ["Options", "Result", "Stopped", "TrainingError", "prepare", "resume", "start", "training_arguments"]

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from flashmhf.models import conversion
 from flashmhf_recipes import cli, data, metrics, pretrained, training
-from flashmhf_recipes.errors import DataError
+from flashmhf_recipes.errors import DataError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
@@ -298,9 +298,7 @@ def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
     (run / "checkpoint-10" / "optimizer.pt").unlink()
     (run / "checkpoint-20" / "model.safetensors").write_bytes(b"short")
     for _ in range(2):  # not from the first step at the second attempt either
-        with pytest.raises(
-            training.TrainingError, match="no checkpoint that loads; damaged are: damaged-checkpoint-10, damaged-checkpoint-20"
-        ):
+        with pytest.raises(TrainingError, match="no checkpoint that loads; damaged are: damaged-checkpoint-10, damaged-checkpoint-20"):
             training.resume(run, bar=False)
     assert not list(run.glob("checkpoint-*"))
 
@@ -371,9 +369,9 @@ def test_a_full_disk_loses_nothing(text, expected, small_disk):
     saves = 0
     for tenth in range(10):
         filler = fill(small_disk, 4096 + size * tenth // 10)
-        with pytest.raises((training.TrainingError, OSError), match="No space left|could not be written") as failure:
+        with pytest.raises((TrainingError, OSError), match="No space left|could not be written") as failure:
             training.resume(output, bar=False)
-        saves += isinstance(failure.value, training.TrainingError)
+        saves += isinstance(failure.value, TrainingError)
         left = sorted(path.name for path in output.glob("*checkpoint-*"))
         assert left == ["checkpoint-10"] or (left == ["checkpoint-10", "checkpoint-20"] and (output / left[1] / "complete").exists())
         filler.unlink()

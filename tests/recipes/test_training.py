@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 import flashmhf
 from flashmhf.models.presets import preset
 from flashmhf_recipes import checkpoints, data, metrics, tokenizer, training
-from flashmhf_recipes.errors import DataError
+from flashmhf_recipes.errors import DataError, TrainingError
 from flashmhf_recipes.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -318,7 +318,7 @@ def test_a_diverging_run_stops_with_its_step(text, tmp_path):
             if state.global_step == 3:
                 model.lm_head.weight.data.fill_(float("nan"))
 
-    with pytest.raises(training.TrainingError, match="the loss is nan at step 5; try a lower learning_rate or a longer warmup"):
+    with pytest.raises(TrainingError, match="the loss is nan at step 5; try a lower learning_rate or a longer warmup"):
         training.start(options(tmp_path / "run", text), bar=False, callbacks=[Spoil()])
 
 
