@@ -43,10 +43,9 @@ def complete_checkpoints(output: Path) -> list[Path]:
     return [path for path in numbered_checkpoints(output) if (path / MARK).exists()]
 
 
-def cut_off(output: Path, step: int) -> Path | None:
-    """Return the checkpoint of ``step`` where it was not written to the end."""
-    path = output / f"checkpoint-{step}"
-    return path if path.is_dir() and not (path / MARK).exists() else None
+def cut_off(output: Path) -> Path | None:
+    """Return the checkpoint that was not written to the end, if there is one."""
+    return next((path for path in numbered_checkpoints(output) if not (path / MARK).exists()), None)
 
 
 def mark_complete(checkpoint: Path) -> None:

@@ -125,8 +125,8 @@ class Options:
             self.data = [self.data]
         self.data = [os.fspath(path) for path in self.data]
 
-    def resolve(self) -> tuple[Preset | None, Options]:
-        """Return the preset (None with ``init_from``), and these options without None and with absolute paths.
+    def resolve(self) -> Options:
+        """Return these options with the preset's name and without None, but for the model's with ``init_from``, and with absolute paths.
 
         Raises OptionError for values that are not supported and for contradictions.
         """
@@ -144,7 +144,7 @@ class Options:
             **{name: value for name, value in defaults.items() if getattr(self, name) is None},
         )
         resolved._check()
-        return chosen, resolved
+        return resolved
 
     def _preset(self) -> Preset:
         if self.ffn is not None and self.ffn not in FFN_TYPES:
@@ -331,11 +331,12 @@ def schedule(arguments: TrainingArguments, steps: int) -> torch.optim.lr_schedul
     return get_scheduler(arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(steps), steps, kwargs)
 
 
-def model_config(chosen: Preset, options: Options) -> FlashMHFConfig:
+def model_config(options: Options) -> FlashMHFConfig:
     """Return the configuration of a new model for resolved options; the tokenizer's numbers are not in it yet.
 
     Raises OptionError for sizes that no model has.
     """
+    chosen = preset(options.preset)
     positions = max(chosen.scale.context, options.length)
     with naming("model", options):
         config = chosen.config(**{"max_position_embeddings": positions, "vocab_size": options.vocab_size, **options.model})

@@ -24,14 +24,13 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     PrinterCallback,
-    ProgressCallback,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
 
 from flashmhf.models import loading
-from flashmhf.models.presets import SCALES, Preset
+from flashmhf.models.presets import SCALES, preset
 
 from . import checkpoints, data, metrics, pretrained
 from .documents import find_files
@@ -78,7 +77,7 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     Raises ValueError (OptionError and DataError), FileExistsError where the directory holds a run or other files of ours or another
     process works in it, TrainingError, Stopped.
     """
-    chosen, options = options.resolve()
+    options = options.resolve()
     output = Path(options.output)
     if first_process():
         _refuse_occupied(output, options)
@@ -86,19 +85,18 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if options.chat_template is not None:
         chat_template(options.chat_template)
     trained = _load_trained(options) if options.init_from else None
-    model = trained[0] if trained else empty_model(model_config(chosen, options))
+    model = trained[0] if trained else empty_model(model_config(options))
     arguments = training_arguments(options)
     options.layout(arguments.world_size).check(model)
-    _warn_of_short_warmup(chosen, options, arguments)
-    run = _Run(chosen, options, arguments, bar and first_process(), callbacks)
+    _warn_of_short_warmup(options, arguments)
     with StopSignals() as signals, _locked(output):
         if first_process():
             _refuse_occupied(output, options)  # another process may have been faster
             _write_json(output / RUN, asdict(options))
         try:
-            return run.train(signals, None, trained)
+            return _train(options, arguments, bar, callbacks, signals, None, trained)
         except Exception as error:
-            if first_process() and not run.steps_done:
+            if first_process() and not metrics.read_rows(output) and not checkpoints.numbered_checkpoints(output):
                 _release(output, keep_tokens=not isinstance(error, DataError))
             raise
 
@@ -122,7 +120,7 @@ def resume(
     """
     output = Path(output)
     options, changes = _read_run(output)
-    chosen, options = options.resolve()
+    options = options.resolve()
     before, options.steps = options.steps, options.steps if steps is None else steps
     stored = {"tp": options.tp, "dp_shard": options.dp_shard}
     if (tp, dp_shard) != (None, None):
@@ -142,14 +140,14 @@ def resume(
             if options.steps != before:
                 changes.append(_change_of_steps(arguments, done, before, options.steps))
                 _write_json(output / RUN, asdict(options) | stored | {CHANGES: changes})
-        return _Run(chosen, options, arguments, bar and first_process(), callbacks).train(signals, checkpoint, None)
+        return _train(options, arguments, bar, callbacks, signals, checkpoint)
 
 
-def _warn_of_short_warmup(chosen: Preset | None, options: Options, arguments: TrainingArguments) -> None:
+def _warn_of_short_warmup(options: Options, arguments: TrainingArguments) -> None:
     """At the paper's learning rates the loss jumps after a short warm-up. The tiny preset is not the paper's."""
-    steps = arguments.get_warmup_steps(options.steps)
-    paper = chosen is not None and chosen.scale is not SCALES["tiny"]
-    if paper and options.learning_rate >= chosen.scale.learning_rate and steps < SHORTEST_WARMUP and first_process():
+    steps, scale = arguments.get_warmup_steps(options.steps), preset(options.preset).scale if options.preset else SCALES["tiny"]
+    fast = scale is not SCALES["tiny"] and options.learning_rate >= scale.learning_rate
+    if fast and steps < SHORTEST_WARMUP and first_process():
         logger.warning(
             f"the warm-up is {steps} steps; at a learning rate of {options.learning_rate:g}, fewer than {SHORTEST_WARMUP} can make the "
             f"loss jump: set warmup={SHORTEST_WARMUP} or learn more slowly"
@@ -176,19 +174,17 @@ def _read_run(output: Path) -> tuple[Options, list[dict]]:
 
 
 def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> dict:
-    """What run.json records of another number of steps; a warning states it."""
-    old, new = (_learning_rate(arguments, steps, done) for steps in (before, after))
+    """What run.json records of another number of steps; a warning states it. The rate is the peak where it is no function of the step."""
+
+    def rate(steps: int) -> float:
+        factors = getattr(schedule(arguments, steps), "lr_lambdas", None)
+        return arguments.learning_rate * (factors[0](min(done, steps)) if factors else 1.0)
+
     logger.warning(
         f"the run ends after {after:,} steps instead of {before:,}, and its schedule with it: the learning rate of step {done + 1:,} is "
-        f"{new:.3g} instead of {old:.3g}"
+        f"{rate(after):.3g} instead of {rate(before):.3g}"
     )
-    return {"after_step": done, "steps": [before, after], "learning_rate": [old, new]}
-
-
-def _learning_rate(arguments: TrainingArguments, steps: int, step: int) -> float:
-    """The learning rate after ``step`` of a schedule over ``steps``; the peak where the schedule is not a function of the step."""
-    rates = getattr(schedule(arguments, steps), "lr_lambdas", None)
-    return arguments.learning_rate * (rates[0](min(step, steps)) if rates else 1.0)
+    return {"after_step": done, "steps": [before, after], "learning_rate": [rate(before), rate(after)]}
 
 
 def _write_json(path: Path, content: dict) -> None:
@@ -259,84 +255,70 @@ def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     return model, tokenizer
 
 
-class _Run:
-    """One call of :func:`start` or :func:`resume` with checked options."""
-
-    def __init__(self, chosen: Preset | None, options: Options, arguments: TrainingArguments, bar: bool, callbacks: Iterable):
-        self.chosen, self.options, self.arguments, self.bar, self.callbacks = chosen, options, arguments, bar, callbacks
-        self.output = Path(options.output)
-        self.trainer: RunTrainer | None = None
-
-    @property
-    def steps_done(self) -> int:
-        return self.trainer.state.global_step if self.trainer else 0
-
-    def train(self, signals: StopSignals, checkpoint: Path | None, trained: tuple[PreTrainedModel, object] | None) -> Result:
-        options, output = self.options, self.output
-        with self.arguments.main_process_first(local=False, desc="preparing data"):
-            if checkpoint and not (output / DATA / data.MANIFEST).exists():
+def _train(
+    options: Options,
+    arguments: TrainingArguments,
+    bar: bool,
+    callbacks: Iterable,
+    signals: StopSignals,
+    checkpoint: Path | None,
+    trained: tuple[PreTrainedModel, object] | None = None,
+) -> Result:
+    """Train with checked options from ``checkpoint`` on; ``trained`` is what :func:`_load_trained` returns, if it was called already."""
+    output, bar = Path(options.output), bar and first_process()
+    with arguments.main_process_first(local=False, desc="preparing data"):
+        if options.init_from and not (output / INIT).exists():
+            # A run killed before its first checkpoint needs the model again.
+            model, tokenizer = trained or _load_trained(options)
+            _save_tokenizer(tokenizer, output, options.chat_template)
+            with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
+                model.save_pretrained(partial)
+        if not (output / DATA / data.MANIFEST).exists():
+            if checkpoint:
                 raise DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
-            if not (output / DATA / data.MANIFEST).exists():
-                prepare(options, self.bar, trained and trained[1])
-            tokenizer, tokens = _stored(output)
-            if options.init_from and trained is None and not (output / INIT / "config.json").exists():
-                trained = _load_trained(options)
-            if trained and first_process():
-                # A run killed before its first checkpoint needs the model again.
-                with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
-                    trained[0].save_pretrained(partial)
-        self.trainer = self._trainer(tokenizer, tokens, trained and trained[0], checkpoint, signals)
-        if self.bar:
-            tqdm.write(options.accumulation(self.arguments.world_size))
-        with checkpoints.writing(lambda: checkpoints.cut_off(output, self.steps_done)):
-            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if self.trainer.stopped:
-            raise Stopped(signals.received, self.steps_done)
-        self.trainer.write_model(output)
-        rows = metrics.read_rows(output)
-        losses, held_out = ([row[key] for row in rows if key in row] for key in ("loss", "eval_loss"))
-        parameters = sum(p.numel() for p in self.trainer.model.parameters())
-        return Result(output, parameters, self.steps_done, losses[-1], held_out[-1] if held_out else None)
+            prepare(options, bar)
+    tokenizer, tokens = _stored(output)
+    set_seed(options.seed)
+    model = loading.load(output / INIT, torch.float32) if options.init_from else _new_model(options, tokenizer)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
+    flops, peak = training_flops_per_token(model, options.length), peak_flops(arguments.device)
+    recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak, bar)
+    with naming("arguments", options):  # what transformers looks at only now
+        trainer = RunTrainer(
+            options=options,
+            layout=options.layout(arguments.world_size),
+            checkpoint=checkpoint,
+            signals=signals,
+            model=model,
+            args=arguments,
+            train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
+            eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
+            data_collator=default_data_collator,
+            processing_class=tokenizer,
+            callbacks=[recorder, *callbacks],
+        )
+    trainer.remove_callback(PrinterCallback)
+    if bar:
+        tqdm.write(options.accumulation(arguments.world_size))
+    with checkpoints.writing(lambda: checkpoints.cut_off(output)):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    steps = trainer.state.global_step
+    if trainer.stopped:
+        raise Stopped(signals.received, steps)
+    trainer.write_model(output)
+    last = {name: value for row in metrics.read_rows(output) for name, value in row.items()}
+    return Result(output, sum(p.numel() for p in model.parameters()), steps, last["loss"], last.get("eval_loss"))
 
-    def _trainer(self, tokenizer, tokens: data.Tokens, model: PreTrainedModel | None, checkpoint: Path | None, signals: StopSignals):
-        options, arguments = self.options, self.arguments
-        set_seed(options.seed)
-        if model is None:
-            model = self._model(tokenizer)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
-        flops, peak = training_flops_per_token(model, options.length), peak_flops(arguments.device)
-        recorder = metrics.MetricsCallback(self.output, options.batch * options.length, flops, peak, self.bar)
-        blocks = data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed)
-        held_out = None if eval_tokens is None else data.Blocks(eval_tokens, options.length)
-        with naming("arguments", options):  # what transformers looks at only now
-            trainer = RunTrainer(
-                options=options,
-                layout=options.layout(arguments.world_size),
-                checkpoint=checkpoint,
-                signals=signals,
-                model=model,
-                args=arguments,
-                train_dataset=blocks,
-                eval_dataset=held_out,
-                data_collator=default_data_collator,
-                processing_class=tokenizer,
-                callbacks=[recorder, *self.callbacks],
-            )
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        return trainer
 
-    def _model(self, tokenizer) -> PreTrainedModel:
-        if self.options.init_from:
-            return loading.load(self.output / INIT, torch.float32)
-        config = model_config(self.chosen, self.options)
-        config.vocab_size = max(self.options.vocab_size, len(tokenizer))
-        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
-        config.pad_token_id = None  # an embedding with a padding token trains that row differently
-        model = AutoModelForCausalLM.from_config(config)
-        model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
-        return model
+def _new_model(options: Options, tokenizer) -> PreTrainedModel:
+    config = model_config(options)
+    config.vocab_size = max(options.vocab_size, len(tokenizer))
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = None  # an embedding with a padding token trains that row differently
+    model = AutoModelForCausalLM.from_config(config)
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
 
 
 def _stored(output: Path):
@@ -355,14 +337,11 @@ def _whole(directory: Path) -> Iterator[Path]:
     partial.rename(directory)
 
 
-def prepare(options: Options, bar: bool = True, tokenizer=None) -> None:
-    """Make the tokenizer and the tokens of resolved options in the run's directory: trained, loaded, or taken from another run.
-
-    ``tokenizer`` is used instead of one that the options name.
-    """
+def prepare(options: Options, bar: bool) -> None:
+    """Make the tokens of resolved options in the run's directory, and the tokenizer if it has none: trained, loaded or another run's."""
     output = Path(options.output)
     if options.tokens is not None:
-        return _take_tokens(Path(options.tokens), output, tokenizer, options.chat_template)
+        return _take_tokens(Path(options.tokens), output, options.chat_template)
     with _whole(output / DATA) as partial:  # --data may hold the run's directory: what a killed process has left is gone by now
         partial.mkdir()
         cache = partial / "documents"
@@ -371,25 +350,22 @@ def prepare(options: Options, bar: bool = True, tokenizer=None) -> None:
         else:
             documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
         if not (output / TOKENIZER).exists():
-            if tokenizer is None and options.tokenizer is not None:
-                tokenizer = load_tokenizer(options.tokenizer)
-            _save_tokenizer(tokenizer or train_tokenizer(documents, options.vocab_size, bar), output, options.chat_template)
-        tokenizer = load_tokenizer(str(output / TOKENIZER))
+            made = load_tokenizer(options.tokenizer) if options.tokenizer else train_tokenizer(documents, options.vocab_size, bar)
+            _save_tokenizer(made, output, options.chat_template)
         wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
-        report = data.store(partial, documents, tokenizer, wanted, bar)
+        report = data.store(partial, documents, load_tokenizer(str(output / TOKENIZER)), wanted, bar)
         shutil.rmtree(cache, ignore_errors=True)
     if bar:
         tqdm.write(report)
 
 
-def _take_tokens(source: Path, output: Path, tokenizer, template: str | None) -> None:
+def _take_tokens(source: Path, output: Path, template: str | None) -> None:
     """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no more."""
     if (found := _stored(source)) is None:
         raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-    if tokenizer is not None and tokenizer.get_vocab() != found[0].get_vocab():
+    _save_tokenizer(found[0], output, template)
+    if load_tokenizer(str(output / TOKENIZER)).get_vocab() != found[0].get_vocab():
         raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
-    if not (output / TOKENIZER).exists():
-        _save_tokenizer(found[0], output, template)
     with _whole(output / DATA) as partial:
         shutil.copytree(source / DATA, partial, copy_function=_link)
 
@@ -403,6 +379,9 @@ def _link(source: str, target: str) -> None:
 
 
 def _save_tokenizer(tokenizer, output: Path, template: str | None) -> None:
+    """Write the run's tokenizer if it has none: a process that was killed may have written it."""
+    if (output / TOKENIZER).exists():
+        return
     if template is not None:
         tokenizer.chat_template = chat_template(template)
     with _whole(output / TOKENIZER) as partial:

@@ -17,13 +17,12 @@ pytest.importorskip("accelerate")
 
 from transformers import TrainingArguments
 
-from flashmhf.models.presets import preset
 from flashmhf_recipes import options as module
 from flashmhf_recipes.options import Options, model_config, training_arguments
 
 
 def resolved(**settings) -> Options:
-    return Options(**{"output": "run", "preset": "tiny", "data": ["x"], "device": "cpu", **settings}).resolve()[1]
+    return Options(**{"output": "run", "preset": "tiny", "data": ["x"], "device": "cpu", **settings}).resolve()
 
 
 @pytest.mark.parametrize("entry", [entry for entry in dataclasses.fields(TrainingArguments) if entry.init], ids=lambda entry: entry.name)
@@ -61,7 +60,7 @@ def test_values_that_transformers_refuses(arguments, message):
 def test_paths_in_python(tmp_path):
     """One path is one path, not its letters."""
     for given in ("file.txt", Path("file.txt"), ["file.txt"], (Path("file.txt"),)):
-        assert Options(output=tmp_path, preset="tiny", data=given).resolve()[1].data == [os.path.abspath("file.txt")]
+        assert Options(output=tmp_path, preset="tiny", data=given).resolve().data == [os.path.abspath("file.txt")]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_paths_in_python(tmp_path):
     ],
 )
 def test_presets_and_networks_combine(settings, name):
-    assert Options(output="run", data=["x"], **settings).resolve()[0] == preset(name)
+    assert Options(output="run", data=["x"], **settings).resolve().preset == name
 
 
 @pytest.mark.parametrize(
@@ -131,9 +130,8 @@ def test_numbers_out_of_range_are_named(name, values):
 
 @pytest.mark.parametrize("settings", [{"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3}])
 def test_sizes_that_no_model_has(settings):
-    chosen, options = Options(output="run", preset="tiny", data=["x"], model=settings).resolve()
     with pytest.raises(ValueError, match="^model: "):
-        model_config(chosen, options)
+        model_config(resolved(model=settings))
 
 
 def test_a_report_needs_its_package():

@@ -138,9 +138,9 @@ def test_resuming_between_checkpoints(uninterrupted, text, tmp_path):
 def test_the_papers_settings(tmp_path):
     """Appendix "Training Hyperparameters" at every scale, as the Trainer gets them."""
     for scale, rate, steps in (("128m", 3e-3, 245_000), ("370m", 1.5e-3, 245_000), ("1.3b", 1e-3, 409_000)):
-        chosen, resolved = Options(output=str(tmp_path), preset=scale, data=["x"]).resolve()
+        resolved = Options(output=str(tmp_path), preset=scale, data=["x"]).resolve()
         arguments = training.training_arguments(resolved)
-        assert isinstance(arguments, TrainingArguments) and chosen.name == f"flashmhf-{scale}" and resolved.length == 4096
+        assert isinstance(arguments, TrainingArguments) and resolved.preset == f"flashmhf-{scale}" and resolved.length == 4096
         assert (arguments.learning_rate, arguments.max_steps) == (rate, steps)
         assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 64
         assert (arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr": 1e-5})
@@ -276,7 +276,7 @@ def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypa
     ],
 )
 def test_a_short_warmup_at_the_papers_rate_is_warned_of(preset, settings, warns, caplog, monkeypatch, text, tmp_path):
-    monkeypatch.setattr(training._Run, "train", lambda *_: None)
+    monkeypatch.setattr(training, "_train", lambda *_: None)
     training.start(Options(output=str(tmp_path / "run"), preset=preset, data=[str(text)], device="cpu", **settings), bar=False)
     assert [record.message.startswith("the warm-up is ") for record in caplog.records] == [True] * warns
 
