@@ -22,7 +22,6 @@ from transformers.trainer_pt_utils import safe_globals
 from .errors import TrainingError
 
 MARK = "complete"
-_DAMAGED, _INCOMPLETE = "damaged", "incomplete"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -98,26 +97,19 @@ def damage(checkpoint: Path) -> str | None:
 
     Raises PermissionError for files that this user may not read.
     """
-    mark = (checkpoint / MARK).read_text()
+    path = checkpoint / MARK
     try:
-        sizes = dict(json.loads(mark)["sizes"]) if mark else {}  # version 0.1 wrote an empty mark
-    except (ValueError, TypeError, KeyError) as error:
-        return f"{MARK} does not load ({error!r})"
-    for name, size in sizes.items():
-        path = checkpoint / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-    if not (checkpoint / "trainer_state.json").exists():
-        return "trainer_state.json is missing"
-    for path in sorted(path for path in checkpoint.iterdir() if path.name != "training_args.bin"):
-        try:
+        mark = path.read_text()
+        for name, size in json.loads(mark)["sizes"].items() if mark else ():  # version 0.1 wrote an empty mark
+            path = checkpoint / name
+            if path.stat().st_size != size:
+                raise ValueError(f"it has {path.stat().st_size:,} bytes instead of {size:,}")
+        for path in sorted(path for path in checkpoint.iterdir() if path.name != "training_args.bin"):
             _read(path)
-        except PermissionError:
-            raise
-        except Exception as error:  # torch and safetensors raise whatever their parsers do
-            return f"{path.name} does not load ({' '.join(str(error).split())[:200]})"
+    except PermissionError:
+        raise
+    except Exception as error:  # torch and safetensors raise whatever their parsers do
+        return f"{path.name} does not load ({' '.join(str(error).split())[:200]})"
     return None
 
 
@@ -134,14 +126,12 @@ def _read(path: Path) -> None:
                 torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _set_aside(checkpoint: Path, why: str) -> Path:
-    """Renames ``checkpoint`` to damaged-checkpoint-N or incomplete-checkpoint-N, with a number behind where the name is taken."""
-    target, count = checkpoint.with_name(f"{why}-{checkpoint.name}"), 1
-    while target.exists():
-        count += 1
-        target = checkpoint.with_name(f"{why}-{checkpoint.name}-{count}")
+def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
+    """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number behind where the name is taken, and warn with the reason."""
+    names = (f"{kind}-{checkpoint.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 1000))))
+    target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     checkpoint.rename(target)
-    return target
+    logger.warning("%s %s; it is now %s", checkpoint, reason, target.name)
 
 
 def set_aside_unusable(output: Path) -> None:
@@ -149,15 +139,13 @@ def set_aside_unusable(output: Path) -> None:
 
     Raises TrainingError when all complete checkpoints are damaged.
     """
-    for path in numbered_checkpoints(output):
-        if not (path / MARK).exists():
-            logger.warning("%s was not written to the end; it is now %s", path, _set_aside(path, _INCOMPLETE).name)
+    while path := cut_off(output):
+        _set_aside(path, "incomplete", "was not written to the end")
     for path in reversed(complete_checkpoints(output)):
-        reason = damage(path)
-        if reason is None:
+        if (reason := damage(path)) is None:
             return
-        logger.warning("%s is damaged: %s; it is now %s", path, reason, _set_aside(path, _DAMAGED).name)
-    damaged = sorted(path.name for path in output.glob(f"{_DAMAGED}-checkpoint-*"))
+        _set_aside(path, "damaged", f"is damaged: {reason}")
+    damaged = sorted(path.name for path in output.glob("damaged-checkpoint-*"))
     if damaged:
         raise TrainingError(
             f"{output} has no checkpoint that loads; damaged are: {', '.join(damaged)}. "

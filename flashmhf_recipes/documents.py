@@ -28,18 +28,13 @@ def find_files(paths: Iterable[str | Path], left_out: Counter | None = None) -> 
     left_out = Counter() if left_out is None else left_out
     files: list[Path] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            below = list(_below(path, left_out))
-            if not below:
-                raise DataError(f"{path} has no files ending in {', '.join(READERS)} ({', '.join(COMPRESSED)} too)")
-            files += below
-        elif not path.exists():
+        below = list(_below(path, left_out)) if path.is_dir() else [path] if reader(path) else []
+        if not path.exists():
             raise DataError(f"{path} does not exist")
-        elif _suffix(path) not in READERS:
-            supported = f"{', '.join(READERS)}, and {', '.join(COMPRESSED)} of the text formats"
-            raise DataError(f"{path} ends in {path.suffix!r}; supported: {supported}")
-        else:
-            files.append(path)
+        if not below:
+            found = "has no files that can be read" if path.is_dir() else f"ends in {path.suffix!r}"
+            raise DataError(f"{path} {found}; supported: {', '.join(READERS)}")
+        files += below
     return list({path.resolve(): path for path in files}.values())  # a file given twice would be on both sides of a split
 
 
@@ -49,21 +44,12 @@ def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
         seen.add(os.path.realpath(folder))
         folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(folder, name)) not in seen)
         for path in (Path(folder, name) for name in sorted(names)):
-            if _suffix(path) in READERS and path.exists():
-                yield path
-            elif not path.exists():
+            if not path.exists():
                 left_out["links to nothing"] += 1
+            elif reader(path):
+                yield path
             else:
                 left_out[f"files ending in {path.suffix!r}" if path.suffix else "files without a suffix"] += 1
-
-
-def _suffix(path: Path) -> str:
-    """The suffix of the format, in lower case; that before .gz and .zst, which Parquet and Arrow files do not have."""
-    suffix = path.suffix.lower()
-    if suffix not in COMPRESSED:
-        return suffix
-    inner = Path(path.stem).suffix.lower()
-    return suffix if inner in (".parquet", ".arrow") else inner
 
 
 def read_texts(files: Iterable[Path], text_field: str = "text") -> Iterator[str]:
@@ -76,10 +62,8 @@ def read_texts(files: Iterable[Path], text_field: str = "text") -> Iterator[str]
 
     for path in files:
         try:
-            for value in READERS[_suffix(path)](path, text_field):
+            for value in reader(path)(path, text_field):
                 yield value if isinstance(value, str) and not _UNPAIRED_SURROGATE.search(value) else ""
-        except DataError:
-            raise
         except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
@@ -107,7 +91,7 @@ def _csv(path: Path, text_field: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
     with _opened(path) as stream:
         rows = csv.DictReader(stream, strict=True)
-        _check_column(path, text_field, rows.fieldnames or ())
+        _check_column(text_field, rows.fieldnames or ())
         for row in rows:
             yield row[text_field]
 
@@ -121,16 +105,16 @@ def _opened(path: Path) -> TextIO:
     return io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
 
 
-def _check_column(path: Path, text_field: str, names: Iterable[str]) -> None:
+def _check_column(text_field: str, names: Iterable[str]) -> None:
     if text_field not in names:
-        raise DataError(f"{path} has no column {text_field!r}; columns: {', '.join(names)}")
+        raise ValueError(f"it has no column {text_field!r}; columns: {', '.join(names)}")
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[object]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        _check_column(path, text_field, file.schema_arrow.names)
+        _check_column(text_field, file.schema_arrow.names)
         for batch in file.iter_batches(1024, columns=[text_field]):
             yield from batch.column(0).to_pylist()
 
@@ -142,15 +126,20 @@ def _arrow(path: Path, text_field: str) -> Iterator[object]:
     with pyarrow.memory_map(str(path)) as source, path.open("rb") as start:
         indexed = start.read(6) == b"ARROW1"
         with (pyarrow.ipc.open_file if indexed else pyarrow.ipc.open_stream)(source) as reader:
-            _check_column(path, text_field, reader.schema.names)
+            _check_column(text_field, reader.schema.names)
             for batch in map(reader.get_batch, range(reader.num_record_batches)) if indexed else reader:
                 yield from batch.column(reader.schema.get_field_index(text_field)).to_pylist()
 
 
-READERS = {
+_TEXT_READERS = {
     **dict.fromkeys((".txt", ".text", ".md"), _text),
     **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
     ".csv": _csv,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
 }
+READERS = {suffix + compression: read for suffix, read in _TEXT_READERS.items() for compression in ("", *COMPRESSED)}
+READERS |= {".parquet": _parquet, ".arrow": _arrow}
+
+
+def reader(path: Path):
+    """Return the function that reads ``path``, by the end of its name, or None."""
+    return next((read for suffix, read in READERS.items() if path.name.lower().endswith(suffix)), None)

@@ -65,7 +65,7 @@ def test_every_record_is_a_document(name, tmp_path):
     if "jsonl" in name.lower():
         assert read(tmp_path, text_field="body")[0] == [""] * 4
     else:
-        with pytest.raises(DataError, match=f"{name} has no column 'body'; columns: .*other"):
+        with pytest.raises(DataError, match=f"{name} cannot be read: it has no column 'body'; columns: .*other"):
             read(tmp_path, text_field="body")
 
 
@@ -142,7 +142,11 @@ def test_a_damaged_file_is_refused_by_name(name, damage, tmp_path):
 
 def test_paths_that_are_refused(tmp_path):
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    for path, message in (("nothing.txt", "does not exist"), (".", "has no files ending in"), ("a.pdf", "ends in '.pdf'; supported: .txt")):
+    for path, message in (
+        ("nothing.txt", "does not exist"),
+        (".", "has no files that can be read; supported: .txt"),
+        ("a.pdf", "ends in '.pdf'; supported: .txt"),
+    ):
         with pytest.raises(DataError, match=message):
             documents.find_files([tmp_path / path])
 
