@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .data import pieces
+from .data import Documents, pieces
 from .documents import find_files, read_texts
 from .errors import DataError, OptionError
 
@@ -81,13 +81,12 @@ def held_out_loss(
         raise OptionError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
     if batch < 1:
         raise OptionError(f"batch is {batch}; it must be at least 1")
-    result = HeldOut()
-    files = find_files(paths, result.left_out)
+    left_out: Counter = Counter()
+    files = find_files(paths, left_out)
+    documents = Documents(({"text": text} for text in read_texts(files, text_field)), "text", f"read {len(files):,} files", left_out)
+    result = HeldOut(left_out=documents.left_out)
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
-        for text in read_texts(files, text_field):
-            if not text.strip():
-                result.left_out["documents without text"] += 1
-                continue
+        for text in documents:
             result.documents += 1
             result.bytes += len(text.encode())
             parts = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in pieces(text)]
@@ -97,7 +96,7 @@ def held_out_loss(
                 result.tokens += count
                 progress.update(count)
     if not result.tokens:
-        raise DataError(f"no text is left to evaluate on in {len(files):,} files: {dict(result.left_out)}")
+        raise DataError(f"no text is left to evaluate on: {documents}")
     return result
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import random
 import statistics
 import sys
@@ -190,27 +189,25 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[
         timer.timeit(1)
         return 1e3 * statistics.median(timer.timeit(1).median for _ in range(repeats))
 
-    peak = _peak_allocated(step, x.device) if x.device.type == "cuda" else _peak_resident(step)
-    return median_ms(forward), median_ms(step), peak / 2**20
+    return median_ms(forward), median_ms(step), _peak(step, x.device) / 2**20
 
 
-def _peak_allocated(run: Callable[[], None], device: torch.device) -> int:
-    """Return the bytes that a second ``run`` allocates at its peak on a CUDA device."""
-    run()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before
+def _peak(run: Callable[[], None], device: torch.device) -> float:
+    """Return the bytes that a second ``run`` allocates at its peak; on a CPU, by which it raises the process's resident memory.
 
-
-def _peak_resident(run: Callable[[], None]) -> float:
-    """Return the bytes by which a second ``run`` raises the process's resident memory; nan without Linux's resettable high-water mark."""
+    nan on a CPU without Linux's resettable high-water mark.
+    """
 
     def status(field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
     run()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
     try:
         ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
         Path("/proc/self/clear_refs").write_text("5")
@@ -340,11 +337,7 @@ def train(text: bytes, recipe: Recipe, device: torch.device, bar: bool = False) 
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    if math.isnan(value):
-        return "n/a"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

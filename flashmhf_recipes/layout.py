@@ -22,7 +22,7 @@ from flashmhf.distributed import parallelize, plan, shard_placement
 
 from .errors import OptionError
 
-_LAUNCHER = dict(os.environ)  # as the launcher set it: forget_accelerate changes it
+_LAUNCHER = dict(os.environ)  # as the launcher set it: RunTrainer takes accelerate's variables away
 REPLICATE, SHARD, HEADS = "dp_replicate", "dp_shard", "tp"
 
 
@@ -123,9 +123,3 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of the optimizer's parameters in the order in which its state numbers them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def forget_accelerate() -> None:
-    """accelerate would shard the model a second time, and refuses to without GPUs."""
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        os.environ.pop(name, None)

@@ -9,7 +9,7 @@ import os
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,8 +30,14 @@ from .layout import Layout, layout_of
 DEFAULT_PRESET = "flashmhf-128m"
 MICRO_BATCH = 8
 
-# Settings of TrainingArguments that do in a run what transformers' documentation says. Others are decided by an option or do not fit: the
-# run could not be resumed, it makes its own batches, is evaluated by the held-out loss alone; a setting of a later version is not known.
+# Settings of TrainingArguments that are options of a run, by their names there.
+OWN_ARGUMENTS = {
+    **{name: name for name in ("learning_rate", "weight_decay", "max_grad_norm", "seed")},
+    **{"output_dir": "output", "max_steps": "steps", "torch_compile": "compile", "gradient_checkpointing": "checkpointing"},
+    **{"logging_steps": "log_every", "save_steps": "save_every", "eval_steps": "eval_every"},
+}
+# Those that do in a run what transformers' documentation says. Others follow from options or do not fit: the run could not be resumed, it
+# makes its own batches, is evaluated by the held-out loss alone; a setting of a later version is not known.
 PASSED_ARGUMENTS = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "optim_target_modules", "adam_epsilon", "neftune_noise_alpha"),
     *("label_smoothing_factor", "average_tokens_across_devices", "tf32", "full_determinism", "use_cache", "torch_empty_cache_steps"),
@@ -44,7 +50,9 @@ PASSED_ARGUMENTS = {
     *("ddp_static_graph", "ddp_backend", "ddp_timeout", "debug", "skip_memory_metrics"),
 }
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
-_DECIDED_SETTINGS = {"vocab_size", "ffn_type", "bos_token_id", "eos_token_id", "pad_token_id"}
+_OWN_SETTINGS = {"vocab_size": "vocab_size", "ffn_type": "ffn"} | dict.fromkeys(
+    ("bos_token_id", "eos_token_id", "pad_token_id"), "tokenizer"
+)
 # Options that choose a model, which a trained model to start from has chosen already.
 _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 
@@ -186,11 +194,12 @@ class Options:
                 f"min_learning_rate is {self.min_learning_rate}; it must be above 0 and at most learning_rate = {self.learning_rate}"
             )
         chosen_device(self.device)
-        _check_settings("model", self.model, {entry.name for entry in fields(FlashMHFConfig) if entry.init} - _DECIDED_SETTINGS)
+        settings = {entry.name for entry in fields(FlashMHFConfig) if entry.init}
+        _check_settings("model", self.model, settings - _OWN_SETTINGS.keys(), _OWN_SETTINGS)
         positions = self.model.get("max_position_embeddings")
         if isinstance(positions, int) and self.length and positions < self.length:
             raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
-        _check_settings("arguments", self.arguments, PASSED_ARGUMENTS)
+        _check_settings("arguments", self.arguments, PASSED_ARGUMENTS, OWN_ARGUMENTS)
         defaults = {entry.name: entry.default for entry in fields(TrainingArguments)}
         for name, value in self.arguments.items():  # TrainingArguments does not check types
             expected = bool if isinstance(defaults[name], bool) else int | float if isinstance(defaults[name], int | float) else object
@@ -249,13 +258,13 @@ def naming(option: str, options: Options) -> Iterator[None]:
         raise OptionError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
-def _check_settings(option: str, given: Iterable[str], supported: set[str]) -> None:
-    """Refuse settings that are not supported, and name the option of that name, else a name that is nearly the same, else all."""
+def _check_settings(option: str, given: Iterable[str], supported: set[str], own: Mapping[str, str]) -> None:
+    """Refuse settings that are not supported, and name the option that each one is, else a name that is nearly the same, else all."""
     for name in given:
         if name not in supported:
             close = difflib.get_close_matches(name, supported, 1, 0.8)
             hint = f"did you mean {close[0]}?" if close else f"supported: {', '.join(sorted(supported))}"
-            raise OptionError(f"{option} cannot set {name}; " + (f"use {name}" if name in Options.__dataclass_fields__ else hint))
+            raise OptionError(f"{option} cannot set {name}; " + (f"use {own[name]}" if name in own else hint))
 
 
 def _absolute(name: str | None) -> str | None:
@@ -270,34 +279,23 @@ def training_arguments(options: Options) -> TrainingArguments:
     """
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     report = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
-    settings = dict(
-        output_dir=options.output,
-        max_steps=options.steps,
+    settings = {name: getattr(options, option) for name, option in OWN_ARGUMENTS.items()} | dict(
         per_device_eval_batch_size=options.evaluation_batch,
-        learning_rate=options.learning_rate,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         adam_beta1=options.betas[0],
         adam_beta2=options.betas[1],
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
         bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu),
         use_cpu=not on_gpu,
-        torch_compile=options.compile,
-        gradient_checkpointing=options.checkpointing,
-        seed=options.seed,
         remove_unused_columns=False,
         prediction_loss_only=True,
-        logging_steps=options.log_every,
         logging_first_step=True,
         logging_nan_inf_filter=False,
         save_strategy="steps",
-        save_steps=options.save_every,
         save_total_limit=None,  # RunTrainer removes old checkpoints, and only complete ones
         eval_strategy="steps" if options.eval_fraction else "no",
-        eval_steps=options.eval_every,
         report_to=report,
         disable_tqdm=True,
         dataloader_pin_memory=on_gpu,

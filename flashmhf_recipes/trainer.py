@@ -22,7 +22,7 @@ from flashmhf.nn.optim import PROJECTION_RATE
 
 from . import checkpoints
 from .errors import OptionError
-from .layout import Layout, forget_accelerate, load_optimizer, whole_model, whole_optimizer
+from .layout import Layout, load_optimizer, whole_model, whole_optimizer
 from .options import Options
 from .stopping import Stopped, StopSignals
 
@@ -48,20 +48,30 @@ class RunTrainer(Trainer, TrainerCallback):
             self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """The optimizer of the options; the Trainer calls this once the whole model has the checkpoint's weights, so it is sharded here.
+        """Make the optimizer of the options, with the groups of flashmhf.param_groups or the Trainer's own two.
 
-        Raises OptionError for an optimizer that makes groups of its own.
+        The Trainer calls this once the whole model has the checkpoint's weights, so it is sharded here. Raises OptionError for an
+        optimizer that makes groups of its own.
         """
+        options, args = self.options, self.args
         if self.layout.sharded:
-            self.layout.shard(self.model, self.args.device.type, self.options.compile)
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(self)
+            self.layout.shard(self.model, args.device.type, options.compile)
+        if options.optimizer == "muon":
+            rate = PROJECTION_RATE if options.param_groups else 1.0
+            groups = param_groups(self.model, args.learning_rate, args.weight_decay, projection_rate=rate, muon=True)
+            self.optimizer = Muon(groups, args.learning_rate, args.weight_decay, betas=(args.adam_beta1, args.adam_beta2))
+        elif options.param_groups:
+            optimizer, settings = self.get_optimizer_cls_and_kwargs(args, self.model)
+            if not isinstance(optimizer, type) or settings.keys() & {"params", "model", "optimizer_dict"}:
+                raise OptionError(f"param_groups is True; optim={args.optim} makes its own groups, turn it off")
+            self.optimizer = optimizer(param_groups(self.model, args.learning_rate, args.weight_decay), **settings)
         return super().create_optimizer(model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's. A sharded model gets accelerate's autocast but neither its DDP nor its FSDP."""
+        """As the Trainer's. A sharded model gets accelerate's autocast but neither its DDP nor its FSDP, which needs GPUs."""
         if self.layout.sharded:
-            forget_accelerate()
+            for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+                os.environ.pop(name, None)
         super().create_accelerator_and_postprocess()
         if self.layout.sharded:
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -136,37 +146,29 @@ class RunTrainer(Trainer, TrainerCallback):
             checkpoints.rotate(checkpoint.parent, self.options.keep, self.state.best_model_checkpoint)
 
     def _loader(self, dataset: Dataset, size: int) -> DataLoader:
+        """Batches in the data set's order, dealt out to the processes that see different sequences."""
         args = self.args
-        settings = {
-            name: getattr(args, f"dataloader_{name}") for name in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-        }
+        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
         return DataLoader(
             dataset,
             batch_sampler=_Turns(len(dataset), size, self.layout.data_processes, self.data_index),
             collate_fn=self.data_collator,
             worker_init_fn=_keep_worker,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            **settings,
+            **{name: getattr(args, f"dataloader_{name}") for name in names},
         )
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches in the data set's order, dealt out to the processes that see different sequences."""
         return self._loader(self.train_dataset, self.args.per_device_train_batch_size)
 
-    def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
-        """As :meth:`get_train_dataloader`; the last batch is repeated where there are no more."""
-        return self._loader(self.eval_dataset if eval_dataset is None else eval_dataset, self.args.per_device_eval_batch_size)
-
     @torch.no_grad()
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(self, *_, metric_key_prefix: str = "eval", **__) -> dict[str, float]:
         """Return the mean loss over sequences, in nats a token, without label smoothing.
 
         The sums of the batches are added in the batches' order, however many processes there are. The Trainer's own loop divides by the
         tokens of all processes' batches, of which some may be shorter. A signal ends the evaluation; a resumed run makes it again.
         """
         args, step = self.args, self.state.global_step
-        loader = self.get_eval_dataloader(eval_dataset)
-        samples = len(loader.dataset)
+        loader, samples = self._loader(self.eval_dataset, args.per_device_eval_batch_size), len(self.eval_dataset)
         sums = torch.zeros(math.ceil(samples / args.per_device_eval_batch_size), dtype=torch.float64, device=args.device)
         self.model.eval()
         for turn, inputs in enumerate(loader):
@@ -198,26 +200,11 @@ class RunTrainer(Trainer, TrainerCallback):
             unfinished.rmdir()
 
 
-def make_optimizer(trainer: RunTrainer) -> torch.optim.Optimizer | None:
-    """Return the optimizer with the groups of flashmhf.param_groups; None for the Trainer's own with its two groups.
-
-    Raises OptionError for an optimizer that makes groups of its own.
-    """
-    options, args, model = trainer.options, trainer.args, trainer.model
-    if options.optimizer == "muon":
-        rate = PROJECTION_RATE if options.param_groups else 1.0
-        groups = param_groups(model, args.learning_rate, args.weight_decay, projection_rate=rate, muon=True)
-        return Muon(groups, args.learning_rate, args.weight_decay, betas=(args.adam_beta1, args.adam_beta2))
-    if not options.param_groups:
-        return None
-    optimizer, settings = trainer.get_optimizer_cls_and_kwargs(args, model)
-    if not isinstance(optimizer, type) or settings.keys() & {"params", "model", "optimizer_dict"}:
-        raise OptionError(f"param_groups is True; optim={args.optim} makes its own groups, turn it off")
-    return optimizer(param_groups(model, args.learning_rate, args.weight_decay), **settings)
-
-
 class _Turns(Sampler[list[int]]):
-    """The batches of ``size`` consecutive samples that process ``index`` of ``processes`` gets: every one of them gets as many."""
+    """The batches of ``size`` consecutive samples that process ``index`` of ``processes`` gets: every one of them gets as many.
+
+    The last batch is repeated where there are no more.
+    """
 
     def __init__(self, samples: int, size: int, processes: int, index: int):
         self.samples, self.size, self.processes, self.index = samples, size, processes, index

@@ -223,4 +223,4 @@ def test_equal_parameters(sizes):
 def test_table_shows_what_did_not_fit():
     setting = first_run.Setting(torch.device("cpu"), torch.float32, 64, 2, 2, 32, 1, (16,), 1, 60.0)
     measurements = [first_run.Measurement(name, 1, 16, math.nan, math.nan, math.nan) for name in first_run.COLORS]
-    assert "n/a" in first_run.table(setting, [], measurements, {})
+    assert "nan" in first_run.table(setting, [], measurements, {})

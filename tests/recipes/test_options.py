@@ -32,7 +32,9 @@ def test_every_setting_of_transformers_has_a_place(entry):
     if name in module.PASSED_ARGUMENTS:
         assert resolved(arguments={name: value}).arguments == {name: value}
     else:
-        with pytest.raises(ValueError, match=f"^arguments cannot set {name}; (use {name}|did you mean|supported: activation_)"):
+        with pytest.raises(
+            ValueError, match=f"^arguments cannot set {name}; (use {module.OWN_ARGUMENTS.get(name)}|did you mean|supported: activation_)"
+        ):
             resolved(arguments={name: value})
 
 
@@ -82,7 +84,7 @@ def test_presets_and_networks_combine(settings, name):
     [
         ({"arguments": {"adam_epsilom": 1}}, "arguments cannot set adam_epsilom; did you mean adam_epsilon?"),
         ({"arguments": {"nosuch": 1}}, "arguments cannot set nosuch; supported: activation_checkpointing_kwargs, "),
-        ({"arguments": {"learning_rate": 1}}, "arguments cannot set learning_rate; use learning_rate"),
+        ({"arguments": {"max_steps": 1}}, "arguments cannot set max_steps; use steps"),
         ({"arguments": {"optim": "schedule_free_adamw"}}, "schedule-free optimizers are not supported"),
         ({"arguments": {"adam_epsilon": "x"}}, "arguments sets adam_epsilon to 'x'; it must be a number"),
         ({"arguments": {"logging_first_step": 3}}, "arguments sets logging_first_step to 3; it must be true or false"),
@@ -96,8 +98,8 @@ def test_presets_and_networks_combine(settings, name):
         ({"dataset": "pile"}, "give one of data, dataset and tokens"),
         ({"learning_rate": 1e-6}, "min_learning_rate is 1e-05; it must be above 0 and at most learning_rate = 1e-06"),
         ({"model": {"vocab_size": 9999}}, "model cannot set vocab_size; use vocab_size"),
-        ({"model": {"ffn_type": "pkv"}}, "model cannot set ffn_type; "),
-        ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; "),
+        ({"model": {"ffn_type": "pkv"}}, "model cannot set ffn_type; use ffn"),
+        ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; use tokenizer"),
         ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
         ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
     ],
