@@ -22,13 +22,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive_integer(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 on")
+    return int(text)
 
 
 def assignment(text: str) -> tuple[str, object]:

@@ -53,11 +53,16 @@ def mark_complete(checkpoint: Path) -> None:
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         _sync(path)
         sizes[str(path.relative_to(checkpoint))] = path.stat().st_size
-    partial = checkpoint / (MARK + ".partial")
-    partial.write_text(json.dumps({"sizes": sizes}, indent=1) + "\n")
-    _sync(partial)
-    partial.replace(checkpoint / MARK)
+    write_whole(checkpoint / MARK, json.dumps({"sizes": sizes}, indent=1) + "\n")
     _sync(checkpoint)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that gets its name when it is on the disk."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    _sync(partial)
+    partial.replace(path)
 
 
 def _sync(path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from .documents import find_files, read_texts
+from .documents import find_files, read
 from .errors import DataError
 
 PIECE, GROUP = 1 << 16, 256  # characters tokenised as one text, and such texts at once: bounds memory for documents of any size
@@ -58,7 +58,7 @@ class Documents:
 def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:
     """Return the documents of files in an order drawn with ``seed``. The folder ``cache`` holds their text once more and may then go.
 
-    Raises DataError as :func:`find_files` and :func:`read_texts` do.
+    Raises DataError as :func:`find_files` and :func:`read` do.
     """
     import datasets
 
@@ -67,7 +67,7 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
     files = find_files(paths, left_out)
     try:
         table = datasets.Dataset.from_generator(
-            _records,
+            read,
             features=datasets.Features({"text": datasets.Value("large_string")}),
             gen_kwargs={"files": files, "text_field": text_field},
             cache_dir=str(cache),
@@ -78,11 +78,6 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
         raise next((cause for cause in causes if isinstance(cause, DataError)), error) from None
     origin = f"read {len(files):,} files, {len(table):,} documents, in an order drawn with seed {seed}"
     return Documents(table.shuffle(seed=seed), "text", origin, left_out)
-
-
-def _records(files: list[Path], text_field: str) -> Iterator[dict]:
-    for text in read_texts(files, text_field):
-        yield {"text": text}
 
 
 def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:

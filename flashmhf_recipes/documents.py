@@ -52,8 +52,8 @@ def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
                 left_out[f"files ending in {path.suffix!r}" if path.suffix else "files without a suffix"] += 1
 
 
-def read_texts(files: Iterable[Path], text_field: str = "text") -> Iterator[str]:
-    """Yield the documents of ``files`` in order: a text file whole, of other formats every record's text in ``text_field``.
+def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, str]]:
+    """Yield {"text": document} for the documents of ``files`` in order: a text file whole, of other formats every record's ``text_field``.
 
     A record without a text yields "". Raises DataError that names the file for one that cannot be read, that is damaged, binary or not
     UTF-8, with a line that is not JSON, or without the column.
@@ -63,7 +63,7 @@ def read_texts(files: Iterable[Path], text_field: str = "text") -> Iterator[str]
     for path in files:
         try:
             for value in reader(path)(path, text_field):
-                yield value if isinstance(value, str) and not _UNPAIRED_SURROGATE.search(value) else ""
+                yield {"text": value if isinstance(value, str) and not _UNPAIRED_SURROGATE.search(value) else ""}
         except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .data import Documents, pieces
-from .documents import find_files, read_texts
+from .documents import find_files, read
 from .errors import DataError, OptionError
 
 # lm-eval's names of the paper's tasks: HellaSwag, SIQA, PIQA, OBQA, WinoGrande, RACE.
@@ -83,7 +83,7 @@ def held_out_loss(
         raise OptionError(f"batch is {batch}; it must be at least 1")
     left_out: Counter = Counter()
     files = find_files(paths, left_out)
-    documents = Documents(({"text": text} for text in read_texts(files, text_field)), "text", f"read {len(files):,} files", left_out)
+    documents = Documents(read(files, text_field), "text", f"read {len(files):,} files", left_out)
     result = HeldOut(left_out=documents.left_out)
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
         for text in documents:

@@ -95,17 +95,12 @@ def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment:
     return Layout(processes // (tp * dp_shard), dp_shard, tp)
 
 
-_WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def whole_model(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state as whole tensors on the CPU of process 0; other processes get nothing. Every process calls this."""
-    return state_dict.get_model_state_dict(model, options=_WHOLE)
+WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors on the CPU of process 0; others get nothing
 
 
 def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what ``optimizer.state_dict()`` of an unsharded run holds, on process 0. Every process calls this."""
-    state = state_dict.get_optimizer_state_dict(model, optimizer, options=_WHOLE)
+    state = state_dict.get_optimizer_state_dict(model, optimizer, options=WHOLE)
     number = {name: index for index, name in enumerate(_names(model, optimizer))}
     groups = [group | {"params": sorted(number[name] for name in group["params"])} for group in state.get("param_groups", ())]
     return {"state": {number[name]: values for name, values in state.get("state", {}).items()}, "param_groups": groups}
@@ -116,7 +111,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: di
     names = _names(model, optimizer)
     groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     named = {"state": {names[index]: values for index, values in state["state"].items()}, "param_groups": groups}
-    state_dict.set_optimizer_state_dict(model, optimizer, named, options=_WHOLE)
+    state_dict.set_optimizer_state_dict(model, optimizer, named, options=WHOLE)
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .checkpoints import write_whole
 from .errors import TrainingError
 from .plots import draw_losses
 
@@ -35,10 +36,7 @@ def read_rows(output: Path) -> list[dict]:
 
 def keep_rows(output: Path, step: int) -> None:
     """Drops the rows after ``step``, which a resumed run records again."""
-    rows = [row for row in read_rows(output) if row["step"] <= step]
-    partial = output / (FILE + ".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    partial.replace(output / FILE)
+    write_whole(output / FILE, "".join(json.dumps(row) + "\n" for row in read_rows(output) if row["step"] <= step))
 
 
 class MetricsCallback(TrainerCallback):

@@ -9,7 +9,7 @@ import os
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -56,7 +56,7 @@ _OWN_SETTINGS = {"vocab_size": "vocab_size", "ffn_type": "ffn"} | dict.fromkeys(
 # Options that choose a model, which a trained model to start from has chosen already.
 _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 
-# What is supported of a number, and whether a value is. NaN is nowhere. Integers that are not here are supported from 1 on.
+# What is supported of a number, and whether a value is. NaN is nowhere.
 _RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
     "warmup": ("a share of the steps below 1, or steps from 1 on", lambda x: 0 <= x < math.inf),
@@ -67,6 +67,13 @@ _RANGES = {
     "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
     "keep": ("integers from 2 on, so that one checkpoint is complete at any moment", lambda x: isinstance(x, int) and x >= 2),
 }
+
+
+def _range_of(kind: Any) -> tuple[str, Callable[[Any], bool]]:
+    """Return the same for options of a type that are not in the table. None stands for the preset's value."""
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(typing.get_args(kind)), typing.get_args(kind).__contains__
+    return "integers from 1 on", lambda x: kind is not int or x is None or (isinstance(x, int) and x >= 1)
 
 
 def _option(default: object, help: str, **metadata: str) -> Any:
@@ -176,13 +183,7 @@ class Options:
         if sum(map(bool, (self.data, self.dataset, self.tokens))) != 1:
             raise OptionError("give one of data, dataset and tokens")
         for name, kind in option_types().items():
-            value, chosen = getattr(self, name), typing.get_args(kind) if typing.get_origin(kind) is Literal else None
-            if kind is int and value is not None and name not in _RANGES and not (isinstance(value, int) and value >= 1):
-                raise OptionError(f"{name} is {value!r}; supported: integers from 1 on")
-            if chosen and value not in chosen:
-                raise OptionError(f"{name} is {value!r}; supported: {', '.join(chosen)}")
-        for name, (supported, holds) in _RANGES.items():
-            value = getattr(self, name)
+            value, (supported, holds) = getattr(self, name), _RANGES.get(name) or _range_of(kind)
             try:
                 inside = holds(value)
             except TypeError:  # not a number
@@ -289,12 +290,8 @@ def training_arguments(options: Options) -> TrainingArguments:
         adam_beta2=options.betas[1],
         bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu),
         use_cpu=not on_gpu,
-        remove_unused_columns=False,
-        prediction_loss_only=True,
         logging_first_step=True,
         logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_total_limit=None,  # RunTrainer removes old checkpoints, and only complete ones
         eval_strategy="steps" if options.eval_fraction else "no",
         report_to=report,
         disable_tqdm=True,

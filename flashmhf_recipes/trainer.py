@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -22,7 +23,7 @@ from flashmhf.nn.optim import PROJECTION_RATE
 
 from . import checkpoints
 from .errors import OptionError
-from .layout import Layout, load_optimizer, whole_model, whole_optimizer
+from .layout import WHOLE, Layout, load_optimizer, whole_optimizer
 from .options import Options
 from .stopping import Stopped, StopSignals
 
@@ -79,7 +80,7 @@ class RunTrainer(Trainer, TrainerCallback):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model and the tokenizer, for any layout."""
         directory = output_dir or self.args.output_dir
-        state = whole_model(self.model) if self.layout.sharded else None
+        state = get_model_state_dict(self.model, options=WHOLE) if self.layout.sharded else None
         if self.args.should_save:
             self.accelerator.unwrap_model(self.model, keep_torch_compile=False).save_pretrained(directory, state_dict=state)
             self.processing_class.save_pretrained(directory)
@@ -119,12 +120,9 @@ class RunTrainer(Trainer, TrainerCallback):
         if progress:  # version 0.1 wrote none
             self._tr_loss.fill_(progress["loss_sum"])
             self._globalstep_last_logged = progress["logged_step"]
-        scheduler = self.lr_scheduler
-        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-            rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-            scheduler._last_lr = rates
-            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.LambdaLR):
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step < state.max_steps and self.signals.agreed():

@@ -92,7 +92,7 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     with StopSignals() as signals, _locked(output):
         if first_process():
             _refuse_occupied(output, options)  # another process may have been faster
-            _write_json(output / RUN, asdict(options))
+            checkpoints.write_whole(output / RUN, json.dumps(asdict(options), indent=1) + "\n")
         try:
             return _train(options, arguments, bar, callbacks, signals, None, trained)
         except Exception as error:
@@ -139,7 +139,7 @@ def resume(
             metrics.keep_rows(output, done)
             if options.steps != before:
                 changes.append(_change_of_steps(arguments, done, before, options.steps))
-                _write_json(output / RUN, asdict(options) | stored | {CHANGES: changes})
+                checkpoints.write_whole(output / RUN, json.dumps(asdict(options) | stored | {CHANGES: changes}, indent=1) + "\n")
         return _train(options, arguments, bar, callbacks, signals, checkpoint)
 
 
@@ -185,12 +185,6 @@ def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after
         f"{rate(after):.3g} instead of {rate(before):.3g}"
     )
     return {"after_step": done, "steps": [before, after], "learning_rate": [rate(before), rate(after)]}
-
-
-def _write_json(path: Path, content: dict) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
 
 
 @contextmanager

@@ -126,8 +126,8 @@ def test_bench_takes_sizes(small, capsys):
 
 MISTAKES = [
     (["bench", "--device", "cpu", "--d-model", "64", "--num-heads", "3"], "--d-model 64 is not a multiple of --num-heads 3"),
-    (["bench", "--lengths", "0"], "argument --lengths: 0 is not positive; flashmhf bench --help lists the options"),
-    (["--steps", "many"], "argument --steps: 'many' is not an integer"),
+    (["bench", "--lengths", "0"], "argument --lengths: '0' is not an integer from 1 on; flashmhf bench --help lists the options"),
+    (["--steps", "many"], "argument --steps: 'many' is not an integer from 1 on"),
     (["--device", "tpu"], "device is 'tpu'; supported: auto, cpu, cuda, cuda:N"),
     (["nonsense"], "nonsense is not an option or a command; commands: info, check"),
     (["--device", "cpu", "bench"], "bench is not an option or a command; options come after the command"),
@@ -136,7 +136,7 @@ MISTAKES = [
     (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
     (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
     (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
-    (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: 0 is not positive"),
+    (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: '0' is not an integer from 1 on"),
     (["train", "--data", "x"], "the following arguments are required: --output"),
     (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
     (["train", "--output", "./run"], "give one of data, dataset and tokens"),

@@ -24,7 +24,7 @@ from flashmhf_recipes.errors import DataError  # noqa: E402
 def read(*paths, **kwargs) -> tuple[list[str], dict]:
     """The documents' texts, and what was left out."""
     left_out = Counter()
-    return list(documents.read_texts(documents.find_files(paths, left_out), **kwargs)), dict(left_out)
+    return [record["text"] for record in documents.read(documents.find_files(paths, left_out), **kwargs)], dict(left_out)
 
 
 @pytest.fixture(scope="module")
