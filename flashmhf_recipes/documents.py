@@ -131,11 +131,7 @@ def _arrow(path: Path, text_field: str) -> Iterator[object]:
                 yield from batch.column(reader.schema.get_field_index(text_field)).to_pylist()
 
 
-_TEXT_READERS = {
-    **dict.fromkeys((".txt", ".text", ".md"), _text),
-    **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
-    ".csv": _csv,
-}
+_TEXT_READERS = {**dict.fromkeys((".txt", ".text", ".md"), _text), **dict.fromkeys((".jsonl", ".ndjson"), _json_lines), ".csv": _csv}
 READERS = {suffix + compression: read for suffix, read in _TEXT_READERS.items() for compression in ("", *COMPRESSED)}
 READERS |= {".parquet": _parquet, ".arrow": _arrow}
 

@@ -8,13 +8,7 @@ from transformers import PreTrainedModel
 from flashmhf.nn.multihead import GroupedHeads
 
 # Dense bf16 tensor-core peaks, FLOP/s, by the device's name; the first that the name contains.
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100": 989.4e12,
-    "H200": 989.4e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-}
+PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "B200": 2250e12}
 
 
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:

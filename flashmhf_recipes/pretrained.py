@@ -18,12 +18,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load(
-    name: str,
-    *,
-    tokenizer_name: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    fp8: bool = False,
+    name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto", fp8: bool = False
 ) -> tuple[PreTrainedModel, object]:
     """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
 
@@ -49,14 +44,7 @@ def load(
     return model, tokenizer
 
 
-def save_fp8(
-    name: str,
-    output: Path,
-    *,
-    tokenizer_name: str | None = None,
-    device: str = "auto",
-    dtype: str = "bfloat16",
-) -> None:
+def save_fp8(name: str, output: Path, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "bfloat16") -> None:
     """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
 
     ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises what

@@ -20,14 +20,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PrinterCallback,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, default_data_collator, set_seed
 
 from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, preset
