@@ -28,18 +28,14 @@ BUFFERED_RECORDS = 10_000  # of a streamed data set, from which the next record 
 TOKENS, MANIFEST = "tokens.bin", "manifest.json"
 
 
+@dataclass
 class Documents:
-    """Texts in the order in which a run takes them, and what there is to say of them.
+    """Texts in the order in which a run takes them, and what there is to say of them."""
 
-    Args:
-        records: mappings with the text in ``field``; iterated once for the tokenizer and once for the tokens.
-        field: of the text.
-        origin: a line that says what the records are.
-        left_out: counts of what was not read; those of documents without text are added while the documents are read.
-    """
-
-    def __init__(self, records: Iterable[dict], field: str, origin: str, left_out: Counter | None = None):
-        self.records, self.field, self.origin, self.left_out = records, field, origin, Counter(left_out)
+    records: Iterable[dict]  # iterated once for the tokenizer and once for the tokens
+    field: str  # of a record, that holds the text
+    origin: str  # what the records are
+    left_out: Counter  # what was not read; documents without text are counted while they are read
 
     def __iter__(self) -> Iterator[str]:
         self.left_out["documents without text"] = 0
@@ -92,7 +88,7 @@ def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
         stream = datasets.load_dataset(path, config or None, split=split, streaming=True)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"data set {name!r} cannot be read: {error}") from error
-    return Documents(stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS), text_field, f"read data set {name}")
+    return Documents(stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS), text_field, f"read data set {name}", Counter())
 
 
 def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:

@@ -396,9 +396,8 @@ def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], t
         lengths = sorted({m.length for m in measurements})
         for axis, attribute in zip(axes, ("step_ms", "peak_mib"), strict=True):
             for name, color in COLORS.items():
-                points = [(m.length, getattr(m, attribute)) for m in measurements if m.module == name]
-                if points:
-                    axis.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+                found = [m for m in measurements if m.module == name]
+                axis.plot([m.length for m in found], [getattr(m, attribute) for m in found], "o-", color=color, label=name)
             axis.set(title=FIGURES[attribute], xlabel=f"length (batch {setting.batch})", xscale="log", yscale="log")
             axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
             axis.set_xticks([], minor=True)
@@ -411,7 +410,7 @@ def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], t
         loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")
         for axis in (*axes, loss_axis):
             axis.grid(True, which="both", alpha=0.3)
-            if axis.get_legend_handles_labels()[1]:
+            if axis.lines:
                 axis.legend()
         figure.suptitle(headline(setting))
 

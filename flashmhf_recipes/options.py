@@ -27,7 +27,6 @@ from .arguments import chosen_device
 from .errors import OptionError
 from .layout import Layout, layout_of
 
-DEFAULT_PRESET = "flashmhf-128m"
 MICRO_BATCH = 8
 
 # Settings of TrainingArguments that are options of a run, by their names there.
@@ -150,12 +149,15 @@ class Options:
         defaults = {"batch": scale.batch, "steps": scale.steps, "learning_rate": scale.learning_rate}
         if chosen:
             defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
+        given = {
+            name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer", "chat_template")
+        }  # a path, or a name of the hub
         resolved = replace(
             self,
             preset=chosen and chosen.name,
             ffn=None,
             data=[os.path.abspath(path) for path in self.data],
-            **{name: _absolute(getattr(self, name)) for name in ("tokens", "init_from", "tokenizer", "chat_template")},
+            **{name: os.path.abspath(given[name]) for name in given if given[name] and Path(given[name]).exists()},
             **{name: value for name, value in defaults.items() if getattr(self, name) is None},
         )
         resolved._check()
@@ -164,7 +166,7 @@ class Options:
     def _preset(self) -> Preset:
         if self.ffn is not None and self.ffn not in FFN_TYPES:
             raise OptionError(f"ffn is {self.ffn!r}; supported: {', '.join(FFN_TYPES)}")
-        name = self.preset or DEFAULT_PRESET
+        name = self.preset or "flashmhf-128m"
         if name in SCALES:
             name = f"{self.ffn or 'flashmhf'}-{name}"
         elif self.ffn is not None:
@@ -268,11 +270,6 @@ def _check_settings(option: str, given: Iterable[str], supported: set[str], own:
             raise OptionError(f"{option} cannot set {name}; " + (f"use {own[name]}" if name in own else hint))
 
 
-def _absolute(name: str | None) -> str | None:
-    """The absolute path where ``name`` is one; a name of the Hugging Face hub stays."""
-    return os.path.abspath(name) if name and Path(name).exists() else name
-
-
 def training_arguments(options: Options) -> TrainingArguments:
     """Return transformers' arguments for resolved options: cosine to a minimum learning rate, warm-up as a share of the steps.
 
@@ -326,20 +323,13 @@ def schedule(arguments: TrainingArguments, steps: int) -> torch.optim.lr_schedul
     return get_scheduler(arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(steps), steps, kwargs)
 
 
-def model_config(options: Options) -> FlashMHFConfig:
-    """Return the configuration of a new model for resolved options; the tokenizer's numbers are not in it yet.
+def empty_model(options: Options) -> PreTrainedModel:
+    """Return a new model for resolved options on the meta device; the tokenizer's numbers are not in its configuration yet.
 
     Raises OptionError for sizes that no model has.
     """
     chosen = preset(options.preset)
     positions = max(chosen.scale.context, options.length)
-    with naming("model", options):
+    with naming("model", options), torch.device("meta"):
         config = chosen.config(**{"max_position_embeddings": positions, "vocab_size": options.vocab_size, **options.model})
-        empty_model(config)
-    return config
-
-
-def empty_model(config: FlashMHFConfig) -> PreTrainedModel:
-    """Return the configuration's model on the meta device."""
-    with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

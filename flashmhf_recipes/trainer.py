@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from flashmhf.nn import Muon, param_groups
@@ -23,7 +23,7 @@ from flashmhf.nn.optim import PROJECTION_RATE
 
 from . import checkpoints
 from .errors import OptionError
-from .layout import WHOLE, Layout, load_optimizer, whole_optimizer
+from .layout import WHOLE, load_optimizer, whole_optimizer
 from .options import Options
 from .stopping import Stopped, StopSignals
 
@@ -34,16 +34,17 @@ class RunTrainer(Trainer, TrainerCallback):
     """The Trainer, and the first callback of its own loop. Arguments beyond the Trainer's:
 
     options: of the run, resolved.
-    layout: how the run lies over the processes.
     checkpoint: the one that training continues from, or None.
     signals: end training after the step in which one came, with a checkpoint.
     """
 
-    def __init__(self, *, options: Options, layout: Layout, checkpoint: Path | None, signals: StopSignals, callbacks: list, **kwargs):
-        self.options, self.layout, self.checkpoint, self.signals = options, layout, checkpoint, signals
+    def __init__(
+        self, *, options: Options, checkpoint: Path | None, signals: StopSignals, args: TrainingArguments, callbacks: list, **kwargs
+    ):
+        self.options, self.checkpoint, self.signals, self.layout = options, checkpoint, signals, options.layout(args.world_size)
         self.stopped = self.evaluation_due = False
-        super().__init__(callbacks=[self, *callbacks], **kwargs)
-        self.data_index = layout.data_index(self.args.process_index)
+        super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
+        self.data_index = self.layout.data_index(args.process_index)
         if self.model.config.tie_word_embeddings:
             # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them again.
             self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)

@@ -29,7 +29,7 @@ from . import checkpoints, data, metrics, pretrained
 from .documents import find_files
 from .errors import DataError, OptionError
 from .flops import peak_flops, training_flops_per_token
-from .options import Options, empty_model, model_config, naming, schedule, training_arguments
+from .options import Options, empty_model, naming, schedule, training_arguments
 from .stopping import Stopped, StopSignals
 from .tokenizer import chat_template
 from .tokenizer import load as load_tokenizer
@@ -78,7 +78,7 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if options.chat_template is not None:
         chat_template(options.chat_template)
     trained = _load_trained(options) if options.init_from else None
-    model = trained[0] if trained else empty_model(model_config(options))
+    model = trained[0] if trained else empty_model(options)
     arguments = training_arguments(options)
     options.layout(arguments.world_size).check(model)
     _warn_of_short_warmup(options, arguments)
@@ -274,7 +274,6 @@ def _train(
     with naming("arguments", options):  # what transformers looks at only now
         trainer = RunTrainer(
             options=options,
-            layout=options.layout(arguments.world_size),
             checkpoint=checkpoint,
             signals=signals,
             model=model,
@@ -299,7 +298,7 @@ def _train(
 
 
 def _new_model(options: Options, tokenizer) -> PreTrainedModel:
-    config = model_config(options)
+    config = empty_model(options).config
     config.vocab_size = max(options.vocab_size, len(tokenizer))
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = None  # an embedding with a padding token trains that row differently
@@ -309,9 +308,7 @@ def _new_model(options: Options, tokenizer) -> PreTrainedModel:
 
 
 def _stored(output: Path):
-    """Return (tokenizer, tokens) of a run that has stored them, else None."""
-    if not (output / DATA / data.MANIFEST).exists():
-        return None
+    """Return (tokenizer, tokens) of a run that has stored them."""
     return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
 
 
@@ -348,10 +345,11 @@ def prepare(options: Options, bar: bool) -> None:
 
 def _take_tokens(source: Path, output: Path, template: str | None) -> None:
     """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no more."""
-    if (found := _stored(source)) is None:
+    if not (source / DATA / data.MANIFEST).exists():
         raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-    _save_tokenizer(found[0], output, template)
-    if load_tokenizer(str(output / TOKENIZER)).get_vocab() != found[0].get_vocab():
+    tokenizer, _ = _stored(source)
+    _save_tokenizer(tokenizer, output, template)
+    if load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab():
         raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
     with _whole(output / DATA) as partial:
         shutil.copytree(source / DATA, partial, copy_function=_link)

@@ -203,7 +203,7 @@ def test_long_words_do_not_stop_tokenizer_training(text):
 
 
 def stored(directory, bpe, texts=("alpha beta", "gamma"), max_tokens=10**6):
-    report = data.store(directory, data.Documents([{"text": text} for text in texts], "text", "texts"), bpe, max_tokens)
+    report = data.store(directory, data.Documents([{"text": text} for text in texts], "text", "texts", Counter()), bpe, max_tokens)
     return data.load(directory), report
 
 

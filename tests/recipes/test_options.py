@@ -18,7 +18,7 @@ pytest.importorskip("accelerate")
 from transformers import TrainingArguments
 
 from flashmhf_recipes import options as module
-from flashmhf_recipes.options import Options, model_config, training_arguments
+from flashmhf_recipes.options import Options, empty_model, training_arguments
 
 
 def resolved(**settings) -> Options:
@@ -133,7 +133,7 @@ def test_numbers_out_of_range_are_named(name, values):
 @pytest.mark.parametrize("settings", [{"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3}])
 def test_sizes_that_no_model_has(settings):
     with pytest.raises(ValueError, match="^model: "):
-        model_config(resolved(model=settings))
+        empty_model(resolved(model=settings))
 
 
 def test_a_report_needs_its_package():
