@@ -6,7 +6,6 @@ import pathlib
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -22,11 +21,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
+from targets import TARGETS, Target  # noqa: E402
 
 import flashmhf  # noqa: E402
 from benchmarks.harness import environment  # noqa: E402
 from flashmhf import backends  # noqa: E402
-from flashmhf.testing import poisoned_memory  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -76,68 +75,29 @@ def pytest_sessionfinish():
     gc.unfreeze()  # else nanobind, in Triton, reports all of its objects as leaked at exit
 
 
-@dataclass(frozen=True)
-class Target:
-    """A back end on a device, with the dtypes and head dimensions that it promises."""
-
-    backend: str
-    device: str
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        return {
-            "eager": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-            "triton": (torch.float32, torch.bfloat16, torch.float16),
-            "hopper": (torch.bfloat16, torch.float16),
-        }[self.backend]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The one for tests that need no others."""
-        return torch.float32 if self.device == "cpu" else torch.bfloat16
-
-    @property
-    def fixed_limits(self) -> bool:
-        return self.backend != "eager"
-
-    def call(self, name: str, *args, deterministic: bool = False, **kwargs):
-        """torch.ops.flashmhf.<name> on this back end with NaN-poisoned outputs."""
-        with poisoned_memory():
-            return getattr(torch.ops.flashmhf, name)(*args, backend=self.backend, deterministic=deterministic, **kwargs)
-
-
-TARGETS = [
-    pytest.param(Target("eager", "cpu"), id="eager-cpu"),
-    pytest.param(Target("eager", "cuda"), id="eager-cuda", marks=pytest.mark.gpu),
-    pytest.param(Target("triton", "cuda"), id="triton", marks=pytest.mark.gpu),
-    pytest.param(Target("hopper", "cuda"), id="hopper", marks=pytest.mark.gpu),
-]
+def skip_unless_usable(backend: str, reason: str | None) -> None:
+    if reason:
+        pytest.skip(f"{backend} is not usable here: {reason}")
 
 
 @pytest.fixture(params=TARGETS)
 def target(request) -> Target:
     chosen = request.param
     device = torch.device(chosen.device, torch.cuda.current_device()) if chosen.device == "cuda" else torch.device(chosen.device)
-    reason = backends.BACKENDS[chosen.backend].why_not(device, torch.float16, d_h=64, d_e=64)
-    if reason:
-        pytest.skip(f"{chosen.backend} is not usable here: {reason}")
+    skip_unless_usable(chosen.backend, backends.BACKENDS[chosen.backend].why_not(device, torch.float16, d_h=64, d_e=64))
     return chosen
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "hopper")])
 def gpu_backend(request) -> str:
     """Each fused GPU back end that is usable here."""
-    reason = flashmhf.info().reasons[request.param]
-    if reason:
-        pytest.skip(f"{request.param} is not usable here: {reason}")
+    skip_unless_usable(request.param, flashmhf.info().reasons[request.param])
     return request.param
 
 
 @pytest.fixture
 def needs_hopper() -> None:
-    reason = flashmhf.info().reasons["hopper"]
-    if reason:
-        pytest.skip(f"hopper is not usable here: {reason}")
+    skip_unless_usable("hopper", flashmhf.info().reasons["hopper"])
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
 """Derivatives: gradcheck, what is saved, what is refused, autocast, checkpointing, main_grad accumulation."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
+from targets import Calls, arguments, call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flashmhf
@@ -13,9 +15,9 @@ from flashmhf.testing import assert_accurate, problem
 ops = torch.ops.flashmhf
 
 
-def leaves(p, *, router=False):
-    last = p.w if router else p.r
-    return [None if x is None else x.detach().requires_grad_() for x in (*p.operands, last)]
+def leaves(p, name="forward"):
+    """The arguments of an operator, the tensors requiring gradients."""
+    return [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments(name, p)]
 
 
 def float64_problem(gate="same", **kwargs):
@@ -25,16 +27,11 @@ def float64_problem(gate="same", **kwargs):
 @pytest.mark.parametrize("activation", list(reference.ACTIVATIONS))
 @pytest.mark.parametrize(("gate", "kv_heads"), [("same", 2), (None, 2), ("same", 1)])
 def test_gradcheck(gate, kv_heads, activation):
-    p = float64_problem(gate, num_kv_heads=kv_heads)
+    p = dataclasses.replace(float64_problem(gate, num_kv_heads=kv_heads), eps=0.1)
     assert torch.autograd.gradcheck(functools.partial(flashmhf.flash_mhf, activation=activation), leaves(p))
     if gate:
-        gated = functools.partial(ops.gated_forward, eps=0.1, activation=activation)
-        assert torch.autograd.gradcheck(gated, leaves(p, router=True))
-
-
-def test_gradcheck_of_the_router():
-    p = float64_problem()
-    assert torch.autograd.gradcheck(functools.partial(flashmhf.gate, eps=0.1), (p.q.requires_grad_(), p.w.requires_grad_()))
+        assert torch.autograd.gradcheck(functools.partial(ops.gated_forward, activation=activation), leaves(p, "gated_forward"))
+        assert torch.autograd.gradcheck(flashmhf.gate, (p.q.requires_grad_(), p.w.requires_grad_(), p.eps))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -103,6 +100,8 @@ def test_second_derivatives_raise(target):
         gradient_penalty(lambda x: flashmhf.flash_mhf(x, *rest, backend=target.backend), q)
     with pytest.raises(NotImplementedError, match='second derivative.*backend="reference"'):
         gradient_penalty(lambda x: ops.gated_forward(x, *rest[:3], p.w, p.eps, backend=target.backend), q)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        call("backward_accumulate_", dataclasses.replace(p, q=q), *(torch.zeros_like(p.k) for _ in range(3)))
 
 
 def test_function_transforms_and_forward_mode_raise():
@@ -146,26 +145,18 @@ def test_deterministic_flag_is_read_in_forward(monkeypatch):
 
 @pytest.mark.parametrize("name", ["forward", "gated_forward"])
 def test_autocast_casts_operands_and_keeps_the_gate(name):
-    p = problem((2, 50), 2, 64, 3, 64, torch.float32)
-    eps = [p.eps] if name == "gated_forward" else []
-    seen = {}
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "flashmhf":
-                seen[func.__name__] = [a.dtype for a in args if isinstance(a, torch.Tensor)]
-            return func(*args, **(kwargs or {}))
-
-    inputs = leaves(p, router=name == "gated_forward")
-    with torch.autocast("cpu", dtype=torch.bfloat16), Spy():
-        out = getattr(ops, name)(*inputs, *eps)
+    p = problem((2, 50), 4, 64, 3, 64, torch.float32, num_kv_heads=2)
+    operator, inputs = functools.partial(getattr(ops, name), activation="gelu"), leaves(p, name)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Calls() as calls:
+        out = operator(*inputs)
         out.float().sum().backward()
     assert out.dtype == torch.bfloat16
-    assert seen[f"{name}.default"] == [torch.bfloat16] * 4 + [torch.float32]
-    assert all(x.grad.dtype == torch.float32 for x in inputs)
+    (seen,) = (args for function, args in calls.seen if function is getattr(ops, name).default)
+    assert [x.dtype for x in seen[:5]] == [torch.bfloat16] * 4 + [torch.float32]
+    assert all(x.grad.dtype == torch.float32 for x in inputs[:5])
     # What ran inside the autocast region was exactly the 16-bit operator: nothing in it was cast again.
-    expected = getattr(ops, name)(*(x.detach().bfloat16() for x in inputs[:4]), inputs[4].detach(), *eps)
-    assert torch.equal(out, expected)
+    with torch.no_grad():
+        assert torch.equal(out, operator(*(x.bfloat16() for x in inputs[:4]), *inputs[4:]))
 
 
 def test_autocast_leaves_float32_backward_in_float32():
@@ -195,26 +186,13 @@ def test_checkpointing(policy):
     x = torch.randn(2, 9, 64, dtype=torch.float64, requires_grad=True)
     module(x).sum().backward()
     expected, x.grad = x.grad, None
-    calls = []
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(func)
-            return func(*args, **(kwargs or {}))
 
     def choose(ctx, op, *args, **kwargs):
         save = policy == "save operator" and op is ops.gated_forward.default
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     context = {} if policy == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, choose)}
-    with Count():
+    with Calls() as calls:
         checkpoint(module, x, use_reentrant=False, **context).sum().backward()
     torch.testing.assert_close(x.grad, expected)
-    assert calls.count(ops.gated_forward.default) == (1 if policy == "save operator" else 2)
-
-
-def test_backward_accumulate_refuses_to_be_differentiated():
-    p = problem(10, 2, 16, 2, 16, torch.float32)
-    buffers = [torch.zeros_like(p.k) for _ in range(3)]
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        ops.backward_accumulate_(p.grad_out, p.q.requires_grad_(), p.k, p.u, p.v, p.r, *buffers)
+    assert [function for function, _ in calls.seen].count(ops.gated_forward.default) == (1 if policy == "save operator" else 2)

@@ -1,10 +1,12 @@
 """torch.compile, export, AOTInductor, opcheck, CUDA graphs."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
+from targets import RESULTS, arguments, call
 
 import flashmhf
 from flashmhf.testing import problem
@@ -21,24 +23,25 @@ def small(target, **kwargs):
     return problem((2, 20), 2, 64, 3, 32, target.dtype, target.device, **kwargs)
 
 
-@pytest.mark.parametrize("gate", ["float32", None])
-def test_opcheck(target, gate):
-    p = small(target, gate=gate)
-    kwargs = {"backend": target.backend}
-    leaves = [None if x is None else x.clone().requires_grad_() for x in (*p.operands, p.r)]
-    torch.library.opcheck(ops.forward, leaves, kwargs)
-    torch.library.opcheck(ops.backward, (p.grad_out, *p.operands, p.r, True), kwargs)
-    torch.library.opcheck(ops.backward, (p.grad_out, *p.operands, p.r, True), kwargs | {"needs": [False, True]})
-    buffers = [torch.zeros(p.k.shape, device=target.device) for _ in range(3)]
-    torch.library.opcheck(ops.backward_accumulate_, (p.grad_out, *p.operands, p.r, *buffers, True), kwargs)
+def check_operators(p, names=(*RESULTS, "backward_accumulate_"), **settings):
+    sums = [torch.zeros(p.k.shape, device=p.k.device) for _ in range(3)]
+    for name in names:
+        given = arguments(name, p)
+        if "backward" in name:
+            given = (*given, *(sums if name.endswith("_") else ()), True)
+        else:
+            given = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given]
+        torch.library.opcheck(getattr(ops, name), given, settings)
+    torch.library.opcheck(ops.backward, (*arguments("backward", p), True), settings | {"needs": [False, True]})
 
 
-def test_opcheck_gated(target):
-    p = small(target)
-    kwargs = {"backend": target.backend}
-    leaves = [x.clone().requires_grad_() for x in (*p.operands, p.w)]
-    torch.library.opcheck(ops.gated_forward, (*leaves, p.eps), kwargs)
-    torch.library.opcheck(ops.gated_backward, (p.grad_out, *p.operands, p.w, p.eps, True), kwargs)
+def test_opcheck(target):
+    check_operators(small(target, num_kv_heads=1), backend=target.backend)
+    check_operators(small(target, gate=None), ["forward", "backward", "backward_accumulate_"], backend=target.backend)
+
+
+def test_opcheck_of_the_reference():
+    check_operators(problem(5, 2, 4, 3, 6, torch.float32), RESULTS, backend="reference", activation="gelu")
 
 
 def small_module(target, **kwargs):
@@ -66,10 +69,10 @@ def test_compile_module(target, dynamic, options):
 
 
 def test_compile_operator_with_gate(target):
-    p = small(target)
+    p = small(target, num_kv_heads=1)
 
     def step(q, k, u, v, r):
-        return ops.forward(q * 1.0, k, u, v, r, backend=target.backend, deterministic=True) * 1.0
+        return flashmhf.flash_mhf(q * 1.0, k, u, v, r, backend=target.backend, deterministic=True) * 1.0
 
     leaves = [x.clone().requires_grad_() for x in (*p.operands, p.r)]
     expected = torch.autograd.grad(step(*leaves), leaves, p.grad_out)
@@ -132,10 +135,8 @@ def test_no_host_synchronisation(gpu_backend):
     p = problem(300, 2, 64, 3, 64, torch.bfloat16, "cuda")
 
     def step():
-        ops.forward(*p.operands, p.r, backend=gpu_backend)
-        ops.backward(p.grad_out, *p.operands, p.r, backend=gpu_backend)
-        ops.gated_forward(*p.operands, p.w, p.eps, backend=gpu_backend)
-        ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, backend=gpu_backend)
+        for name in RESULTS:
+            call(name, p, backend=gpu_backend)
 
     step()
     torch.cuda.synchronize()
@@ -148,15 +149,16 @@ def test_no_host_synchronisation(gpu_backend):
 
 def test_runs_on_the_current_stream(gpu_backend):
     p = problem(4000, 2, 128, 3, 128, torch.bfloat16, "cuda")
-    expected = [ops.forward(*p.operands, p.r, backend=gpu_backend), *ops.backward(p.grad_out, *p.operands, p.r, True, backend=gpu_backend)]
-    stream = torch.cuda.Stream()
-    delayed = torch.empty_like(p.q)
+
+    def run(p):
+        return call("forward", p, backend=gpu_backend) + call("backward", p, deterministic=True, backend=gpu_backend)
+
+    expected, stream, delayed = run(p), torch.cuda.Stream(), torch.empty_like(p.q)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         delayed.copy_(p.q)  # a kernel on another stream would read q before this
-        operands = (delayed, *p.operands[1:])
-        actual = [ops.forward(*operands, p.r, backend=gpu_backend), *ops.backward(p.grad_out, *operands, p.r, True, backend=gpu_backend)]
+        actual = run(dataclasses.replace(p, q=delayed))
     stream.synchronize()
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)

@@ -16,8 +16,8 @@ BATCH = 3
 
 
 def inputs(*, router: bool = False) -> tuple[torch.Tensor, ...]:
-    """q, k, u, v and r or w, of sizes that all differ."""
-    p = problem((2, 5), 3, 4, 2, 6, torch.float64)
+    """q, k, u, v and r or w; heads that share weights."""
+    p = problem((2, 5), 6, 4, 2, 7, torch.float64, num_kv_heads=3)
     return *p.operands, p.w if router else p.r
 
 
@@ -39,6 +39,7 @@ ELSEWHERE = [(1, None, None, None, None), (2, None, None, None, 1), (None, 1, 2,
 @pytest.mark.parametrize("dims", [*SUBSETS, *ELSEWHERE], ids=str)
 def test_vmap_of_every_choice_of_inputs(dims, backend):
     """With a gate, with a router, and without either."""
+    how = {"activation": "gelu"}
     for last, call, definition in (
         ([inputs()[4]], flashmhf.flash_mhf, reference.forward),
         ([inputs(router=True)[4]], functools.partial(ops.gated_forward, eps=0.25), functools.partial(gated_forward, eps=0.25)),
@@ -48,9 +49,9 @@ def test_vmap_of_every_choice_of_inputs(dims, backend):
         chosen = tuple(dim if dim is None else min(dim, x.dim()) for x, dim in zip(tensors, dims, strict=False))
         if any(dim is not None for dim in chosen):
             batch = stacked(tensors, chosen)
-            actual = torch.vmap(functools.partial(call, backend=backend), in_dims=chosen)(*batch)
+            actual = torch.vmap(functools.partial(call, backend=backend, **how), in_dims=chosen)(*batch)
             for i in range(BATCH):
-                torch.testing.assert_close(actual[i], definition(*entry(batch, chosen, i)), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(actual[i], definition(*entry(batch, chosen, i), **how), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -89,7 +90,7 @@ def test_vmap_of_the_gradients(name, backend, dims):
 
 MODULES = {
     "FlashMHF": lambda **kwargs: flashmhf.FlashMHF(24, 3, 2, 6, q_norm=True, dtype=torch.float64, **kwargs),
-    "MHFFN": lambda **kwargs: flashmhf.MHFFN(24, 3, 6, dtype=torch.float64, **kwargs),
+    "MHFFN": lambda **kwargs: flashmhf.MHFFN(24, 3, 6, num_kv_heads=1, activation="gelu", dtype=torch.float64, **kwargs),
 }
 
 
@@ -198,17 +199,6 @@ def test_per_sample_gradients(name):
             torch.testing.assert_close(gradients[name][i], e)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_reference_agrees_with_the_others(name):
-    module, x = make(name), torch.randn(2, 5, 24, dtype=torch.float64)
-    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
-    module.backend = "reference"
-    for a, e in zip(torch.autograd.grad(module(x).square().sum(), list(module.parameters())), expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10)
-    with torch.no_grad():
-        module(x[:, :0])
-
-
 def test_reference_under_autocast_casts_as_the_operator_does():
     module, x = make("FlashMHF", backend="reference").float(), torch.randn(5, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -249,15 +239,6 @@ def test_compile_of_the_reference(name, dynamic):
         torch.testing.assert_close(compiled(x), module(x))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             torch.testing.assert_close(compiled(x), module(x))
-
-
-def test_opcheck_of_the_reference():
-    p = problem(5, 2, 4, 3, 6, torch.float32)
-    leaves = [x.clone().requires_grad_() for x in (*p.operands, p.r)]
-    torch.library.opcheck(ops.forward, leaves, {"backend": "reference"})
-    torch.library.opcheck(ops.gated_forward, (*leaves[:4], p.w, 0.25), {"backend": "reference"})
-    torch.library.opcheck(ops.backward, (p.grad_out, *p.operands, p.r, True), {"backend": "reference", "needs": [True, False]})
-    torch.library.opcheck(ops.gated_backward, (p.grad_out, *p.operands, p.w, 0.25, True), {"backend": "reference"})
 
 
 @pytest.mark.slow

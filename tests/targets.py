@@ -1,0 +1,84 @@
+"""Back ends on devices, and their operators called on the inputs of a problem."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashmhf.testing import Problem, poisoned_memory
+
+RESULTS = {  # of the operators that Problem has references of, by the same names
+    "forward": ("out",),
+    "backward": ("dq", "dk", "du", "dv", "dr"),
+    "gated_forward": ("out",),
+    "gated_backward": ("dq", "dk", "du", "dv", "dw"),
+}
+
+
+def arguments(name: str, p: Problem) -> tuple:
+    """What the operator ``name`` takes of a problem, in its order."""
+    upstream = (p.grad_out,) if "backward" in name else ()
+    gate = (p.w, p.eps) if "gated" in name else (p.r,)
+    return *upstream, *p.operands, *gate
+
+
+def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def call(name: str, p: Problem, *sums: Tensor, **settings: object) -> tuple[Tensor, ...]:
+    """The results of torch.ops.flashmhf.<name>; ``sums``: what backward_accumulate_ adds to."""
+    return as_tuple(getattr(torch.ops.flashmhf, name)(*arguments(name, p), *sums, **settings))
+
+
+class Calls(TorchDispatchMode):
+    """The operators that reach the dispatcher, with their positional arguments, in ``seen``."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append((function, args))
+        return function(*args, **kwargs or {})
+
+
+@dataclass(frozen=True)
+class Target:
+    """A back end on a device, with the dtypes that it promises."""
+
+    backend: str
+    device: str
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return {
+            "eager": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+            "triton": (torch.float32, torch.bfloat16, torch.float16),
+            "hopper": (torch.bfloat16, torch.float16),
+        }[self.backend]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one for tests that need no others."""
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    @property
+    def fixed_limits(self) -> bool:
+        return self.backend != "eager"
+
+    def call(self, name: str, p: Problem, *sums: Tensor, deterministic: bool = False, **settings: object) -> tuple[Tensor, ...]:
+        """:func:`call` on this back end with NaN-poisoned outputs."""
+        settings |= {"backend": self.backend, "deterministic": deterministic, "activation": p.activation}
+        with poisoned_memory():
+            return call(name, p, *sums, **settings)
+
+
+TARGETS = [
+    pytest.param(Target("eager", "cpu"), id="eager-cpu"),
+    pytest.param(Target("eager", "cuda"), id="eager-cuda", marks=pytest.mark.gpu),
+    pytest.param(Target("triton", "cuda"), id="triton", marks=pytest.mark.gpu),
+    pytest.param(Target("hopper", "cuda"), id="hopper", marks=pytest.mark.gpu),
+]
