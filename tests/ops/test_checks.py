@@ -15,15 +15,33 @@ from flashmhf.testing import problem
 
 ops = torch.ops.flashmhf
 H, E, D_E, D_H, T = 2, 3, 32, 64, 10
+NO_EPS, FROM_0 = (-1.0, math.nan, math.inf), "supported: finite numbers from 0"
 
 
 def good(device="cpu", dtype=torch.float32):
     p = problem(T, H, D_H, E, D_E, dtype, device)
-    return {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, "w": p.w, "grad_out": p.grad_out}
+    sums = {name: torch.zeros(p.k.shape, device=device) for name in ("dk", "du", "dv")}
+    return {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, "w": p.w, "eps": 1e-20, "grad_out": p.grad_out, **sums}
 
 
 def edited(name, edit):
     return lambda x: {**x, name: edit(x[name])}
+
+
+def missing(*names):
+    """None for a tensor, which the dispatcher passes on to the operator."""
+    return {f"no {n}": (edited(n, lambda _: None), TypeError, rf"\b{n} must be a torch.Tensor, got NoneType") for n in names}
+
+
+def elsewhere(*names):
+    def moved(x):
+        return x.to("meta" if x.device.type == "cpu" else "cpu")
+
+    return {f"{n} on another device": (edited(n, moved), ValueError, rf"\b{n} is on .* but . is on") for n in names}
+
+
+def not_contiguous(x):
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 # argument, how it is spoiled, exception, part of the message beside the argument's name
@@ -40,9 +58,10 @@ BAD = {
     "u of another shape": (edited("u", lambda u: u[:, :2]), ValueError, "u has shape"),
     "v of another shape": (edited("v", lambda v: v[:, :, :16]), ValueError, "v has shape"),
     "no sub-networks": (lambda x: {**x, **{n: x[n][:, :0] for n in "kuv"}, "r": x["r"][..., :0]}, ValueError, "E must be at least 1"),
-    "k not contiguous": (edited("k", lambda k: k.transpose(2, 3).contiguous().transpose(2, 3)), ValueError, "k has strides"),
+    "k not contiguous": (edited("k", not_contiguous), ValueError, "k has strides"),
     "v not contiguous": (edited("v", lambda v: v.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "v has strides"),
-    "k on another device": (edited("k", lambda k: k.to("meta")), ValueError, "is on"),
+    **elsewhere(*"kuv"),
+    **missing(*"qkuv"),
 }
 BAD_GATE = {
     "r of another dtype": (edited("r", torch.Tensor.double), TypeError, "r has dtype float64; supported: float32"),
@@ -50,36 +69,48 @@ BAD_GATE = {
     "r of another E": (edited("r", lambda r: r[..., :2]), ValueError, "r has shape"),
     "r of another T": (edited("r", lambda r: r[:5]), ValueError, "r has shape"),
     "r of another rank": (edited("r", lambda r: r[None]), ValueError, "r has shape"),
+    **elsewhere("r"),
 }
 BAD_ROUTER = {
     "w of another dtype": (edited("w", torch.Tensor.double), TypeError, "w has dtype float64"),
     "w of rank 2": (edited("w", lambda w: w[0]), ValueError, "w has shape"),
     "w transposed": (edited("w", lambda w: w.mT), ValueError, "w has shape"),
-    "w not contiguous": (edited("w", lambda w: w.mT.contiguous().mT), ValueError, "w has strides"),
+    "w not contiguous": (edited("w", not_contiguous), ValueError, "w has strides"),
+    **{f"eps {x}": (edited("eps", lambda _, x=x: x), ValueError, f"eps is {x}; {FROM_0}") for x in NO_EPS},
+    **elsewhere("w"),
+    **missing("w"),
 }
 BAD_GRAD = {
     "grad_out of another dtype": (edited("grad_out", torch.Tensor.half), TypeError, "grad_out has dtype float16"),
     "grad_out of another shape": (edited("grad_out", lambda g: g[:5]), ValueError, "grad_out has shape"),
+    **elsewhere("grad_out"),
+    **missing("grad_out"),
+}
+BAD_SUMS = {
+    "dk in 16 bits": (edited("dk", torch.Tensor.half), TypeError, "dk has dtype float16; supported: float32"),
+    "dk in 64 bits": (edited("dk", torch.Tensor.double), TypeError, "dk has dtype float64"),
+    "du of another shape": (edited("du", lambda x: x[:1]), ValueError, "du has shape"),
+    "dv not contiguous": (edited("dv", not_contiguous), ValueError, "dv has strides"),
+    **elsewhere("du"),
+    **missing("dk", "du", "dv"),
 }
 
 
 def call_of(name):
     def call(x, **kwargs):
-        grad_out = [x["grad_out"]] if "backward" in name else []
-        last = [x["w"], 1e-20] if "gated" in name else [x["r"]]
-        buffers = [torch.zeros(x["k"].shape, device=x["q"].device) for _ in range(3)] if "accumulate" in name else []
-        return getattr(ops, name)(*grad_out, x["q"], x["k"], x["u"], x["v"], *last, *buffers, **kwargs)
+        gate = ("w", "eps") if "gated" in name else ("r",)
+        names = [*(["grad_out"] if "backward" in name else []), *"qkuv", *gate, *(["dk", "du", "dv"] if name.endswith("_") else [])]
+        return getattr(ops, name)(*map(x.get, names), **kwargs)
 
     return call
 
 
-call_forward = call_of("forward")
 CALLS = {
     "forward": BAD | BAD_GATE,
     "gated_forward": BAD | BAD_ROUTER,
     "backward": BAD | BAD_GATE | BAD_GRAD,
     "gated_backward": BAD | BAD_ROUTER | BAD_GRAD,
-    "backward_accumulate_": BAD | BAD_GATE | BAD_GRAD,
+    "backward_accumulate_": BAD | BAD_GATE | BAD_GRAD | BAD_SUMS,
 }
 CASES = [pytest.param(call_of(call), *case, id=f"{call}: {name}") for call, cases in CALLS.items() for name, case in cases.items()]
 MODES = {"eager": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -120,22 +151,6 @@ def test_bad_input_on_the_gpu(backend, call, spoil, exception, message):
     torch.cuda.synchronize()
 
 
-def test_accumulators_are_checked():
-    x = good()
-    right = torch.zeros(x["k"].shape)
-    for name, bad, exception in (
-        ("dk", right.half(), TypeError),
-        ("du", right[:1], ValueError),
-        ("dv", right.transpose(0, 1).contiguous().transpose(0, 1), ValueError),
-        ("dk", right.double(), TypeError),
-    ):
-        buffers = {"dk": right.clone(), "du": right.clone(), "dv": right.clone()} | {name: bad}
-        with pytest.raises(exception, match=f"{name} "):
-            ops.backward_accumulate_(x["grad_out"], x["q"], x["k"], x["u"], x["v"], x["r"], *buffers.values())
-
-
-EPS = [(value, ValueError, f"eps is {value}; supported: finite numbers from 0") for value in (-1.0, math.nan, math.inf)]
-EPS += [(value, TypeError, f"eps must be a float, got {type(value).__name__}") for value in (None, "1e-6", [0.0], 1j)]
 K = torch.zeros(2, 3, 4, 8)
 TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
 
@@ -160,11 +175,10 @@ TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
         ),
         (lambda x: flashmhf.gate(x.q.long(), x.w), TypeError, "q has dtype int64"),
         (lambda x: flashmhf.gate(x.q, x.w[:1]), ValueError, "w has shape"),
-        *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), error, message) for eps, error, message in EPS),
-        *((lambda x, eps=eps: ops.gated_forward(x.q, x.k, x.u, x.v, x.w, eps), error, message) for eps, error, message in EPS[:3]),
+        *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), ValueError, f"eps is {eps}; {FROM_0}") for eps in NO_EPS),
         *(
-            (lambda x, eps=eps: ops.gated_backward(x.grad_out, x.q, x.k, x.u, x.v, x.w, eps), error, message)
-            for eps, error, message in EPS[:3]
+            (lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), TypeError, f"eps must be a float, got {type(eps).__name__}")
+            for eps in (None, "1e-6", [0.0], 1j)
         ),
         (lambda x: flashmhf.info([1.0], K), TypeError, "q must be a torch.Tensor, got list"),
         (lambda x: flashmhf.info(x.q, "k"), TypeError, "k must be a torch.Tensor, got str"),
@@ -183,26 +197,14 @@ def test_arguments_of_the_functions(call, exception, message):
         call(SimpleNamespace(**good()))
 
 
-def test_the_operators_name_a_missing_tensor():
-    """The dispatcher passes None for a tensor on to the operator."""
+def test_the_fp8_operators_name_a_missing_tensor():
     x = good()
-    q, k, u, v, r, w, grad_out = (x[name] for name in ("q", "k", "u", "v", "r", "w", "grad_out"))
-    dk, du, dv = (torch.zeros_like(k) for _ in range(3))
-    packed = dict(zip(("k8", "u8", "v8", "scales"), quantize.pack_fp8(k, u, v).tensors, strict=True))
-    weights = {"k": k, "u": u, "v": v}
-    for operator, arguments, may_miss in (
-        (ops.forward, {"q": q, **weights, "r": r}, "r"),
-        (ops.gated_forward, {"q": q, **weights, "w": w, "eps": 1e-20}, "eps"),
-        (ops.backward, {"grad_out": grad_out, "q": q, **weights, "r": r}, "r"),
-        (ops.gated_backward, {"grad_out": grad_out, "q": q, **weights, "w": w, "eps": 1e-20}, "eps"),
-        (ops.backward_accumulate_, {"grad_out": grad_out, "q": q, **weights, "r": r, "dk": dk, "du": du, "dv": dv}, "r"),
-        (ops.fp8_forward, {"q": q, **packed, "r": r}, "r"),
-        (ops.fp8_gated_forward, {"q": q, **packed, "w": w, "eps": 1e-20}, "eps"),
-    ):
-        operator(**arguments)
-        for name in arguments.keys() - {may_miss}:
+    packed = dict(zip(("k8", "u8", "v8", "scales"), quantize.pack_fp8(x["k"], x["u"], x["v"]).tensors, strict=True))
+    for operator, arguments in ((ops.fp8_forward, {"q": x["q"]} | packed), (ops.fp8_gated_forward, {"q": x["q"], **packed, "w": x["w"]})):
+        eps = {"eps": 1e-20} if "w" in arguments else {}
+        for name in arguments:
             with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got NoneType$"):
-                operator(**{**arguments, name: None})
+                operator(**{**arguments, name: None}, **eps)
 
 
 def test_sparse_and_nested_tensors_are_refused_by_name():
@@ -227,14 +229,6 @@ def test_sparse_and_nested_tensors_are_refused_by_name():
             call()
 
 
-@pytest.mark.gpu
-def test_devices_may_not_mix_on_the_gpu():
-    x, on_cpu = good("cuda", torch.bfloat16), good("cpu", torch.bfloat16)
-    for name in ("q", "k", "u", "v", "r"):
-        with pytest.raises(ValueError, match="is on"):
-            call_forward({**x, name: on_cpu[name]})
-
-
 def test_hopper_refuses_accumulators_off_alignment(monkeypatch):
     """Views of one flat buffer, as Megatron's main_grad are; the kernels add to them in vectors of 16 bytes."""
     p = problem(3, 1, 64, 1, 16, torch.bfloat16)
@@ -248,6 +242,7 @@ def test_hopper_refuses_accumulators_off_alignment(monkeypatch):
 
 @pytest.mark.gpu
 def test_hopper_refuses_what_it_cannot_read_in_place(needs_hopper):
+    call_forward = call_of("forward")
     x = good("cuda", torch.bfloat16)
     odd_offset = torch.empty(T * H * D_H + 1, device="cuda", dtype=torch.bfloat16)[1:].view(T, H, D_H)
     odd_stride = torch.empty(T, H, D_H + 1, device="cuda", dtype=torch.bfloat16)[..., :D_H]
