@@ -4,36 +4,33 @@ import itertools
 
 import pytest
 import torch
+from targets import RESULTS, call
 
 from flashmhf.graphs import capturing
 from flashmhf.testing import assert_accurate, problem
 
-ops = torch.ops.flashmhf
 pytestmark = pytest.mark.gpu
 
-ROUNDS = 20
+ROUNDS, BACKWARDS = 20, ("backward", "gated_backward")
 
 
 def calls(p, backend) -> dict[str, tuple[torch.Tensor, ...]]:
     """Both directions of both operators; those that promise it bitwise repeatable."""
-    given, gated = (p.grad_out, *p.operands, p.r), (p.grad_out, *p.operands, p.w, p.eps)
-    return {
-        "forward": (ops.forward(*p.operands, p.r, backend=backend),),
-        "gated_forward": (ops.gated_forward(*p.operands, p.w, p.eps, backend=backend),),
-        "deterministic backward": ops.backward(*given, True, backend=backend),
-        "deterministic gated_backward": ops.gated_backward(*gated, True, backend=backend),
-        "backward": ops.backward(*given, backend=backend),
-        "gated_backward": ops.gated_backward(*gated, backend=backend),
-    }
+    deterministic = {f"deterministic {name}": call(name, p, backend=backend, deterministic=True) for name in BACKWARDS}
+    return {name: call(name, p, backend=backend) for name in RESULTS} | deterministic
+
+
+def check_accurate(name, results, p) -> None:
+    for actual, baseline, exact in zip(results, *p.references[name], strict=True):
+        assert_accurate(name, actual, baseline, exact, fixed_limits=True)
 
 
 def check(problems, alone, results) -> None:
     """Each problem's ``results``, of several rounds, against those of its calls alone."""
     for p, right, mine in zip(problems, alone, results, strict=True):
         for at_once, (name, expected) in itertools.product(mine, right.items()):
-            if name in p.references:  # fp32 sums in any order
-                for actual, baseline, exact in zip(at_once[name], *p.references[name], strict=True):
-                    assert_accurate(name, actual, baseline, exact, fixed_limits=True)
+            if name in BACKWARDS:  # fp32 sums in any order
+                check_accurate(name, at_once[name], p)
             else:
                 for a, b in zip(at_once[name], expected, strict=True):
                     assert torch.equal(a, b), name
@@ -44,21 +41,21 @@ def problems(request):
     """Two: of so few tokens that forward and backward split their work over the whole device; and where deterministic sums take turns."""
     both = [problem(*request.param, torch.bfloat16, "cuda", seed=seed) for seed in range(2)]
     for p in both:
-        p.references = {"backward": p.backward(), "gated_backward": p.gated_backward()}
+        p.references = {name: getattr(p, name)() for name in BACKWARDS}
     return both
 
 
-def alone_and_right(problems, gpu_backend):
-    alone = [calls(p, gpu_backend) for p in problems]
-    for p, results in zip(problems, alone, strict=True):
-        for name, references in p.references.items():
-            for actual, baseline, exact in zip(results[f"deterministic {name}"], *references, strict=True):
-                assert_accurate(name, actual, baseline, exact, fixed_limits=True)
-    return alone
+@pytest.fixture
+def alone(problems, gpu_backend):
+    """The right results of each problem's calls."""
+    results = [calls(p, gpu_backend) for p in problems]
+    for p, mine in zip(problems, results, strict=True):
+        for name in BACKWARDS:
+            check_accurate(name, mine[f"deterministic {name}"], p)
+    return results
 
 
-def test_two_streams(problems, gpu_backend):
-    alone = alone_and_right(problems, gpu_backend)
+def test_two_streams(problems, alone, gpu_backend):
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     results = [[], []]
@@ -73,19 +70,15 @@ def test_two_streams(problems, gpu_backend):
     check(problems, alone, results)
 
 
-def test_two_graphs(problems, gpu_backend):
-    alone = alone_and_right(problems, gpu_backend)
+def test_two_graphs(problems, alone, gpu_backend):
     graphs, results = [torch.cuda.CUDAGraph() for _ in problems], [[], []]
     for p, graph, mine in zip(problems, graphs, results, strict=True):
         with capturing(graph):
             mine.extend(calls(p, gpu_backend) for _ in range(3))
     streams = [torch.cuda.Stream() for _ in problems]
     for _ in range(ROUNDS):
-        for mine in results:
-            for at_once in mine:
-                for tensors in at_once.values():
-                    for x in tensors:
-                        x.fill_(float("nan"))
+        for x in itertools.chain.from_iterable(tensors for mine in results for at_once in mine for tensors in at_once.values()):
+            x.fill_(float("nan"))
         torch.cuda.synchronize()
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
@@ -99,7 +92,7 @@ def test_five_hundred_runs_are_bitwise_equal(shape, gpu_backend):
     p = problem(*shape, torch.bfloat16, "cuda")
 
     def run():
-        return ops.forward(*p.operands, p.r, backend=gpu_backend), *ops.backward(p.grad_out, *p.operands, p.r, True, backend=gpu_backend)
+        return call("forward", p, backend=gpu_backend) + call("backward", p, deterministic=True, backend=gpu_backend)
 
     first, different = run(), torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(500):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_python
+from targets import RESULTS, call
 
 import flashmhf
 from flashmhf.backends import driver
@@ -56,23 +57,14 @@ def inference(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
 
 def operator(name: str, backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
     p = problem(300, 2, 128, 3, 64, torch.bfloat16, device, seed=seed)
-    settings = {"backend": backend, "deterministic": True}
-    calls = {
-        "forward": lambda: (ops.forward(*p.operands, p.r, **settings),),
-        "gated_forward": lambda: (ops.gated_forward(*p.operands, p.w, p.eps, **settings),),
-        "backward": lambda: ops.backward(p.grad_out, *p.operands, p.r, **settings),
-        "gated_backward": lambda: ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, **settings),
-    }
-    if name in calls:
-        return calls[name]
-    buffers = [torch.zeros(p.k.shape, device=device) for _ in range(3)]
+    sums = [torch.zeros(p.k.shape, device=device) for _ in range(3 if name.endswith("_") else 0)]
 
-    def accumulate() -> tuple:
-        for buffer in buffers:
-            buffer.zero_()
-        return (*ops.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers, **settings), *(x.clone() for x in buffers))
+    def step() -> tuple:
+        for x in sums:
+            x.zero_()
+        return call(name, p, *sums, backend=backend, deterministic=True) + tuple(x.clone() for x in sums)
 
-    return accumulate
+    return step
 
 
 def projection(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
@@ -84,7 +76,7 @@ def projection(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
 
 
 STEPS = {
-    **{name: partial(operator, name) for name in ("forward", "gated_forward", "backward", "gated_backward", "backward_accumulate_")},
+    **{name: partial(operator, name) for name in (*RESULTS, "backward_accumulate_")},
     "project": projection,
     "FlashMHF": partial(module_step, partial(flashmhf.FlashMHF, 256, 2, 3, 64)),
     "FlashMHF, few tokens": inference,
@@ -97,15 +89,12 @@ def expected_of(step: Callable[[], tuple]) -> list[torch.Tensor]:
     return [x.cpu() for x in step()]
 
 
-def check(results: tuple, expected: list[torch.Tensor], *, exact: bool = True) -> None:
-    """``exact`` is for operators; a module's products are cuBLAS's, which may choose another algorithm in another thread."""
+def check(name: str, results: tuple, expected: list[torch.Tensor]) -> None:
+    """Operators are exact; a module's products are cuBLAS's, which may choose another algorithm in another thread."""
+    exact = hasattr(ops, name) or name == "project"
     for a, e in zip(results, expected, strict=True):
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2 * e.abs().max().item()}
         torch.testing.assert_close(a.cpu(), e, **tolerance)
-
-
-def is_exact(name: str) -> bool:
-    return hasattr(ops, name) or name == "project"
 
 
 @pytest.mark.gpu
@@ -115,7 +104,7 @@ def test_first_thing_in_a_fresh_thread(name, gpu_backend):
     expected = expected_of(step)
     torch.cuda.synchronize()
     for _ in range(3):
-        check(in_thread(step), expected, exact=is_exact(name))
+        check(name, in_thread(step), expected)
 
 
 @pytest.mark.gpu
@@ -135,10 +124,10 @@ def test_another_device_is_current(name, gpu_backend, device, current):
         assert all(x.device.index == device for x in results)
         return results
 
-    check(in_thread(step), expected, exact=is_exact(name))  # the fresh thread's device is cuda:0
-    check(in_thread(elsewhere), expected, exact=is_exact(name))
+    check(name, in_thread(step), expected)  # the fresh thread's device is cuda:0
+    check(name, in_thread(elsewhere), expected)
     with torch.cuda.device(current):
-        check(elsewhere(), expected, exact=is_exact(name))
+        check(name, elsewhere(), expected)
 
 
 @pytest.mark.gpu
@@ -146,17 +135,17 @@ def test_another_device_is_current(name, gpu_backend, device, current):
 def test_threads_on_two_devices_at_once(gpu_backend):
     steps = [STEPS["FlashMHF"](gpu_backend, f"cuda:{i % 2}", i) for i in range(THREADS)]
     expected = [expected_of(step) for step in steps]
-    check_all_at_once(steps, expected, exact=False)
+    check_all_at_once("FlashMHF", steps, expected)
 
 
-def check_all_at_once(functions: list[Callable[[], tuple]], expected: list[list[torch.Tensor]], *, exact: bool) -> None:
+def check_all_at_once(name: str, functions: list[Callable[[], tuple]], expected: list[list[torch.Tensor]]) -> None:
     """Every function in a thread of its own, ten times, all beginning together."""
     barrier = threading.Barrier(len(functions))
 
     def run(function, right) -> None:
         barrier.wait()
         for _ in range(10):
-            check(function(), right, exact=exact)
+            check(name, function(), right)
 
     with ThreadPoolExecutor(len(functions)) as pool:
         list(pool.map(run, functions, expected))
@@ -180,7 +169,7 @@ def test_eight_threads_with_a_stream_each(name, gpu_backend):
 
         return run
 
-    check_all_at_once([on_a_stream(step) for step in steps], expected, exact=is_exact(name))
+    check_all_at_once(name, [on_a_stream(step) for step in steps], expected)
 
 
 # In processes of their own: what comes first there
