@@ -22,9 +22,3 @@ def run_python(*arguments: object, cwd: object = None, timeout: float = 250, **e
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done.stdout
-
-
-def run_interpreted(file: str) -> None:
-    """Run a file's tests on the CPU, in a process whose Triton interprets."""
-    command = ("-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file)
-    run_python(*command, cwd=pathlib.Path(__file__).parents[1], timeout=900, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

@@ -1,12 +1,10 @@
-"""The FP8 forward in Triton. On a GPU the tests run as they are; without one on the CPU, in a process whose Triton interprets."""
+"""The FP8 forward in Triton, interpreted where there is no GPU."""
 
-import importlib.util
 import math
-import os
 
 import pytest
 import torch
-from processes import run_interpreted
+from interpreter import DEVICE, HALF, INTERPRETED, far_apart, needs_triton, run_interpreted, runs_kernels, starts_interpreter
 
 import flashmhf
 from flashmhf import quantize
@@ -14,20 +12,15 @@ from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.triton import fp8 as triton
 from flashmhf.testing import poisoned_memory, relative_l2
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # backends.triton refuses bf16 under the interpreter
+pytestmark = needs_triton
 # From the same quantised operands: fp32 sums in another order and the rounding of out; where A lies between two e4m3 values, either.
 DISTANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 HOPPER_SUMS = 1.2e-2  # Hopper's tensor cores add e4m3 products with fewer bits than fp32 has
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # all tests of this file in one
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
+@starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)
 
@@ -101,15 +94,10 @@ def test_strides_are_read_in_place():
 
 @runs_kernels
 def test_gates_beyond_32_bits(tmp_path):
-    """r's columns 2^30 elements apart; almost nothing of the memory between them is touched."""
     q, packed, r = make(5, heads=1, subnets=3)
-    r, size = r.to(q.dtype), 2**31 + 64
-    if INTERPRETED:
-        memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=q.dtype)
-    else:
-        memory = torch.empty(size, dtype=q.dtype, device=DEVICE)
-    apart = memory.as_strided(r.shape, (1, 8, 2**30)).copy_(r)
-    assert torch.equal(quantize.forward(q, packed, apart, backend="triton"), quantize.forward(q, packed, r, backend="triton"))
+    r = r.to(q.dtype)
+    outs = [quantize.forward(q, packed, gate, backend="triton") for gate in (r, far_apart(r, tmp_path))]
+    assert torch.equal(*outs)
 
 
 @runs_kernels
@@ -138,19 +126,6 @@ def test_saturation():
     packed.k8.view(torch.uint8).fill_(0x7E)  # 448 everywhere: A goes beyond 448
     packed.u8.view(torch.uint8).fill_(0x7E)
     check(q, packed, r)
-
-
-def test_why_not(monkeypatch):
-    sizes = {"d_h": 64, "d_e": 64}
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    device = torch.device("cuda")
-    assert "compute capability 8.6; supported for e4m3 products: 8.9 or later" in triton.why_not(device, torch.bfloat16, **sizes)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert triton.why_not(device, torch.bfloat16, **sizes) is None
-    assert "d_h is 16; supported: 32, 64" in triton.why_not(device, torch.bfloat16, d_h=16, d_e=64)
-    assert "dtype is float64; supported" in triton.why_not(device, torch.float64, **sizes)
-    assert "device is cpu; supported" in triton.why_not(torch.device("cpu"), torch.float16, **sizes)
 
 
 @pytest.mark.slow

@@ -1,32 +1,27 @@
-"""The Triton back end. On a GPU the tests run as they are; without one they run on the CPU, in a process whose Triton interprets."""
+"""The Triton back end, interpreted where there is no GPU."""
 
 import dataclasses
 import importlib.util
-import os
 import pathlib
 
 import pytest
 import torch
-from processes import run_interpreted
+from interpreter import DEVICE, HALF, INTERPRETED, far_apart, needs_triton, run_interpreted, runs_kernels, starts_interpreter
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
 from flashmhf.backends.triton import configs
+from flashmhf.backends.triton import fp8 as fp8_back_end
 from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bf16 product is wrong
 NAMES = ("dq", "dk", "du", "dv", "dr")
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
-gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+pytestmark = needs_triton
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # all tests of this file in one
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
+@starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)
 
@@ -202,7 +197,6 @@ def test_split_and_unsplit_sums(waves, monkeypatch):
 
 
 @pytest.mark.gpu
-@gpu_only
 @pytest.mark.parametrize("layout", ["contiguous", "swapped"])
 def test_offsets_beyond_32_bits(layout):
     """T x H x d_h past 2^31 elements; only the last tokens have a gradient, so the weight gradients are theirs alone."""
@@ -229,13 +223,8 @@ def test_offsets_beyond_32_bits(layout):
 
 @runs_kernels
 def test_gates_beyond_32_bits(tmp_path):
-    """r's columns 2^30 elements apart; almost nothing of the memory between them is touched."""
-    p, size = make(5, 1, 16, 3, 16, HALF, gate="same"), 2**31 + 64
-    if INTERPRETED:
-        memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=HALF)
-    else:
-        memory = torch.empty(size, dtype=HALF, device=DEVICE)
-    same(run(p, r=memory.as_strided(p.r.shape, (1, 8, 2**30)).copy_(p.r)), run(p))
+    p = make(5, 1, 16, 3, 16, HALF, gate="same")
+    same(run(p, r=far_apart(p.r, tmp_path)), run(p))
 
 
 @pytest.mark.parametrize(("stride", "taken"), [(2**30 - 64, True), (2**30, False)])
@@ -247,32 +236,33 @@ def test_tensor_maps_of_tokens_end_at_32_bits(stride, taken):
     assert (launch._Rows(x, "q").descriptor((64, 64)) is not None) == taken
 
 
-SIZES = {"d_h": 64, "d_e": 64}
-
-
 @pytest.mark.parametrize(
-    ("device", "dtype", "sizes", "message"),
+    ("module", "device", "capability", "dtype", "sizes", "reason"),
     [
-        ("meta", torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
-        ("cuda", torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
-        ("cuda", torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
-        ("cuda", torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
+        (back_end, "meta", (9, 0), torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
+        (back_end, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
+        (back_end, "cuda", (9, 0), torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
+        (back_end, "cuda", (9, 0), torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
+        (back_end, "cuda", (9, 0), torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
+        (back_end, "cuda", (7, 5), torch.bfloat16, {}, "compute capability 7.5; supported for bfloat16: 8.0"),
+        (back_end, "cuda", (7, 5), torch.float16, {}, None),
+        (fp8_back_end, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
+        (fp8_back_end, "cuda", (8, 9), torch.float64, {}, "dtype is float64; supported"),
+        (fp8_back_end, "cuda", (8, 9), torch.bfloat16, {"d_h": 16}, "d_h is 16; supported: 32, 64"),
+        (fp8_back_end, "cuda", (8, 6), torch.bfloat16, {}, "compute capability 8.6; supported for e4m3 products: 8.9 or later"),
+        (fp8_back_end, "cuda", (8, 9), torch.bfloat16, {}, None),
     ],
 )
-def test_why_not(device, dtype, sizes, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert message in back_end.why_not(torch.device(device), dtype, **{**SIZES, **sizes})
-
-
-def test_why_not_without_triton_and_on_old_gpus(monkeypatch):
-    device = torch.device("cuda")
+def test_why_not(monkeypatch, module, device, capability, dtype, sizes, reason):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability 7.5; supported for bfloat16: 8.0" in back_end.why_not(device, torch.bfloat16, **SIZES)
-    assert back_end.why_not(device, torch.float16, **SIZES) is None
-    assert "device is cpu; supported" in back_end.why_not(torch.device("cpu"), torch.float16, **SIZES)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = module.why_not(torch.device(device), dtype, **{"d_h": 64, "d_e": 64} | sizes)
+    assert found is None if reason is None else reason in found
+
+
+def test_why_not_without_triton(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "Triton is not installed" in back_end.why_not(device, torch.float16, **SIZES)
+    assert "Triton is not installed" in back_end.why_not(torch.device("cuda"), torch.float16, d_h=64, d_e=64)
 
 
 def test_table_has_every_row_and_survives_rewriting():

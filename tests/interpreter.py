@@ -1,0 +1,34 @@
+"""Tests of Triton kernels: on a GPU they run as they are, without one on the CPU, in a process whose Triton interprets."""
+
+import importlib.util
+import os
+import pathlib
+
+import pytest
+import torch
+from processes import run_python
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bf16 product is wrong, so the back end refuses it
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
+starts_interpreter = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
+
+
+def run_interpreted(file: str) -> None:
+    """Run a file's tests on the CPU, in a process whose Triton interprets."""
+    command = ("-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file)
+    run_python(*command, cwd=pathlib.Path(__file__).parents[1], timeout=900, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+def far_apart(r: Tensor, folder: pathlib.Path) -> Tensor:
+    """Gates [T, H, E] in columns 2^30 elements apart; almost nothing of the memory between them is touched."""
+    size = 2**31 + 64
+    if INTERPRETED:
+        memory = torch.from_file(str(folder / "sparse"), shared=True, size=size, dtype=r.dtype)
+    else:
+        memory = torch.empty(size, dtype=r.dtype, device=DEVICE)
+    return memory.as_strided(r.shape, (1, 8, 2**30)).copy_(r)
