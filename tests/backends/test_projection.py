@@ -226,17 +226,6 @@ def test_q_norm_rounds_once(needs_hopper, dtype, d_model, heads):
 
 
 @pytest.mark.gpu
-def test_a_replaced_or_hooked_q_norm_is_called(needs_hopper):
-    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
-    module = on_gpu(torch.bfloat16, q_norm=True)
-    module.q_norm.register_forward_hook(lambda norm, args, out: 2 * out)
-    with torch.no_grad():
-        assert relative_l2(module(x), plain(module, x)) < 1e-2
-        module.q_norm = nn.Identity()
-        assert relative_l2(module(x), plain(module, x)) < 1e-2
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 64, 100, 300, 1200])
 @pytest.mark.parametrize("options", [{}, {"q_norm": True}], ids=str)
 @pytest.mark.parametrize("served", [nn.Identity(), flashmhf.quantize.to_fp8], ids=["bf16", "fp8"])
@@ -255,14 +244,3 @@ def test_module_in_a_cuda_graph(needs_hopper, tokens, options, served):
         for _ in range(100):
             graph.replay()
             assert torch.equal(out, expected)
-
-
-@pytest.mark.gpu
-def test_module_with_gradients(needs_hopper):
-    module, x = on_gpu(torch.bfloat16), torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
-    leaf = x.clone().requires_grad_()
-    inputs = [leaf, *module.parameters()]
-    actual = torch.autograd.grad(module(leaf).float().sum(), inputs)
-    module.deterministic = True
-    for a, b in zip(actual, torch.autograd.grad(plain(module, leaf).float().sum(), inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
