@@ -1,4 +1,4 @@
-"""Balanced initialisation by its variances, and flashmhf.param_groups by what an optimizer does with them."""
+"""Initialisations by their variances, and flashmhf.param_groups by what an optimizer does with them."""
 
 import copy
 
@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import flashmhf
-from flashmhf.nn.init import Projection
+from flashmhf.nn.init import GATED_VARIANCE, OfficialInit, Projection
 from flashmhf.nn.multihead import HeadRMSNorm
+from flashmhf.reference import ACTIVATIONS
 
 D_MODEL, LAYERS, TOKENS = 256, 6, 4096
 
@@ -16,40 +17,95 @@ D_MODEL, LAYERS, TOKENS = 256, 6, 4096
 def networks():
     settings = {"dtype": torch.float64}
     return {
-        "flashmhf": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, backend="eager", **settings),
-        "flashmhf-heads-of-128": flashmhf.FlashMHF(D_MODEL, 2, 5, 64, backend="eager", **settings),
-        "mh_ffn": flashmhf.MHFFN(D_MODEL, 4, 352, backend="eager", **settings),
+        "flashmhf": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, **settings),
+        "flashmhf-heads-of-128": flashmhf.FlashMHF(D_MODEL, 2, 5, 64, **settings),
+        "mh_ffn": flashmhf.MHFFN(D_MODEL, 4, 352, **settings),
         "swiglu": flashmhf.SwiGLU(D_MODEL, 704, **settings),
         "pkv": flashmhf.ParametricKV(D_MODEL, 4, 528, **settings),
         "dense_moe": flashmhf.DenseMoE(D_MODEL, 4, 176, **settings),
+        "options": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, num_kv_heads=2, q_norm=True, bias=True, activation="gelu", **settings),
+        "no-projections": flashmhf.MHFFN(D_MODEL, 4, 352, q_norm=True, skip_linear=True, activation="relu2", **settings),
+        "biased-swiglu": flashmhf.SwiGLU(D_MODEL, 704, bias=True, **settings),
     }
 
 
-@pytest.mark.parametrize("name", networks())
+DRAWN = networks()
+every_network = pytest.mark.parametrize("name", DRAWN)
+
+
+def fresh(name):
+    return copy.deepcopy(DRAWN[name])
+
+
+def output(module):
+    with torch.no_grad():
+        return module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
+
+
+@every_network
 @pytest.mark.parametrize("num_layers", [1, LAYERS])
 def test_the_output_of_a_balanced_network_adds_its_part_of_the_residual_variance(name, num_layers):
-    module = networks()[name]
+    module = fresh(name)
     module.reset_parameters("balanced", num_layers=num_layers)
-    with torch.no_grad():
-        out = module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
-    assert out.var().item() * 2 * num_layers == pytest.approx(1, rel=0.15)
+    assert output(module).var().item() * 2 * num_layers == pytest.approx(1, rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["flashmhf", "flashmhf-heads-of-128", "mh_ffn"])
 def test_q_m_n_and_the_sum_over_subnets_have_unit_variance(name):
-    module = networks()[name]
+    module = fresh(name)
     module.reset_parameters("balanced", num_layers=LAYERS)
     with torch.no_grad():
         q = module.split_heads(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
         m, n = (torch.einsum("thi,h...i->th...", q, weight) for weight in (module.k, module.u))
         module.out_proj.weight.copy_(torch.eye(D_MODEL))
-        summed = module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
-    for part, value in {"q": q, "m": m, "n": n, "sum": summed}.items():
+    for part, value in {"q": q, "m": m, "n": n, "sum": output(module)}.items():
         assert value.var().item() == pytest.approx(1, rel=0.12), part
 
 
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_gated_variances(activation):
+    m, n = torch.randn(2, 1_000_000, dtype=torch.float64)
+    variance = (ACTIVATIONS[activation][0](m) * n).square().mean().item()
+    assert variance == pytest.approx(GATED_VARIANCE[activation], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("init", "gains"),
+    [
+        ("normal", OfficialInit()),
+        ("official", OfficialInit()),
+        ("official", OfficialInit(in_proj=0.5, k=2.0, u=3.0, v=0.25, router=4.0)),
+    ],
+)
+@every_network
+def test_normal_and_official(name, init, gains):
+    module = fresh(name)
+    module.reset_parameters(init, initializer_range=0.05, official=gains)
+    for full_name, parameter in module.named_parameters():
+        part = full_name.removesuffix(".weight")
+        if part == "q_norm":
+            assert (parameter == 1).all()
+        elif part.endswith("bias"):
+            assert (parameter == 0).all()
+        else:
+            role = {"gate_proj": "in_proj", "up_proj": "in_proj", "down_proj": "out_proj"}.get(part, part)
+            std = 0.02 * getattr(gains, role)
+            if part.endswith("proj"):
+                bound = getattr(gains, role) * (6 / sum(parameter.shape)) ** 0.5
+                std = bound / 3**0.5
+                assert init == "normal" or 0.99 * bound < parameter.abs().max().item() <= bound
+            assert parameter.std().item() == pytest.approx(0.05 if init == "normal" else std, rel=0.1), f"{full_name} under {init}"
+
+
+def test_official_projections_may_begin_as_identities():
+    module = fresh("flashmhf")
+    module.reset_parameters("official", official=OfficialInit(identity=True))
+    assert all(torch.equal(linear.weight, torch.eye(D_MODEL, dtype=torch.float64)) for linear in (module.in_proj, module.out_proj))
+
+
 def test_balanced_is_the_default_of_all_but_parametric_kv():
-    for name, module in networks().items():
+    for name in DRAWN:
+        module = fresh(name)
         torch.manual_seed(1)
         module.reset_parameters()
         default = {key: value.clone() for key, value in module.state_dict().items()}
@@ -59,17 +115,6 @@ def test_balanced_is_the_default_of_all_but_parametric_kv():
         assert pytest.approx(0.02, rel=0.1) == default["v"].std().item() if name == "pkv" else True
 
 
-def with_options():
-    return networks() | {
-        "options": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, num_kv_heads=2, q_norm=True, bias=True),
-        "no-projections": flashmhf.MHFFN(D_MODEL, 4, 352, q_norm=True, skip_linear=True),
-        "biased-swiglu": flashmhf.SwiGLU(D_MODEL, 704, bias=True),
-    }
-
-
-WHOLE = with_options()
-
-
 def assert_drawn_alike(module, expected):
     for (name, drawn), other in zip(module.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(drawn.std(), other.std(), rtol=0.15, atol=1e-9, msg=name)
@@ -77,10 +122,10 @@ def assert_drawn_alike(module, expected):
 
 
 @pytest.mark.parametrize("order", ["parents first", "children first", "own parameters only"])
-@pytest.mark.parametrize("name", WHOLE)
+@every_network
 def test_every_module_draws_its_own_weights_in_any_order(name, order):
     """FSDP, FSDP2's recipe and to_empty call reset_parameters of each module that has parameters, and know no other order."""
-    expected = copy.deepcopy(WHOLE[name])
+    expected = fresh(name)
     expected.reset_parameters(num_layers=LAYERS)
     module = copy.deepcopy(expected).to("meta").to_empty(device="cpu")
     with torch.no_grad():
@@ -94,7 +139,7 @@ def test_every_module_draws_its_own_weights_in_any_order(name, order):
     assert_drawn_alike(module, expected)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@every_network
 def test_a_tool_may_take_each_modules_weights_when_its_constructor_ends(name, monkeypatch):
     """As deepspeed.zero.Init does: what a parent draws into its children afterwards is lost."""
     taken = {}
@@ -106,20 +151,20 @@ def test_a_tool_may_take_each_modules_weights_when_its_constructor_ends(name, mo
                 taken[parameter], parameter.data = parameter.data, torch.empty(0)
 
         monkeypatch.setattr(kind, "__init__", taking)
-    module = with_options()[name]
+    module = networks()[name]
     for parameter, value in taken.items():
         parameter.data = value
     monkeypatch.undo()
-    assert_drawn_alike(module, WHOLE[name])
+    assert_drawn_alike(module, DRAWN[name])
 
 
 def test_normal_initialisation_starts_hundreds_of_times_smaller():
     """The reason for "balanced": what a FlashMHF layer at N(0, 0.02) adds is nothing beside a SwiGLU's."""
     stds = {}
-    for name, module in networks().items():
+    for name in ("swiglu", "flashmhf"):
+        module = fresh(name)
         module.reset_parameters("normal")
-        with torch.no_grad():
-            stds[name] = module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64)).std().item()
+        stds[name] = output(module).std().item()
     assert stds["swiglu"] > 100 * stds["flashmhf"]
 
 
@@ -130,7 +175,7 @@ class Layers(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(100, D_MODEL)
         self.norm = nn.RMSNorm(D_MODEL)
-        self.networks = nn.ModuleDict(networks() | {"biased": flashmhf.FlashMHF(D_MODEL, 4, 2, 64, bias=True, q_norm=True)})
+        self.networks = nn.ModuleDict(networks())
         self.head = nn.Linear(D_MODEL, 100, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -142,7 +187,7 @@ def test_groups_hold_every_trainable_parameter_once():
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted({id(parameter) for parameter in model.parameters() if parameter.requires_grad})
     projections = {id(parameter) for parameter in groups[1]["params"]}
-    expected = [module for name, module in model.networks.items() if name.startswith(("flash", "biased"))]
+    expected = [module for name, module in model.networks.items() if name.startswith(("flash", "options"))]
     assert projections == {id(linear.weight) for module in expected for linear in (module.in_proj, module.out_proj)}
     undecayed = {id(parameter) for group in groups if group["weight_decay"] == 0 for parameter in group["params"]}
     assert undecayed == {id(p) for n, p in model.named_parameters() if p.requires_grad and (p.dim() < 2 or n.endswith("q_norm.weight"))}
