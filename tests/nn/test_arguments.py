@@ -1,24 +1,29 @@
 """Arguments of modules: what constructors, calls, initialisation and state dicts refuse, by name, and what they take."""
 
+import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor as nested
 
 import flashmhf
 from flashmhf import convert
 from flashmhf.nn.init import OfficialInit
 
-FLASH = (48, 3, 2, 16)
+FLASH = {"d_model": 48, "num_heads": 3, "num_subnets": 2, "subnet_dim": 16}
 MAKERS = {
-    "FlashMHF": lambda **kwargs: flashmhf.FlashMHF(*FLASH, **kwargs),
-    "MHFFN": lambda **kwargs: flashmhf.MHFFN(48, 3, 16, **kwargs),
-    "DenseMoE": lambda **kwargs: flashmhf.DenseMoE(48, 3, 16, **kwargs),
-    "SwiGLU": lambda **kwargs: flashmhf.SwiGLU(48, 16, **kwargs),
-    "ParametricKV": lambda **kwargs: flashmhf.ParametricKV(48, 3, 16, **kwargs),
+    "FlashMHF": partial(flashmhf.FlashMHF, **FLASH),
+    "MHFFN": partial(flashmhf.MHFFN, d_model=48, num_heads=3, intermediate_dim=16),
+    "DenseMoE": partial(flashmhf.DenseMoE, d_model=48, num_subnets=3, subnet_dim=16),
+    "SwiGLU": partial(flashmhf.SwiGLU, d_model=48, intermediate_dim=16),
+    "ParametricKV": partial(flashmhf.ParametricKV, d_model=48, num_heads=3, num_kv=16),
 }
+SIZES = [(name, size) for name, maker in MAKERS.items() for size in maker.keywords]
+EVERY = " ".join(MAKERS)
 MULTIHEAD = "FlashMHF MHFFN"
 
 
@@ -31,14 +36,22 @@ MULTIHEAD = "FlashMHF MHFFN"
         (MULTIHEAD, {"deterministic": 1}, TypeError, "deterministic must be a bool or None, got int"),
         (f"{MULTIHEAD} SwiGLU ParametricKV", {"bias": "no"}, TypeError, "bias must be a bool, got str"),
         (MULTIHEAD, {"q_norm": 1}, TypeError, "q_norm must be a bool, got int"),
+        (f"{MULTIHEAD} ParametricKV", {"d_model": 50}, ValueError, "d_model is 50; it must be a multiple of num_heads = 3"),
+        *((name, {size: 0}, ValueError, f"{size} is 0; it must be at least 1") for name, size in SIZES),
+        *((name, {size: 1.5}, TypeError, f"{size} must be an int, got float") for name, size in SIZES),
+        *(
+            (name, {"d_model": size}, TypeError, f"d_model must be an int, got {type(size).__name__}")
+            for name in MAKERS
+            for size in (48.0, np.float64(48), True, np.bool_(True), "48")
+        ),
         (MULTIHEAD, {"num_kv_heads": 4}, ValueError, "num_kv_heads is 4; it must divide num_heads = 3"),
         (MULTIHEAD, {"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int"),
         (MULTIHEAD, {"activation": "tanh"}, ValueError, "activation is 'tanh'; supported: 'silu'"),
         (MULTIHEAD, {"activation": None}, TypeError, "activation must be a str"),
         (MULTIHEAD, {"skip_linear": 1}, TypeError, "skip_linear must be a bool"),
         (MULTIHEAD, {"skip_linear": True, "bias": True}, ValueError, "bias is True; .* skip_linear=True leaves out"),
-        (" ".join(MAKERS), {"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype or None, got str"),
-        (" ".join(MAKERS), {"dtype": torch.int8}, TypeError, "dtype is int8; supported: bfloat16"),
+        (EVERY, {"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype or None, got str"),
+        (EVERY, {"dtype": torch.int8}, TypeError, "dtype is int8; supported: bfloat16"),
         *(
             (makers, {name: value}, exception, f"{name} {message}")
             for makers, name in (("FlashMHF DenseMoE", "router_eps"), ("FlashMHF", "q_norm_eps"))
@@ -62,13 +75,6 @@ def test_constructors_refuse(makers, arguments, exception, message):
 @pytest.mark.parametrize(
     ("call", "exception", "message"),
     [
-        (lambda: flashmhf.FlashMHF(50, 3, 2), ValueError, "d_model is 50; it must be a multiple of num_heads = 3"),
-        (lambda: flashmhf.FlashMHF(48, 3, 0), ValueError, "num_subnets is 0"),
-        (lambda: flashmhf.FlashMHF(48, 3, 2, 1.5), TypeError, "subnet_dim must be an int"),
-        (lambda: flashmhf.MHFFN(48, 0, 8), ValueError, "num_heads is 0"),
-        (lambda: flashmhf.SwiGLU(48, -1), ValueError, "intermediate_dim is -1"),
-        (lambda: flashmhf.ParametricKV(48, 3, 0), ValueError, "num_kv is 0"),
-        (lambda: flashmhf.DenseMoE(48, 2, True), TypeError, "subnet_dim must be an int"),
         (lambda: flashmhf.param_groups(nn.Linear(2, 2).parameters(), 1e-3, 0.1), TypeError, "model must be a .*Module, got generator"),
         (lambda: flashmhf.param_groups(nn.Linear(2, 2), "1e-3", 0.1), TypeError, "lr must be a float, got str"),
         (lambda: flashmhf.param_groups(nn.Linear(2, 2), 1e-3, -0.1), ValueError, "weight_decay is -0.1"),
@@ -81,7 +87,7 @@ def test_constructors_refuse(makers, arguments, exception, message):
         ),
     ],
 )
-def test_wrong_sizes_and_arguments(call, exception, message):
+def test_functions_refuse(call, exception, message):
     with pytest.raises(exception, match=message):
         call()
 
@@ -100,17 +106,17 @@ def test_the_initialisation_is_checked(name):
             module.reset_parameters(initializer_range=initializer_range)
 
 
-def test_integers_of_other_libraries_are_sizes():
-    module = flashmhf.FlashMHF(np.int64(48), np.int32(3), torch.tensor(2), np.uint8(16), router_eps=np.float32(0.25), device="meta")
-    assert module.k.shape == (3, 2, 16, 16) and module.router_eps == 0.25
-    assert all(type(getattr(module, name)) is int for name in ("d_model", "num_heads", "num_subnets", "subnet_dim", "head_dim"))
-    assert flashmhf.MHFFN(np.int64(48), np.int64(3), np.int64(16)).k.shape == (3, 16, 16)
-    assert flashmhf.SwiGLU(np.int64(48), np.int64(16)).up_proj.weight.shape == (16, 48)
-    assert flashmhf.ParametricKV(np.int64(48), np.int64(3), np.int64(16)).k.shape == (3, 16, 16)
-    assert flashmhf.DenseMoE(np.int64(48), np.int64(3), np.int64(16), router_eps=0).router.shape == (48, 3)
-    for size in (48.0, np.float64(48), True, np.bool_(True), "48"):
-        with pytest.raises(TypeError, match=f"d_model must be an int, got {type(size).__name__}"):
-            flashmhf.FlashMHF(size, 3, 2, 16)
+@pytest.mark.parametrize("name", MAKERS)
+def test_integers_of_other_libraries_are_sizes(name):
+    sizes, kinds = MAKERS[name].keywords, itertools.cycle((np.int64, torch.tensor, np.int32, np.uint8))
+    module = MAKERS[name](**{argument: kind(size) for (argument, size), kind in zip(sizes.items(), kinds, strict=False)})
+    for argument, size in sizes.items():
+        assert type(getattr(module, argument)) is int and getattr(module, argument) == size
+    module.load_state_dict(MAKERS[name]().state_dict())
+
+
+def test_numbers_of_other_libraries_are_eps():
+    assert MAKERS["FlashMHF"](router_eps=np.float32(0.25)).router_eps == 0.25 and MAKERS["DenseMoE"](router_eps=0).router_eps == 0
 
 
 FLOATS = "supported: bfloat16, float16, float32, float64"
@@ -124,26 +130,18 @@ INPUTS = {  # what is given for x, and the error; of every module, whatever it d
     "array": (lambda x: x.numpy(), TypeError, "x must be a torch.Tensor, got ndarray"),
     "list": (lambda x: x.tolist(), TypeError, "x must be a torch.Tensor, got list"),
     "sparse": (lambda x: x.to_sparse(), TypeError, "x has layout torch.sparse_coo; supported: torch.strided"),
-    "jagged": (
-        lambda x: torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged),
-        TypeError,
-        "x is a nested tensor; supported: dense",
-    ),
-    "nested": (lambda x: torch.nested.nested_tensor([x[:2], x[2:]]), TypeError, "x is a nested tensor; supported: dense tensors"),
+    "jagged": (lambda x: nested([x[:2], x[2:]], layout=torch.jagged), TypeError, "x is a nested tensor; supported: dense tensors"),
+    "nested": (lambda x: nested([x[:2], x[2:]]), TypeError, "x is a nested tensor; supported: dense tensors"),
 }
 CALLED = MAKERS | {
-    "bare": lambda: flashmhf.FlashMHF(*FLASH, skip_linear=True),
-    "fp8": lambda: flashmhf.quantize.to_fp8(flashmhf.FlashMHF(*FLASH)),
+    "bare": partial(flashmhf.FlashMHF, **FLASH, skip_linear=True),
+    "fp8": lambda: flashmhf.quantize.to_fp8(flashmhf.FlashMHF(**FLASH)),
 }
+BY_THE_OPERATOR = ("half", "double", "device")  # an FP8 network leaves these to its operator, which names in_w
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        (name, given) for name in CALLED for given in INPUTS if name != "fp8" or given not in ("half", "double", "device")
-    ],  # it takes any float
-)
+@pytest.mark.parametrize(("name", "given"), [(n, g) for n in CALLED for g in INPUTS if n != "fp8" or g not in BY_THE_OPERATOR])
 def test_a_wrong_input_is_refused_by_name(name, given):
     module, x = CALLED[name](), torch.randn(3, 48)
     spoil, error, message = INPUTS[given]
@@ -176,29 +174,24 @@ def test_gains_of_the_official_initialisation_are_checked(gains, error, message)
 # The official layout
 
 
-def without(state, name):
-    return {key: value for key, value in state.items() if key != name}
+def without(name):
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+def edited(name, edit):
+    return lambda state: state | {name: edit(state[name])}
 
 
 @pytest.mark.parametrize(
     ("change", "sizes", "exception", "message"),
     [
-        (
-            lambda s: s | {"gate_weight": s["gate_weight"][0]},
-            (3, 2),
-            ValueError,
-            r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]",
-        ),
-        (
-            lambda s: s | {"up_weight": s["up_weight"][:16]},
-            (3, 2),
-            ValueError,
-            r"up_weight has shape \[16, 48\]; expected \[32, 48\] \(gate_weight",
-        ),
-        (lambda s: without(s, "router"), (3, 2), KeyError, r"missing from the official state dict: \['router'\]"),
-        (lambda s: without(s, "up_weight"), (3, 2), KeyError, "up_weight"),
-        (lambda s: without(s, "w_self.weight"), (3, 2), KeyError, "w_self.weight"),
+        (edited("gate_weight", lambda w: w[0]), (3, 2), ValueError, r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]"),
+        (edited("up_weight", lambda w: w[:16]), (3, 2), ValueError, r"up_weight has shape \[16, 48\]; expected \[32, 48\] \(gate"),
+        (without("router"), (3, 2), KeyError, r"missing from the official state dict: \['router'\]"),
+        (without("up_weight"), (3, 2), KeyError, "up_weight"),
+        (without("w_self.weight"), (3, 2), KeyError, "w_self.weight"),
         (lambda s: s | {"extra": torch.ones(1)}, (3, 2), ValueError, "unknown names .*extra"),
+        (lambda s: s, (3, 2, 2), ValueError, "num_kv_heads is 2; it must divide num_heads = 3"),
         (lambda s: s, (3, 7), ValueError, "num_subnets = 7"),
         (lambda s: s, (0, 2), ValueError, "num_heads"),
         (lambda s: s, (3, 0), ValueError, "num_subnets"),
@@ -207,9 +200,9 @@ def without(state, name):
     ],
 )
 def test_what_does_not_convert_from_the_official_layout(change, sizes, exception, message):
-    official = convert.to_official(flashmhf.FlashMHF(*FLASH).state_dict())
+    official = convert.to_official(flashmhf.FlashMHF(**FLASH).state_dict())
     with pytest.raises(exception, match=message):
-        convert.from_official(change(official), *sizes)
+        convert.from_official(change(official), *sizes[:2], num_kv_heads=sizes[2] if sizes[2:] else None)
     assert convert.from_official(official, np.int64(3), np.int64(2))["k"].shape == (3, 2, 16, 16)
 
 
@@ -217,12 +210,11 @@ def test_what_does_not_convert_from_the_official_layout(change, sizes, exception
     ("change", "exception", "message"),
     [
         (lambda s: s | {"extra": s["k"]}, ValueError, r"unknown names in the state dict: \['extra'\]"),
-        (lambda s: without(s, "u"), KeyError, r"missing from the state dict: \['u'\]"),
-        (lambda s: s | {"v": s["v"][:, :, :8]}, ValueError, r"v has shape \[3, 2, 8, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)"),
+        (without("u"), KeyError, r"missing from the state dict: \['u'\]"),
+        (edited("v", lambda w: w[:, :, :8]), ValueError, r"v has shape \[3, 2, 8, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)"),
         (lambda s: {"k": [1.0]}, TypeError, "k must be a torch.Tensor, got list"),
-        (lambda s: s | {"v": s["v"][0]}, ValueError, r"v has shape \[2, 16, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)"),
     ],
 )
 def test_what_does_not_convert_to_the_official_layout(change, exception, message):
     with pytest.raises(exception, match=message):
-        convert.to_official(change(flashmhf.FlashMHF(*FLASH).state_dict()))
+        convert.to_official(change(flashmhf.FlashMHF(**FLASH).state_dict()))
