@@ -175,35 +175,6 @@ def test_eight_threads_with_a_stream_each(name, gpu_backend):
 # In processes of their own: what comes first there
 
 
-BACKWARD_FIRST = """
-import sys, torch
-import flashmhf
-backend, prefix, device = sys.argv[1:]
-forward, backward = (getattr(torch.ops.flashmhf, prefix + name) for name in ("forward", "backward"))
-torch.cuda.set_device(0)
-q = torch.randn(300, 2, 128, device=device).bfloat16().requires_grad_()
-weights = [torch.randn(2, 3, 64, 128, device=device).bfloat16().requires_grad_() for _ in range(3)]
-gate = [torch.randn(2, 128, 3, device=device).requires_grad_(), 1e-20] if prefix else [None]
-out = forward(q, *weights, *gate, backend=backend, deterministic=True)
-grad_out = torch.randn_like(out)
-cached = [torch.empty(size, dtype=torch.uint8, device=device) for size in (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24) for _ in range(8)]
-del cached
-torch.cuda.synchronize(device)
-out.backward(grad_out)  # the first thing that the autograd thread does
-leaves = [q, *weights, *(gate[:1] if prefix else [])]
-for leaf, expected in zip(leaves, backward(grad_out, q.detach(), *weights, *gate, True, backend=backend)):
-    assert torch.equal(leaf.grad, expected.detach()), "the autograd thread's gradients differ"
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=two_gpus)])
-@pytest.mark.parametrize("prefix", ["", "gated_"])
-def test_backward_is_the_first_thing_in_the_autograd_thread(gpu_backend, prefix, device):
-    run_python("-c", BACKWARD_FIRST, gpu_backend, prefix, device)
-
-
 EIGHT_AT_FIRST = """
 import sys, threading, torch
 from concurrent.futures import ThreadPoolExecutor
