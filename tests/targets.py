@@ -24,6 +24,11 @@ def arguments(name: str, p: Problem) -> tuple:
     return *upstream, *p.operands, *gate
 
 
+def leaves(name: str, p: Problem) -> tuple:
+    """:func:`arguments` whose tensors require a gradient."""
+    return tuple(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments(name, p))
+
+
 def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 

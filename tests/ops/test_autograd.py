@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from targets import Calls, arguments, call
+from targets import Calls, call, leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flashmhf
@@ -13,11 +13,6 @@ from flashmhf import reference
 from flashmhf.testing import assert_accurate, problem
 
 ops = torch.ops.flashmhf
-
-
-def leaves(p, name="forward"):
-    """The arguments of an operator, the tensors requiring gradients."""
-    return [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments(name, p)]
 
 
 def float64_problem(gate="same", **kwargs):
@@ -28,9 +23,9 @@ def float64_problem(gate="same", **kwargs):
 @pytest.mark.parametrize(("gate", "kv_heads"), [("same", 2), (None, 2), ("same", 1)])
 def test_gradcheck(gate, kv_heads, activation):
     p = dataclasses.replace(float64_problem(gate, num_kv_heads=kv_heads), eps=0.1)
-    assert torch.autograd.gradcheck(functools.partial(flashmhf.flash_mhf, activation=activation), leaves(p))
+    assert torch.autograd.gradcheck(functools.partial(flashmhf.flash_mhf, activation=activation), leaves("forward", p))
     if gate:
-        assert torch.autograd.gradcheck(functools.partial(ops.gated_forward, activation=activation), leaves(p, "gated_forward"))
+        assert torch.autograd.gradcheck(functools.partial(ops.gated_forward, activation=activation), leaves("gated_forward", p))
         assert torch.autograd.gradcheck(flashmhf.gate, (p.q.requires_grad_(), p.w.requires_grad_(), p.eps))
 
 
@@ -38,7 +33,7 @@ def test_gradcheck(gate, kv_heads, activation):
 def test_the_definition_and_its_written_out_gradients(kv_heads):
     """By einsum with a weight head for each of q's heads, and autograd."""
     p = float64_problem(num_kv_heads=kv_heads)
-    inputs = leaves(p)
+    inputs = leaves("forward", p)
     q, *weights, r = inputs
     k, u, v = (torch.stack([x[h // (2 // kv_heads)] for h in range(2)]) for x in weights)
     m, n = (torch.einsum("...hd,hejd->...hej", q, x) for x in (k, u))
@@ -81,7 +76,7 @@ def test_only_what_needs_a_gradient_gets_one(needed):
 
 def test_saves_the_inputs_only(target):
     p = problem(256, 2, 64, 3, 64, target.dtype, target.device)
-    inputs = leaves(p)
+    inputs = leaves("forward", p)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
         flashmhf.flash_mhf(*inputs, backend=target.backend)
@@ -95,7 +90,7 @@ def gradient_penalty(function, x):
 
 def test_second_derivatives_raise(target):
     p = problem(64, 2, 64, 2, 64, target.dtype, target.device)
-    q, *rest = leaves(p)
+    q, *rest = leaves("forward", p)
     with pytest.raises(NotImplementedError, match='second derivative.*backend="reference"'):
         gradient_penalty(lambda x: flashmhf.flash_mhf(x, *rest, backend=target.backend), q)
     with pytest.raises(NotImplementedError, match='second derivative.*backend="reference"'):
@@ -133,7 +128,7 @@ def test_deterministic_flag_is_read_in_forward(monkeypatch):
     monkeypatch.setattr(flashmhf.backends.eager, "backward", spy)
     p = float64_problem()
     for during_forward, argument in ((True, None), (False, None), (False, True)):
-        inputs = leaves(p)
+        inputs = leaves("forward", p)
         torch.use_deterministic_algorithms(during_forward)
         try:
             out = flashmhf.flash_mhf(*inputs, deterministic=argument, backend="eager")
@@ -146,7 +141,7 @@ def test_deterministic_flag_is_read_in_forward(monkeypatch):
 @pytest.mark.parametrize("name", ["forward", "gated_forward"])
 def test_autocast_casts_operands_and_keeps_the_gate(name):
     p = problem((2, 50), 4, 64, 3, 64, torch.float32, num_kv_heads=2)
-    operator, inputs = functools.partial(getattr(ops, name), activation="gelu"), leaves(p, name)
+    operator, inputs = functools.partial(getattr(ops, name), activation="gelu"), leaves(name, p)
     with torch.autocast("cpu", dtype=torch.bfloat16), Calls() as calls:
         out = operator(*inputs)
         out.float().sum().backward()
@@ -161,7 +156,7 @@ def test_autocast_casts_operands_and_keeps_the_gate(name):
 
 def test_autocast_leaves_float32_backward_in_float32():
     p = problem(64, 2, 16, 2, 32, torch.float32)
-    inputs = leaves(p)
+    inputs = leaves("forward", p)
     out = flashmhf.flash_mhf(*inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out.backward(p.grad_out)
@@ -172,7 +167,7 @@ def test_autocast_leaves_float32_backward_in_float32():
 
 def test_batched_gradients():
     p = float64_problem()
-    inputs = leaves(p)
+    inputs = leaves("forward", p)
     out = flashmhf.flash_mhf(*inputs)
     grads = torch.stack([p.grad_out, -p.grad_out])
     for i, batched in enumerate(torch.autograd.grad(out, inputs, grads, is_grads_batched=True)):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from targets import RESULTS, arguments, call
+from targets import RESULTS, arguments, call, leaves
 
 import flashmhf
 from flashmhf.testing import problem
@@ -26,11 +26,8 @@ def small(target, **kwargs):
 def check_operators(p, names=(*RESULTS, "backward_accumulate_"), **settings):
     sums = [torch.zeros(p.k.shape, device=p.k.device) for _ in range(3)]
     for name in names:
-        given = arguments(name, p)
-        if "backward" in name:
-            given = (*given, *(sums if name.endswith("_") else ()), True)
-        else:
-            given = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given]
+        deterministic = (*(sums if name.endswith("_") else ()), True)
+        given = (*arguments(name, p), *deterministic) if "backward" in name else leaves(name, p)
         torch.library.opcheck(getattr(ops, name), given, settings)
 
 
@@ -75,9 +72,9 @@ def test_compile_operator_with_gate(target):
     def step(q, k, u, v, r):
         return flashmhf.flash_mhf(q * 1.0, k, u, v, r, backend=target.backend, deterministic=True) * 1.0
 
-    leaves = [x.clone().requires_grad_() for x in (*p.operands, p.r)]
-    expected = torch.autograd.grad(step(*leaves), leaves, p.grad_out)
-    actual = torch.autograd.grad(torch.compile(step, fullgraph=True)(*leaves), leaves, p.grad_out)
+    inputs = leaves("forward", p)
+    expected = torch.autograd.grad(step(*inputs), inputs, p.grad_out)
+    actual = torch.autograd.grad(torch.compile(step, fullgraph=True)(*inputs), inputs, p.grad_out)
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 

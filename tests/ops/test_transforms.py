@@ -1,11 +1,13 @@
 """torch.vmap over the operators, and what backend="reference" adds: every derivative, torch.func, per-sample gradients, export, ONNX."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
 
 import pytest
 import torch
+from targets import RESULTS, arguments, leaves
 
 import flashmhf
 from flashmhf import reference
@@ -15,10 +17,14 @@ ops = torch.ops.flashmhf
 BATCH = 3
 
 
+def small(**kwargs):
+    """Heads that share weights, and an eps that shows."""
+    return dataclasses.replace(problem((2, 5), 6, 4, 2, 7, torch.float64, num_kv_heads=3, **kwargs), eps=0.25)
+
+
 def inputs(*, router: bool = False) -> tuple[torch.Tensor, ...]:
-    """q, k, u, v and r or w; heads that share weights."""
-    p = problem((2, 5), 6, 4, 2, 7, torch.float64, num_kv_heads=3)
-    return *p.operands, p.w if router else p.r
+    """q, k, u, v and r or w."""
+    return arguments("gated_forward" if router else "forward", small())[:5]
 
 
 def stacked(tensors, dims):
@@ -55,18 +61,17 @@ def test_vmap_of_every_choice_of_inputs(dims, backend):
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("gate", [True, False])
-def test_nested_vmap(gate, backend):
+def test_nested_vmap(backend):
     q, k, u, v, r = inputs()
 
     def call(q, k, r):
-        return flashmhf.flash_mhf(q, k, u, v, r if gate else None, backend=backend)
+        return flashmhf.flash_mhf(q, k, u, v, r, backend=backend)
 
     qs, ks, rs = torch.stack([q, -q]), torch.stack([k, 2 * k, -k], 1), torch.stack([r, 2 * r, -r], 2)
     actual = torch.vmap(torch.vmap(call, in_dims=(None, 1, 2)), in_dims=(0, None, None))(qs, ks, rs)
     assert actual.shape == (2, 3, *q.shape)
     for i, j in itertools.product(range(2), range(3)):
-        expected = reference.forward(qs[i], ks[:, j], u, v, rs[:, :, j] if gate else None)
+        expected = reference.forward(qs[i], ks[:, j], u, v, rs[:, :, j])
         torch.testing.assert_close(actual[i, j], expected, rtol=1e-12, atol=1e-12)
 
 
@@ -146,19 +151,13 @@ def scalar(*tensors):
     return flashmhf.flash_mhf(*tensors, backend="reference").square().sum()
 
 
-@pytest.mark.parametrize("gate", [True, False])
-def test_second_derivatives_of_the_operator(gate):
-    tensors = [x.requires_grad_() for x in inputs()[: 5 if gate else 4]]
-    assert torch.autograd.gradcheck(lambda *x: flashmhf.flash_mhf(*x, backend="reference"), tensors, check_forward_ad=True, fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda *x: flashmhf.flash_mhf(*x, backend="reference"), tensors, fast_mode=True)
-
-
-def test_second_derivatives_of_the_gated_operator_and_of_the_gradients():
-    *tensors, w = (x.requires_grad_() for x in inputs(router=True))
-    assert torch.autograd.gradgradcheck(lambda *x: ops.gated_forward(*x, 0.25, backend="reference"), (*tensors, w), fast_mode=True)
-    grad_out = torch.randn_like(tensors[0]).requires_grad_()
-    assert torch.autograd.gradcheck(lambda *x: ops.backward(*x, backend="reference")[:4], (grad_out, *tensors), fast_mode=True)
-    assert torch.autograd.gradcheck(lambda *x: ops.gated_backward(*x, 0.25, backend="reference"), (grad_out, *tensors, w), fast_mode=True)
+@pytest.mark.parametrize(("name", "gate"), [("forward", None), *((name, "same") for name in RESULTS)])
+def test_every_derivative(name, gate):
+    operator = flashmhf.flash_mhf if name == "forward" else getattr(ops, name)
+    given, function = leaves(name, small(gate=gate)), functools.partial(operator, backend="reference")
+    assert torch.autograd.gradcheck(function, given, check_forward_ad=name == "forward", fast_mode=True)
+    if "forward" in name:
+        assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
 
 
 def test_functional_transforms_of_the_operator():
