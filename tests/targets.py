@@ -15,6 +15,21 @@ RESULTS = {  # of the operators that Problem has references of, by the same name
     "gated_forward": ("out",),
     "gated_backward": ("dq", "dk", "du", "dv", "dw"),
 }
+VIEWS = {  # of a tensor of tokens [..., H, d]: the same values, or some of them, in other strides
+    "split of a projection": lambda x: torch.stack([torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], -3)[..., 1, :, :],
+    "heads before length": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "heads before all": lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),
+    "leading dimensions reversed": lambda x: _reversed(_reversed(x).contiguous()),
+    "padded columns": lambda x: torch.nn.functional.pad(x, (0, 2), value=torch.nan)[..., :-2],
+    "stride 2 in the last dimension": lambda x: torch.stack([x, x], -1)[..., 0],
+    "expanded everywhere": lambda x: x.flatten()[0].expand_as(x),
+    "expanded over tokens": lambda x: x.flatten(0, -3)[0].expand_as(x),
+    "expanded in the last dimension": lambda x: x[..., :1].expand_as(x),
+}
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return x.permute(*reversed(range(x.dim() - 2)), -2, -1)
 
 
 def arguments(name: str, p: Problem) -> tuple:

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 import torch
 from interpreter import DEVICE, HALF, INTERPRETED, far_apart, needs_triton, run_interpreted, runs_kernels, starts_interpreter
+from targets import VIEWS
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
@@ -88,31 +89,13 @@ def test_values(case):
     check(dataclasses.replace(make(*case.pop("shape"), case.pop("dtype"), **case), activation=activation))
 
 
-def views(x):
-    """The same values under other strides."""
-    yield "padded rows", torch.stack([x, x], -3)[..., 0, :, :]
-    yield "heads outside", x.movedim(-2, 0).contiguous().movedim(0, -2)
-    yield "head and length swapped", x.transpose(1, 2).contiguous().transpose(1, 2)
-    yield "stride 2 in the last dimension", torch.stack([x, x], -1)[..., 0]
-    yield "leading dimensions reversed", x.permute(2, 1, 0, 3, 4).contiguous().permute(2, 1, 0, 3, 4)
-
-
 @runs_kernels
-@pytest.mark.parametrize("index", range(5))
-def test_strides_are_read_in_place(index):
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_are_read_in_place(view):
     p = make((3, 5, 7), 2, 32, 2, 48, HALF)
-    expected = run(p)
-    for argument in ("q", "grad_out", "r"):
-        name, view = list(views(getattr(p, argument)))[index]
-        assert not view.is_contiguous(), name
-        same(run(p, **{argument: view}), expected)
-
-
-@runs_kernels
-def test_expanded_inputs():
-    p = make((2, 40), 2, 32, 2, 48, HALF)
-    grad_out, q = torch.ones((), dtype=HALF, device=DEVICE).expand(p.q.shape), p.q[:1].expand(p.q.shape)
-    same(run(p, q=q, grad_out=grad_out), run(p, q=q.contiguous(), grad_out=grad_out.contiguous()))
+    viewed = {name: VIEWS[view](getattr(p, name)) for name in ("q", "grad_out", "r")}
+    assert not any(x.is_contiguous() for x in viewed.values())
+    same(run(p, **viewed), run(p, **{name: x.contiguous() for name, x in viewed.items()}))
 
 
 @runs_kernels

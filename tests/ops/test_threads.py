@@ -67,17 +67,8 @@ def operator(name: str, backend: str, device: str, seed: int = 0) -> Callable[[]
     return step
 
 
-def projection(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
-    if backend != "hopper":
-        pytest.skip(f"{backend} has no projection kernel")
-    generator = torch.Generator(device).manual_seed(seed)
-    x, w = (torch.randn(shape, generator=generator, device=device).bfloat16() for shape in ((8, 128), (64, 128)))
-    return lambda: (torch.ops.flashmhf_hopper.project(x, w, None),)
-
-
 STEPS = {
     **{name: partial(operator, name) for name in (*RESULTS, "backward_accumulate_")},
-    "project": projection,
     "FlashMHF": partial(module_step, partial(flashmhf.FlashMHF, 256, 2, 3, 64)),
     "FlashMHF, few tokens": inference,
     "MHFFN": partial(module_step, partial(flashmhf.MHFFN, 256, 2, 64)),
@@ -91,7 +82,7 @@ def expected_of(step: Callable[[], tuple]) -> list[torch.Tensor]:
 
 def check(name: str, results: tuple, expected: list[torch.Tensor]) -> None:
     """Operators are exact; a module's products are cuBLAS's, which may choose another algorithm in another thread."""
-    exact = hasattr(ops, name) or name == "project"
+    exact = hasattr(ops, name)
     for a, e in zip(results, expected, strict=True):
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2 * e.abs().max().item()}
         torch.testing.assert_close(a.cpu(), e, **tolerance)
