@@ -6,23 +6,20 @@ from torch import nn
 
 import flashmhf
 
+transformers = pytest.importorskip("transformers")
+
+from flashmhf.models import load_replaced  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(9)[None]
 
 
 def foreign(kind: str = "Llama", **settings):
     """Models of other families, small."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     config = getattr(transformers, f"{kind}Config")(**{**sizes, "head_dim": 32, **settings})
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-
-
-def load_replaced(*args, **kwargs):
-    from flashmhf import models
-
-    return models.load_replaced(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -194,14 +191,9 @@ def test_warm_started_model_equals_the_original():
     torch.testing.assert_close(model(IDS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-class Adapter(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
 def adapted() -> nn.Module:
     swiglu = flashmhf.SwiGLU(64, 192)
-    swiglu.up_proj = Adapter(64, 192, bias=False)
+    swiglu.up_proj = type("Adapter", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x) + 1})(64, 192, bias=False)
     return swiglu
 
 

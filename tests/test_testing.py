@@ -7,7 +7,7 @@ import torch
 
 from flashmhf import reference
 from flashmhf.backends import eager
-from flashmhf.testing import LIMITS, assert_accurate, fixed_limit, limit, problem, relative_l2
+from flashmhf.testing import assert_accurate, fixed_limit, limit, problem, relative_l2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,12 +78,6 @@ def test_relative_l2_is_infinite_for_shapes_and_values_that_cannot_be_compared()
     assert relative_l2(torch.zeros(3), torch.zeros_like(x)) == 0.0
 
 
-def test_limits_are_above_the_rounding_of_an_exact_result():
-    exact = torch.randn(1 << 16, dtype=torch.float64)
-    for dtype, allowed in LIMITS.items():
-        assert relative_l2(exact.to(dtype), exact) < allowed
-
-
 @pytest.mark.parametrize("gate", ["float32", None])
 def test_partial_references_agree_with_the_whole_ones(gate):
     p = problem((3, 5), 2, 32, 3, 16, torch.bfloat16, gate=gate)
@@ -108,5 +102,5 @@ def test_partial_references_of_the_router_agree_with_the_whole_ones():
 def test_fixed_limit_is_the_limit_of_a_worse_baseline():
     for shape in ((100,), (1000,), (1 << 14,)):
         exact = torch.randn(shape, dtype=torch.float64)
-        for dtype, few in ((torch.bfloat16, False), (torch.float32, False)):
-            assert limit(exact * 1.01, exact, dtype, fixed_limits=True, few_tokens=few) >= fixed_limit(exact.numel(), dtype)
+        for dtype in (torch.bfloat16, torch.float32):
+            assert limit(exact * 1.01, exact, dtype, fixed_limits=True) >= fixed_limit(exact.numel(), dtype)

@@ -9,7 +9,6 @@ from torch import nn
 import flashmhf
 from flashmhf import convert, reference
 from flashmhf.integrations.peft import stack_weights
-from flashmhf.reference import ACTIVATIONS
 
 D_MODEL, HEADS, SUBNETS, SUBNET_DIM = 48, 6, 4, 20
 HEAD_DIM = D_MODEL // HEADS
@@ -34,22 +33,15 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 def formula(x, module):
-    """Head by head; weights from the module's state."""
+    """The definition between the projections; weights from the module's state."""
     s = dict(module.named_parameters())
     linear = lambda name, y: y if module.skip_linear else nn.functional.linear(y, s[f"{name}.weight"], s.get(f"{name}.bias"))  # noqa: E731
-    q, heads = linear("in_proj", x).unflatten(-1, (HEADS, HEAD_DIM)), []
-    for h in range(HEADS):
-        q_h = q[..., h, :]
-        if module.q_norm is not None:
-            q_h = q_h / (q_h.square().mean(-1, keepdim=True) + module.q_norm.eps).sqrt() * s["q_norm.weight"][h]
-        kv = h // (HEADS // module.num_kv_heads)
-        k, u, v = (s[name][kv].reshape(-1, HEAD_DIM) for name in "kuv")
-        p = ACTIVATIONS[module.activation][0](q_h @ k.T) * (q_h @ u.T)
-        if "router" in s:
-            gate = (q_h @ s["router"][h]).sigmoid()
-            p = (p.unflatten(-1, (SUBNETS, -1)) * (gate / gate.sum(-1, keepdim=True))[..., None]).flatten(-2)
-        heads.append(p @ v)
-    return linear("out_proj", torch.cat(heads, -1))
+    q = linear("in_proj", x).unflatten(-1, (HEADS, HEAD_DIM))
+    if module.q_norm is not None:
+        q = q / (q.square().mean(-1, keepdim=True) + module.q_norm.eps).sqrt() * s["q_norm.weight"]
+    networks = (s[name].reshape(module.num_kv_heads, -1, s[name].shape[-2], HEAD_DIM) for name in "kuv")
+    r = reference.gate(q, s["router"]) if "router" in s else None
+    return linear("out_proj", reference.forward(q, *networks, r, activation=module.activation).flatten(-2))
 
 
 def networks(**switches):

@@ -29,22 +29,25 @@ def test_gradcheck(gate, kv_heads, activation):
         assert torch.autograd.gradcheck(flashmhf.gate, (p.q.requires_grad_(), p.w.requires_grad_(), p.eps))
 
 
+@pytest.mark.parametrize("activation", list(reference.ACTIVATIONS))
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_the_definition_and_its_written_out_gradients(kv_heads):
+def test_the_definition_and_its_written_out_gradients(kv_heads, activation):
     """By einsum with a weight head for each of q's heads, and autograd."""
     p = float64_problem(num_kv_heads=kv_heads)
     inputs = leaves("forward", p)
     q, *weights, r = inputs
     k, u, v = (torch.stack([x[h // (2 // kv_heads)] for h in range(2)]) for x in weights)
     m, n = (torch.einsum("...hd,hejd->...hej", q, x) for x in (k, u))
-    out = torch.einsum("...he,...hej,hejd->...hd", r, torch.nn.functional.silu(m) * n, v)
-    torch.testing.assert_close(reference.forward(*inputs), out, rtol=1e-12, atol=1e-12)
+    out = torch.einsum("...he,...hej,hejd->...hd", r, reference.ACTIVATIONS[activation][0](m) * n, v)
+    torch.testing.assert_close(reference.forward(*inputs, activation=activation), out, rtol=1e-12, atol=1e-12)
     expected = torch.autograd.grad(out, inputs, p.grad_out)
-    for a, b in zip(reference.backward(p.grad_out, *inputs), expected, strict=True):
+    for a, b in zip(reference.backward(p.grad_out, *inputs, activation=activation), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    grad_r = torch.randn_like(p.r)
-    q, w = p.q.requires_grad_(), p.w.requires_grad_()
-    for a, b in zip(reference.gate_backward(grad_r, q, w), torch.autograd.grad(reference.gate(q, w), (q, w), grad_r), strict=True):
+    grad_r, (q, w) = torch.randn_like(p.r), (p.q.requires_grad_(), p.w.requires_grad_())
+    scores = torch.einsum("...hd,hde->...he", q, w).sigmoid()
+    gate = scores / (scores.sum(-1, keepdim=True) + 0.1)
+    torch.testing.assert_close(reference.gate(q, w, 0.1), gate, rtol=1e-12, atol=1e-12)
+    for a, b in zip(reference.gate_backward(grad_r, q, w, 0.1), torch.autograd.grad(gate, (q, w), grad_r), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 

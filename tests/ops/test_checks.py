@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from targets import VIEWS
 
 import flashmhf
 from flashmhf import quantize
@@ -38,6 +39,11 @@ def elsewhere(*names):
         return x.to("meta" if x.device.type == "cpu" else "cpu")
 
     return {f"{n} on another device": (edited(n, moved), ValueError, rf"\b{n} is on .* but . is on") for n in names}
+
+
+def shifted(x):
+    """The values behind one element in the memory."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 def not_contiguous(x):
@@ -229,33 +235,32 @@ def test_sparse_and_nested_tensors_are_refused_by_name():
             call()
 
 
-def test_hopper_refuses_accumulators_off_alignment(monkeypatch):
-    """Views of one flat buffer, as Megatron's main_grad are; the kernels add to them in vectors of 16 bytes."""
-    p = problem(3, 1, 64, 1, 16, torch.bfloat16)
-    buffers = {name: torch.zeros(p.k.numel() + 1)[name == "du" :][: p.k.numel()].view(p.k.shape) for name in ("dk", "du", "dv")}
-    arguments, into = (p.grad_out, p.q, p.k, p.u, p.v, p.r), tuple(buffers.values())
-    with pytest.raises(ValueError, match="du has storage offset 1; the hopper back end supports multiples of 16 bytes"):
-        hopper.backward(*arguments, Settings(), into)
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("q", shifted, "q cannot be read in place by the hopper back end: the strides .* or the storage offset 1"),
+        ("q", VIEWS["padded columns"], "q cannot be read in place by the hopper back end: the strides"),
+        ("q", VIEWS["stride 2 in the last dimension"], "q cannot be read in place by the hopper back end: the last dimension has stride 2"),
+        ("q", lambda x: x.new_zeros(4, 3, 2, *x.shape[1:]).permute(2, 1, 0, 3, 4), "do not collapse"),
+        ("k", shifted, "k has storage offset 1; the hopper back end supports multiples of 16 bytes"),
+        ("r", VIEWS["stride 2 in the last dimension"], "r has stride 2 in its last dimension; the hopper back end supports 1"),
+        ("du", shifted, "du has storage offset 1; the hopper back end supports multiples of 16 bytes"),
+    ],
+)
+def test_hopper_refuses_what_it_cannot_read_in_place(monkeypatch, name, edit, message):
+    """Also views of one flat buffer, as Megatron's main_grad are: the kernels add to them in vectors of 16 bytes."""
     monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(backward_accumulate_=lambda *arguments: ("dq", "dr")))
-    assert hopper.backward(*arguments, Settings(needs=(True, False)), into) == ("dq", *into, "dr")
+    given = good(dtype=torch.bfloat16)
 
+    def forward(x):
+        return hopper.forward(*(x[n] for n in "qkuvr"), Settings())
 
-@pytest.mark.gpu
-def test_hopper_refuses_what_it_cannot_read_in_place(needs_hopper):
-    call_forward = call_of("forward")
-    x = good("cuda", torch.bfloat16)
-    odd_offset = torch.empty(T * H * D_H + 1, device="cuda", dtype=torch.bfloat16)[1:].view(T, H, D_H)
-    odd_stride = torch.empty(T, H, D_H + 1, device="cuda", dtype=torch.bfloat16)[..., :D_H]
-    last_stride = torch.empty(T, H, 2 * D_H, device="cuda", dtype=torch.bfloat16)[..., ::2]
-    three = torch.empty(4, 3, 2, H, D_H, device="cuda", dtype=torch.bfloat16).permute(2, 1, 0, 3, 4)
-    for q in (odd_offset, odd_stride, last_stride):
-        with pytest.raises(ValueError, match="q cannot be read in place by the hopper back end"):
-            call_forward({**x, "q": q}, backend="hopper")
-        call_forward({**x, "q": q.zero_()}, backend="triton")
-    with pytest.raises(ValueError, match="do not collapse"):
-        ops.forward(three, x["k"], x["u"], x["v"], backend="hopper")
-    shifted = torch.empty(x["k"].numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(x["k"].shape)
-    with pytest.raises(ValueError, match="k has storage offset"):
-        call_forward({**x, "k": shifted}, backend="hopper")
-    call_forward(x, backend="hopper")
-    torch.cuda.synchronize()
+    def backward(x, **settings):
+        return hopper.backward(*(x[n] for n in ("grad_out", *"qkuvr")), Settings(**settings), tuple(x[n] for n in ("dk", "du", "dv")))
+
+    spoiled = given | {name: edit(given[name])}
+    for call in (backward,) if name == "du" else (backward, forward):
+        with pytest.raises(ValueError, match=message):
+            call(spoiled)
+    assert backward(given)[1] is given["dk"]
+    assert name != "du" or backward(spoiled, needs=(True, False))[2] is spoiled["du"]

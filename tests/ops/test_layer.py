@@ -312,43 +312,35 @@ def operands(tokens: int) -> dict:
     }
 
 
-REFUSED = {  # argument, what it becomes, and the error
-    "x": (lambda x: x.long(), TypeError, "x has dtype int64; supported: bfloat16"),
-    "in_w": (lambda w: w.double(), TypeError, r"in_w has dtype float64; supported: float32 \(x's dtype\)"),
-    "in_bias": (lambda b: b[:1], ValueError, r"in_bias has shape \[1\]; expected \[256\]"),
-    "k": (lambda k: k[:0], ValueError, "k has shape .*; H_kv must be at least 1"),
-    "u": (lambda u: u[:, :, :-1], ValueError, "u has shape"),
-    "w": (lambda w: w.double(), TypeError, "w has dtype float64; supported: float32"),
-    "eps": (lambda eps: -1.0, ValueError, "eps is -1.0; supported: finite numbers from 0"),
-    "out_w": (lambda w: w.bfloat16(), TypeError, "out_w has dtype bfloat16; supported: float32"),
-    "out_bias": (lambda b: torch.tensor(1.0), ValueError, r"out_bias has shape \[\]; expected \[256\]"),
-    "q_norm": (lambda w: w[:1], ValueError, r"q_norm has shape \[1, 64\]; expected \[4, 64\] \(\[H, d_h\]\)"),
-    "q_norm_eps": (lambda eps: float("nan"), ValueError, "q_norm_eps is nan; supported: finite numbers from 0"),
-}
-
-
-def call_on(arguments: dict, device: str) -> torch.Tensor:
-    placed = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
-    return torch.ops.flashmhf.layer(**placed)
+REFUSED = [  # argument, what it becomes, and the error
+    ("x", lambda x: x.long(), TypeError, "x has dtype int64; supported: bfloat16"),
+    ("x", lambda x: x.clone().requires_grad_(), NotImplementedError, "gradient"),
+    ("in_w", lambda w: w.double(), TypeError, r"in_w has dtype float64; supported: float32 \(x's dtype\)"),
+    ("in_w", lambda w: w[1:], ValueError, "in_w has shape"),
+    ("in_bias", lambda b: b[:1], ValueError, r"in_bias has shape \[1\]; expected \[256\]"),
+    ("k", lambda k: k[:0], ValueError, "k has shape .*; H_kv must be at least 1"),
+    ("u", lambda u: u[:, :, :-1], ValueError, "u has shape"),
+    ("w", lambda w: w.double(), TypeError, "w has dtype float64; supported: float32"),
+    ("eps", lambda eps: -1.0, ValueError, "eps is -1.0; supported: finite numbers from 0"),
+    ("out_w", lambda w: w.bfloat16(), TypeError, "out_w has dtype bfloat16; supported: float32"),
+    ("out_bias", lambda b: torch.tensor(1.0), ValueError, r"out_bias has shape \[\]; expected \[256\]"),
+    ("q_norm", lambda w: w[:1], ValueError, r"q_norm has shape \[1, 64\]; expected \[4, 64\] \(\[H, d_h\]\)"),
+    ("q_norm_eps", lambda eps: float("nan"), ValueError, "q_norm_eps is nan; supported: finite numbers from 0"),
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("tokens", [0, 3])
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_argument_of_the_operator_is_checked(name, tokens, device):
+@pytest.mark.parametrize(("name", "spoil", "error", "message"), REFUSED)
+def test_every_argument_of_the_operator_is_checked(name, spoil, error, message, tokens, device):
+    def call(arguments: dict) -> Tensor:
+        placed = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in arguments.items()}
+        return torch.ops.flashmhf.layer(**placed)
+
     given = operands(tokens)
-    broken, error, message = REFUSED[name]
-    assert call_on(given, device).shape == (tokens, 256)
+    assert call(given).shape == (tokens, 256)
     with pytest.raises(error, match=message):
-        call_on(given | {name: broken(given[name])}, device)
-
-
-def test_refuses_sizes_that_do_not_fit_and_gradients():
-    given = operands(3)
-    with pytest.raises(ValueError, match="in_w has shape"):
-        call_on(given | {"in_w": given["in_w"][1:]}, "cpu")
-    with pytest.raises(NotImplementedError, match="gradient"):
-        call_on(given | {"x": given["x"].requires_grad_()}, "cpu")
+        call(given | {name: spoil(given[name])})
 
 
 def test_opcheck():
@@ -356,3 +348,33 @@ def test_opcheck():
     norm = {name: given.pop(name) for name in ("q_norm", "q_norm_eps")}
     torch.library.opcheck(torch.ops.flashmhf.layer, tuple(given.values()))
     torch.library.opcheck(torch.ops.flashmhf.layer, tuple(given.values()), norm)
+
+
+# Tensors that begin inside a storage: slices of the tokens, weights in one flat buffer
+
+
+def into_one_buffer(module: nn.Module) -> None:
+    """Moves every parameter into one flat buffer, behind NaN."""
+    sizes = [512, *(-(-parameter.numel() // 512) * 512 for parameter in module.parameters())]
+    pieces = next(module.parameters()).new_full((sum(sizes),), torch.nan).split(sizes)
+    for parameter, piece in zip(module.parameters(), pieces[1:], strict=True):
+        piece[: parameter.numel()] = parameter.detach().flatten()
+        parameter.data = piece[: parameter.numel()].view(parameter.shape)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", [2, 100, 300])
+@pytest.mark.parametrize("what", ["tokens", "tokens of fp8", "weights"])
+def test_what_lies_behind_other_values(monkeypatch, device, tokens, what):
+    monkeypatch.setattr(layer, "CHUNK_TOKENS", 16384)
+    module = flashmhf.FlashMHF(256, 4, 3, 32, bias=True, q_norm=True, device=device, dtype=torch.bfloat16)
+    module = quantize.to_fp8(module) if what == "tokens of fp8" else module
+    x = torch.full((3 * tokens, 256), torch.nan, device=device, dtype=torch.bfloat16)[tokens : 2 * tokens]
+    x.normal_()
+    with torch.no_grad():
+        expected = module(x.clone())
+        if what == "weights":
+            into_one_buffer(module)
+            x = x.clone()
+        actual = module(x)
+    assert actual.isfinite().all() and torch.equal(actual, expected)
