@@ -1,17 +1,162 @@
-"""Two streams, or two CUDA graphs, at once: nothing survives a launch, so each gets what it gets alone."""
+"""Operators and modules in streams, graphs and threads at once, first in a thread or process, and while another device is current.
+
+Nothing survives a launch, so each call gets what it gets alone. A fresh thread has no CUDA context until something makes one current, and
+memory that PyTorch has cached is handed out without any call of CUDA: the tests cache the memory of their results before a thread begins.
+"""
 
 import itertools
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 from targets import RESULTS, call
 
+import flashmhf
+from flashmhf.backends import driver
 from flashmhf.graphs import capturing
 from flashmhf.testing import assert_accurate, problem
 
-pytestmark = pytest.mark.gpu
+ops = torch.ops.flashmhf
+THREADS, ROUNDS, BACKWARDS = 8, 20, ("backward", "gated_backward")
 
-ROUNDS, BACKWARDS = 20, ("backward", "gated_backward")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+OTHER_DEVICE = [pytest.param(0, 1, id="cuda:0 while cuda:1 is current"), pytest.param(1, 0, id="cuda:1 while cuda:0 is current")]
+
+
+def in_thread(function: Callable[[], object]) -> object:
+    """The result of ``function`` in a fresh thread; its exception is raised here."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def module_step(make: Callable[..., torch.nn.Module], backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
+    torch.manual_seed(seed)
+    module = make(backend=backend, device=device, dtype=torch.bfloat16, deterministic=True)
+    x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
+
+    def step() -> tuple:
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        return (out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], torch.ones_like(out)))
+
+    return step
+
+
+def inference(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
+    """Few tokens, which on hopper go through the projection kernel."""
+    torch.manual_seed(seed)
+    module = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(5, 256, device=device, dtype=torch.bfloat16)
+    return lambda: (module(x),)
+
+
+def operator(name: str, backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
+    p = problem(300, 2, 128, 3, 64, torch.bfloat16, device, seed=seed)
+    sums = [torch.zeros(p.k.shape, device=device) for _ in range(3 if name.endswith("_") else 0)]
+
+    def step() -> tuple:
+        for x in sums:
+            x.zero_()
+        return call(name, p, *sums, backend=backend, deterministic=True) + tuple(x.clone() for x in sums)
+
+    return step
+
+
+STEPS = {
+    **{name: partial(operator, name) for name in (*RESULTS, "backward_accumulate_")},
+    "FlashMHF": partial(module_step, partial(flashmhf.FlashMHF, 256, 2, 3, 64)),
+    "FlashMHF, few tokens": inference,
+    "MHFFN": partial(module_step, partial(flashmhf.MHFFN, 256, 2, 64)),
+}
+
+
+def expected_of(step: Callable[[], tuple]) -> list[torch.Tensor]:
+    """The step's results on the CPU; the memory of those on the GPU is PyTorch's again, cached."""
+    return [x.cpu() for x in step()]
+
+
+def check(name: str, results: tuple, expected: list[torch.Tensor]) -> None:
+    """Operators are exact; a module's products are cuBLAS's, which may choose another algorithm in another thread."""
+    exact = hasattr(ops, name)
+    for a, e in zip(results, expected, strict=True):
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2 * e.abs().max().item()}
+        torch.testing.assert_close(a.cpu(), e, **tolerance)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_first_thing_in_a_fresh_thread(name, gpu_backend):
+    step = STEPS[name](gpu_backend, "cuda")
+    expected = expected_of(step)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        check(name, in_thread(step), expected)
+
+
+@two_gpus
+@pytest.mark.parametrize(("device", "current"), OTHER_DEVICE)
+@pytest.mark.parametrize("name", STEPS)
+def test_another_device_is_current(name, gpu_backend, device, current):
+    with torch.cuda.device(device):
+        step = STEPS[name](gpu_backend, f"cuda:{device}")
+        expected = expected_of(step)
+        torch.cuda.synchronize()
+
+    def elsewhere() -> tuple:
+        torch.cuda.set_device(current)
+        results = step()
+        assert torch.cuda.current_device() == current
+        assert all(x.device.index == device for x in results)
+        return results
+
+    check(name, in_thread(step), expected)  # the fresh thread's device is cuda:0
+    check(name, in_thread(elsewhere), expected)
+    with torch.cuda.device(current):
+        check(name, elsewhere(), expected)
+
+
+@two_gpus
+def test_threads_on_two_devices_at_once(gpu_backend):
+    steps = [STEPS["FlashMHF"](gpu_backend, f"cuda:{i % 2}", i) for i in range(THREADS)]
+    expected = [expected_of(step) for step in steps]
+    check_all_at_once("FlashMHF", steps, expected)
+
+
+def check_all_at_once(name: str, functions: list[Callable[[], tuple]], expected: list[list[torch.Tensor]]) -> None:
+    """Every function in a thread of its own, ten times, all beginning together."""
+    barrier = threading.Barrier(len(functions))
+
+    def run(function, right) -> None:
+        barrier.wait()
+        for _ in range(10):
+            check(name, function(), right)
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        list(pool.map(run, functions, expected))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "gated_backward", "FlashMHF", "FlashMHF, few tokens"])
+def test_eight_threads_with_a_stream_each(name, gpu_backend):
+    steps = [STEPS[name](gpu_backend, "cuda", seed) for seed in range(THREADS)]
+    expected = [expected_of(step) for step in steps]
+    torch.cuda.synchronize()
+
+    def on_a_stream(step: Callable[[], tuple], stream: torch.cuda.Stream) -> tuple:
+        with torch.cuda.stream(stream):
+            results = step()
+        stream.synchronize()
+        return results
+
+    check_all_at_once(name, [partial(on_a_stream, step, torch.cuda.Stream()) for step in steps], expected)
+
+
+# Two streams, or two CUDA graphs, at once
 
 
 def calls(p, backend) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -25,7 +170,7 @@ def check_accurate(name, results, p) -> None:
         assert_accurate(name, actual, baseline, exact, fixed_limits=True)
 
 
-def check(problems, alone, results) -> None:
+def check_rounds(problems, alone, results) -> None:
     """Each problem's ``results``, of several rounds, against those of its calls alone."""
     for p, right, mine in zip(problems, alone, results, strict=True):
         for at_once, (name, expected) in itertools.product(mine, right.items()):
@@ -67,7 +212,7 @@ def test_two_streams(problems, alone, gpu_backend):
             with torch.cuda.stream(stream):
                 mine.append(calls(p, gpu_backend))
     torch.cuda.synchronize()
-    check(problems, alone, results)
+    check_rounds(problems, alone, results)
 
 
 def test_two_graphs(problems, alone, gpu_backend):
@@ -84,4 +229,190 @@ def test_two_graphs(problems, alone, gpu_backend):
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        check(problems, alone, results)
+        check_rounds(problems, alone, results)
+
+
+# In processes of their own: what comes first there
+
+
+EIGHT_AT_FIRST = """
+import sys, threading, torch
+from concurrent.futures import ThreadPoolExecutor
+import flashmhf.testing
+backend, device = sys.argv[1:]
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+torch.manual_seed(0)
+sizes = (40, 2, 64, 2, 32) if device == "cuda" else (16, 1, 16, 1, 16)
+problems = [flashmhf.testing.problem(*sizes, dtype, device, seed=seed) for seed in range(8)]
+barrier = threading.Barrier(8)
+
+def run(p):
+    barrier.wait()
+    q = p.q.clone().requires_grad_()
+    out = flashmhf.flash_mhf(q, p.k, p.u, p.v, p.r, backend=backend, deterministic=True)
+    return out.detach(), *torch.autograd.grad(out, q, p.grad_out)
+
+with ThreadPoolExecutor(8) as pool:
+    results = list(pool.map(run, problems))
+for p, actual in zip(problems, results):
+    out = torch.ops.flashmhf.forward(*p.operands, p.r, backend=backend, deterministic=True)
+    dq = torch.ops.flashmhf.backward(p.grad_out, *p.operands, p.r, True, backend=backend)[0]
+    assert torch.equal(actual[0], out) and torch.equal(actual[1], dq), "a thread's results are not those of one thread"
+"""
+
+
+@pytest.mark.slow
+def test_eight_threads_are_the_first_to_use_the_back_end(gpu_backend):
+    run_python("-c", EIGHT_AT_FIRST, gpu_backend, "cuda")
+
+
+def test_eight_threads_under_tritons_interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run_python("-c", EIGHT_AT_FIRST, "triton", "cpu")
+
+
+FORK = """
+import multiprocessing, sys, torch
+torch.set_num_threads(1)  # a thread pool of OpenMP does not survive a fork
+import flashmhf
+from flashmhf.backends import hopper
+backend = sys.argv[1]
+module = flashmhf.FlashMHF(256, 2, 3, 64)
+module(torch.randn(5, 256))
+hopper.library()
+assert not torch.cuda.is_initialized(), "importing flashmhf or using it on the CPU has initialised CUDA"
+
+def use_cuda():
+    ours = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ours(x).float().sum().backward()
+    torch.cuda.synchronize()
+    assert torch.isfinite(x.grad).all()
+
+child = multiprocessing.get_context("fork").Process(target=use_cuda)
+child.start()
+child.join()
+assert child.exitcode == 0, "the child's step failed"
+use_cuda()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_forked_before_cuda_was_used(gpu_backend):
+    run_python("-c", FORK, gpu_backend)
+
+
+NO_CUDA_CALLS = """
+import torch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("CUDA was asked for")
+
+for name in ("_lazy_init", "is_available", "device_count", "current_device", "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, refuse)
+import flashmhf
+module = flashmhf.FlashMHF(64, 2, 3, 16)
+x = torch.randn(5, 64, requires_grad=True)
+module(x).sum().backward()
+with torch.no_grad():
+    module(x)
+flashmhf.backends.hopper.library()
+"""
+
+
+def test_import_and_use_on_a_cpu_do_not_touch_cuda():
+    """A process that forks workers must not have initialised CUDA before."""
+    run_python("-c", NO_CUDA_CALLS)
+
+
+# The helper that makes a context current, against a driver that records
+
+
+class Driver:
+    """libcuda as a thread sees it whose current context is that of device ``current`` (None: no context)."""
+
+    def __init__(self, current: int | None, failing: str | None = None):
+        self.current, self.failing, self.calls = current, failing, []
+
+    def __getattr__(self, name: str):
+        def call(*args) -> int:
+            self.calls.append(name)
+            if name == self.failing:
+                return 3
+            if name == "cuDeviceGet":
+                args[0]._obj.value = args[1]
+            if name == "cuCtxGetDevice":
+                if self.current is None:
+                    return 201
+                args[0]._obj.value = self.current
+            if name == "cuDevicePrimaryCtxRetain":
+                args[0]._obj.value = 1000 + args[1].value
+            if name == "cuCtxSetCurrent":
+                self.current = args[0].value - 1000
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize("current", [None, 0, 1])
+def test_the_context_of_the_device_is_made_current(monkeypatch, current):
+    fake = Driver(current)
+    monkeypatch.setattr(driver, "_library", lambda: fake)
+    driver.make_context_current(1)
+    assert fake.current == 1
+    assert ("cuDevicePrimaryCtxRetain" in fake.calls) == (current != 1)  # a context of the device, the caller's own perhaps, stays
+
+
+@pytest.mark.parametrize("failing", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
+def test_a_driver_error_is_named(monkeypatch, failing):
+    monkeypatch.setattr(driver, "_library", lambda: Driver(None, failing))
+    with pytest.raises(RuntimeError, match=f"{failing} failed with CUDA error 3"):
+        driver.make_context_current(0)
+
+
+# The same in the op library, against a runtime and a driver that record
+
+CONTEXTS = r"""
+#include <cstdio>
+#include <cstdlib>
+#include <cuda.h>
+#include "common/driver.h"
+
+static int current;  // the device of the thread's context; -1: no context
+static CUresult device_of_context(CUdevice *device) {
+    *device = current;
+    return current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+static cudaError_t entry(void **function, cudaDriverEntryPointQueryResult *found) {
+    *function = reinterpret_cast<void *>(device_of_context);
+    *found = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+extern "C" cudaError_t cudaSetDevice(int device) { return std::printf("primary context of device %d\n", device), cudaSuccess; }
+#if CUDART_VERSION >= 12050
+extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
+                                                        cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+#else
+extern "C" cudaError_t cudaGetDriverEntryPoint(const char *, void **function, unsigned long long,
+                                               cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+#endif
+int main(int, char **arguments) {
+    current = std::atoi(arguments[1]);
+    return flashmhf::ensure_context(1);
+}
+"""
+
+
+def test_the_op_library_keeps_a_context_of_the_device(tmp_path):
+    """A green context's default stream is another one than the primary context's: a kernel there would not wait for q."""
+    folder, nvcc = Path(__file__).resolve().parents[2] / "csrc", shutil.which("nvcc")
+    if nvcc is None or not folder.exists():
+        pytest.skip("no nvcc, or the sources are not here")
+    source, program = tmp_path / "contexts.cpp", tmp_path / "contexts"
+    source.write_text(CONTEXTS)
+    flags = ["-std=c++20", "-cudart=none", f"-I{folder}"]
+    subprocess.run([nvcc, *flags, "-o", program, source, folder / "common" / "driver.cpp"], check=True)
+    for current, expected in ((-1, "primary context of device 1\n"), (0, "primary context of device 1\n"), (1, "")):
+        assert subprocess.run([program, str(current)], capture_output=True, text=True, check=True).stdout == expected
