@@ -95,9 +95,9 @@ def gpu_backend(request) -> str:
     return request.param
 
 
-@pytest.fixture
-def needs_hopper() -> None:
-    skip_unless_usable("hopper", flashmhf.info().reasons["hopper"])
+@pytest.fixture(params=[pytest.param("hopper", marks=pytest.mark.gpu)])
+def needs_hopper(request) -> None:
+    skip_unless_usable(request.param, flashmhf.info().reasons[request.param])
 
 
 @pytest.fixture(scope="module")

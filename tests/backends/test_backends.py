@@ -16,7 +16,7 @@ from flashmhf.testing import problem
 @pytest.fixture
 def uncached():
     """Selection without its cache before and after: these tests change what a back end says of itself."""
-    caches = (backends.select, backends.select_fp8, backends._warn_hopper_unused)
+    caches = (backends.select, backends.select_fp8, backends._warn_hopper_unused, hopper.library)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -117,33 +117,28 @@ def test_what_hopper_supports(monkeypatch, capability, dtype, sizes, reason):
     assert reason in hopper.why_not(torch.device("cuda", 0), dtype, **dict(zip(("d_h", "d_e", "activation"), sizes, strict=False)))
 
 
-def test_why_the_library_is_not_usable(monkeypatch, tmp_path):
-    try:
-        for cuda, file, reason in (
-            (None, None, "this PyTorch has no CUDA"),
-            ("13.0", tmp_path / "missing.so", "installed without its CUDA library"),
-            ("13.0", tmp_path / "broken.so", "does not load"),
-        ):
-            hopper.library.cache_clear()
-            monkeypatch.setattr(torch.version, "cuda", cuda)
-            if file:
-                monkeypatch.setattr(hopper, "LIBRARY", file)
-                if file.name == "broken.so":
-                    file.write_bytes(b"not a library")
-            assert reason in hopper.library()
-        hopper.library.cache_clear()
+@pytest.mark.parametrize(
+    ("cuda", "exists", "version", "driver_version", "reason"),
+    [
+        (None, False, None, 13000, "this PyTorch has no CUDA"),
+        ("13.0", False, None, 13000, "installed without its CUDA library"),
+        ("13.0", True, None, 13000, "does not load"),
+        ("13.0", True, "0.0.1", 13000, f"its CUDA library has version 0.0.1, the package has {flashmhf.__version__}"),
+        ("13.0", True, "0", 12040, "driver supports CUDA 12.4 but the library was built with CUDA 13.0"),
+        ("13.0", True, "0", 13000, None),
+    ],
+)
+def test_why_the_library_is_not_usable(monkeypatch, tmp_path, uncached, cuda, exists, version, driver_version, reason):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(driver, "version", lambda: driver_version)
+    monkeypatch.setattr(hopper, "LIBRARY", tmp_path / "library.so")
+    if exists:
+        hopper.LIBRARY.write_bytes(b"not a library")
+    if version:
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-        monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0.0.1", "cuda_version": "13.0"})
-        monkeypatch.setattr(driver, "version", lambda: 12040)
-        assert f"its CUDA library has version 0.0.1, the package has {flashmhf.__version__}" in hopper.library()
-        hopper.library.cache_clear()
-        monkeypatch.setattr(hopper, "build_info", lambda: {"version": "0", "cuda_version": "13.0"})
-        assert "driver supports CUDA 12.4 but the library was built with CUDA 13.0" in hopper.library()
-        hopper.library.cache_clear()
-        monkeypatch.setattr(driver, "version", lambda: 13000)
-        assert hopper.library() is None
-    finally:
-        hopper.library.cache_clear()
+        monkeypatch.setattr(hopper, "build_info", lambda: {"version": version, "cuda_version": "13.0"})
+    found = hopper.library()
+    assert found is None if reason is None else reason in found
 
 
 def machine(monkeypatch, *devices: tuple[str, tuple[int, int]]) -> None:

@@ -35,7 +35,6 @@ def check(x, w, bias, what=""):
     return actual
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_number_of_tokens(needs_hopper, dtype, bias):
@@ -45,7 +44,6 @@ def test_every_number_of_tokens(needs_hopper, dtype, bias):
 
 
 # Less k than CTAs of a cluster, not divided by them evenly, more than what is in flight; one and many clusters
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (131072, 64)]
@@ -55,7 +53,6 @@ def test_sizes(needs_hopper, dtype, inner, features):
         check(*operands(tokens, inner, features, dtype, bias=True), f"T = {tokens}")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5, 16, 29, 60, 90, 120, 150, 250, 330])
 def test_rows_at_any_stride_and_nothing_beside_them(needs_hopper, tokens):
     x, w, bias = operands(tokens, 512, 128, torch.bfloat16, bias=True)
@@ -64,7 +61,6 @@ def test_rows_at_any_stride_and_nothing_beside_them(needs_hopper, tokens):
     assert torch.equal(check(memory[:tokens, 512:1024], w, bias), project(x, w, bias))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 32, 64, 96, 128, 192, 256, 384])
 def test_equal_inputs_give_equal_bits(needs_hopper, tokens):
     inputs = operands(tokens, 2048, 2048, torch.bfloat16, bias=True)
@@ -73,7 +69,6 @@ def test_equal_inputs_give_equal_bits(needs_hopper, tokens):
         assert torch.equal(project(*inputs), first)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 96, 128, 192, 256, 384])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(needs_hopper, tokens, graphed):
@@ -109,7 +104,6 @@ def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(needs_hopp
         written.zero_()
 
 
-@pytest.mark.gpu
 def test_the_operator_checks_by_itself(needs_hopper):
     op = torch.ops.flashmhf_hopper.project
     x, w, bias = operands(8, 128, 64, torch.bfloat16, bias=True)
@@ -155,7 +149,6 @@ def on_gpu(dtype, d_model=512, heads=4, **options):
     return module
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 7, 17, 64, 65, 129, 300, 400, 1025])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}, {"q_norm": True, "bias": True}], ids=str)
@@ -179,7 +172,6 @@ def test_module_values(needs_hopper, by_parts, monkeypatch, dtype, tokens, optio
     assert relative_l2(actual, exact) <= 1.1 * relative_l2(linear, exact)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [5, 100])
 def test_module_takes_inputs_of_any_layout(needs_hopper, by_parts, tokens):
     """Rows at a stride, transposed batches, rows that are no multiple of 16 bytes apart, one token without leading dimensions."""
@@ -192,7 +184,6 @@ def test_module_takes_inputs_of_any_layout(needs_hopper, by_parts, tokens):
         torch.testing.assert_close(odd(x), plain(odd, x))
 
 
-@pytest.mark.gpu
 def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(needs_hopper):
     x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -207,7 +198,6 @@ def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(needs_
             module(x)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d_model", "heads"), [(256, 4), (288, 3), (512, 4), (512, 2)])
 def test_q_norm_rounds_once(needs_hopper, dtype, d_model, heads):
@@ -225,7 +215,6 @@ def test_q_norm_rounds_once(needs_hopper, dtype, d_model, heads):
                 assert not actual[0].any()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 64, 100, 300, 1200])
 @pytest.mark.parametrize("options", [{}, {"q_norm": True}], ids=str)
 @pytest.mark.parametrize("served", [nn.Identity(), flashmhf.quantize.to_fp8], ids=["bf16", "fp8"])

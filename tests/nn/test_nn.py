@@ -120,10 +120,6 @@ def test_the_meta_device_gives_shapes(make, grad):
         assert make()(torch.empty(3, D_MODEL)).shape == (3, D_MODEL)
 
 
-def test_the_gate_on_the_meta_device():
-    assert flashmhf.gate(torch.empty(3, 2, 8, device="meta"), torch.empty(2, 8, 5, device="meta")).shape == (3, 2, 5)
-
-
 @every_module
 def test_autocast_takes_any_input(make):
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -84,7 +84,6 @@ def test_gpu_memory_has_no_intermediate(gpu_backend):
     assert training <= 6 * tokens + 4 * weights < intermediate
 
 
-@pytest.mark.gpu
 def test_training_memory_of_the_paper_module(needs_hopper):
     """Forward and backward at 8 x 4032 tokens beyond weights and input: as csrc/backward/README.md counts, 4.2 times less than SwiGLU's."""
     ours, swiglu = measure(TRAINING)

@@ -217,7 +217,6 @@ def check_heads(name, p, gradients):
             assert error <= allowed, f"{name}: {output} of head {head}: relative L2 error {error:.3e} exceeds {allowed:.3e}"
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("deterministic", "leading", "heads", "head_dim", "subnets", "subnet_dim"),
     [
@@ -252,7 +251,6 @@ def test_hopper_backward_in_groups_of_heads(needs_hopper, deterministic, leading
         assert (a - b).norm() <= 5e-3 * b.norm(), name
 
 
-@pytest.mark.gpu
 @pytest.mark.slow
 def test_offsets_past_2_to_the_31(needs_hopper):
     """T = 1,048,577 at H = 16, d_h = 128 has more than 2^31 elements; the last rows are those that a 32-bit offset would miss."""
