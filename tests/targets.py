@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashmhf.testing import Problem, poisoned_memory
@@ -54,15 +55,18 @@ def call(name: str, p: Problem, *sums: Tensor, **settings: object) -> tuple[Tens
 
 
 class Calls(TorchDispatchMode):
-    """The operators that reach the dispatcher, with their positional arguments, in ``seen``."""
+    """The operators that reach the dispatcher, with their arguments, in ``seen``."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append((function, args))
+        self.seen.append((function, args, kwargs or {}))
         return function(*args, **kwargs or {})
+
+    def of(self, operator: OpOverloadPacket) -> list[tuple[tuple, dict]]:
+        return [(args, kwargs) for function, args, kwargs in self.seen if function is operator.default]
 
 
 @dataclass(frozen=True)

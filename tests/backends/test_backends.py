@@ -58,20 +58,6 @@ def test_unknown_back_end():
         flashmhf.flash_mhf(*small(), backend="cublas")
 
 
-def test_explicit_back_end_reaches_backward(monkeypatch):
-    calls = []
-    original = backends.select
-
-    def spy(backend, *args):
-        calls.append(backend)
-        return original(backend, *args)
-
-    monkeypatch.setattr(backends, "select", spy)
-    q, *rest = small()
-    flashmhf.flash_mhf(q.requires_grad_(), *rest, backend="eager").sum().backward()
-    assert calls == ["eager", "eager"]
-
-
 @pytest.mark.parametrize(("select", "modules"), [("select", backends.BACKENDS), ("select_fp8", backends.FP8_BACKENDS)])
 def test_auto_takes_the_first_that_can(monkeypatch, uncached, select, modules):
     reasons = {"hopper": None, "triton": None}

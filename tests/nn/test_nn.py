@@ -1,6 +1,7 @@
 """Modules against float64 formulae with every switch of the official module, their state dicts, and the official layout both ways."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -177,21 +178,27 @@ def test_padded_subnets_are_the_same_function_and_stay_padded():
 # The memory of parameters
 
 
-@every_module
+STORED = MODULES | {"fp8": lambda: flashmhf.quantize.to_fp8(flashmhf.FlashMHF(D_MODEL, 3, 2, 16))}
+
+
+@pytest.mark.parametrize("make", STORED.values(), ids=STORED)
 def test_a_state_dict_is_the_parameters_memory(make):
     """Weight averages, pruning and restored snapshots write into it."""
     module = make()
     for value in module.state_dict().values():
-        value.fill_(0.25)
-    assert all((parameter == 0.25).all() for parameter in module.parameters())
-    assert module.state_dict().keys() == dict(module.named_parameters()).keys()
+        value.fill_(2)
+    stored = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert all((value.float() == 2).all() for value in stored.values())
+    assert module.state_dict().keys() == stored.keys()
 
 
-@every_module
-@pytest.mark.parametrize("tool", ["to", "assign", "deepcopy", "grad"])
-def test_weights_stay_contiguous(make, tool):
+@pytest.mark.parametrize(
+    ("name", "tool"), [*itertools.product(STORED, ("to", "assign", "deepcopy")), *((name, "grad") for name in MODULES)]
+)
+def test_weights_stay_contiguous(name, tool):
     """torch.channels_last, meant for images, changes the strides of every parameter of four dimensions, and checkpoints keep strides."""
-    module, x = make(), torch.randn(5, D_MODEL)
+    make, x = STORED[name], torch.randn(5, D_MODEL)
+    module = make()
     expected = module(x)
     if tool == "to":
         module.to(memory_format=torch.channels_last)
@@ -203,20 +210,7 @@ def test_weights_stay_contiguous(make, tool):
         strided = {name: value.mT.contiguous().mT if value.dim() > 1 else value for name, value in module.state_dict().items()}
         module = copy.deepcopy(module) if tool == "deepcopy" else make()
         module.load_state_dict(strided, assign=True)
-    assert all(parameter.is_contiguous() for name, parameter in module.named_parameters() if name in ("k", "u", "v"))
+    # Projections keep a checkpoint's strides, as any linear layer does.
+    stored = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert all(value.is_contiguous() for name, value in stored.items() if "." not in name)
     torch.testing.assert_close(module(x), expected)
-
-
-def test_packed_weights_stay_contiguous():
-    network = flashmhf.quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32))
-    x = torch.randn(5, 128)
-    expected = network(x)
-    network.to(memory_format=torch.channels_last)
-    assert torch.equal(network(x), expected)
-    strided = {name: value.mT.contiguous().mT if value.dim() > 1 else value for name, value in network.state_dict().items()}
-    network.load_state_dict(strided, assign=True)
-    assert all(buffer.is_contiguous() for buffer in network.buffers())
-    torch.testing.assert_close(network(x), expected)  # the projections keep a checkpoint's strides, as any linear layer does
-    for value in network.state_dict().values():
-        value.zero_()
-    assert not any(buffer.float().any() for buffer in network.buffers())

@@ -120,25 +120,18 @@ def test_function_transforms_and_forward_mode_raise():
             function(torch.autograd.forward_ad.make_dual(q, q))
 
 
-def test_deterministic_flag_is_read_in_forward(monkeypatch):
-    seen = []
-    original = flashmhf.backends.eager.backward
-
-    def spy(*args, **kwargs):
-        seen.append(args[6].deterministic)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(flashmhf.backends.eager, "backward", spy)
-    p = float64_problem()
-    for during_forward, argument in ((True, None), (False, None), (False, True)):
-        inputs = leaves("forward", p)
-        torch.use_deterministic_algorithms(during_forward)
-        try:
-            out = flashmhf.flash_mhf(*inputs, deterministic=argument, backend="eager")
-        finally:
-            torch.use_deterministic_algorithms(False)
+@pytest.mark.parametrize(("in_forward", "argument"), [(True, None), (False, None), (False, True)])
+def test_backward_does_what_forward_was_told(in_forward, argument):
+    torch.use_deterministic_algorithms(in_forward)
+    try:
+        out = flashmhf.flash_mhf(*leaves("forward", float64_problem()), deterministic=argument, backend="eager", activation="gelu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with Calls() as calls:
         out.sum().backward()
-        assert seen.pop() == (during_forward or bool(argument))
+    ((args, kwargs),) = calls.of(ops.backward)
+    assert args[6:] == ((True,) if in_forward or argument else ())  # the dispatcher leaves out what is a default
+    assert (kwargs["backend"], kwargs["activation"]) == ("eager", "gelu")
 
 
 @pytest.mark.parametrize("name", ["forward", "gated_forward"])
@@ -149,8 +142,8 @@ def test_autocast_casts_operands_and_keeps_the_gate(name):
         out = operator(*inputs)
         out.float().sum().backward()
     assert out.dtype == torch.bfloat16
-    (seen,) = (args for function, args in calls.seen if function is getattr(ops, name).default)
-    assert [x.dtype for x in seen[:5]] == [torch.bfloat16] * 4 + [torch.float32]
+    ((args, _),) = calls.of(getattr(ops, name))
+    assert [x.dtype for x in args[:5]] == [torch.bfloat16] * 4 + [torch.float32]
     assert all(x.grad.dtype == torch.float32 for x in inputs[:5])
     # What ran inside the autocast region was exactly the 16-bit operator: nothing in it was cast again.
     with torch.no_grad():
@@ -193,4 +186,4 @@ def test_checkpointing(policy):
     with Calls() as calls:
         checkpoint(module, x, use_reentrant=False, **context).sum().backward()
     torch.testing.assert_close(x.grad, expected)
-    assert [function for function, _ in calls.seen].count(ops.gated_forward.default) == (1 if policy == "save operator" else 2)
+    assert len(calls.of(ops.gated_forward)) == (1 if policy == "save operator" else 2)
