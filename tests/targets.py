@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,6 +52,14 @@ def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def call(name: str, p: Problem, *sums: Tensor, **settings: object) -> tuple[Tensor, ...]:
     """The results of torch.ops.flashmhf.<name>; ``sums``: what backward_accumulate_ adds to."""
     return as_tuple(getattr(torch.ops.flashmhf, name)(*arguments(name, p), *sums, **settings))
+
+
+def randomised(module: nn.Module, std: float | None = None) -> nn.Module:
+    """The module with every parameter from N(0, std^2); None: from N(0, 1 / its last dimension)."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=std or parameter.shape[-1] ** -0.5)
+    return module
 
 
 class Calls(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from targets import randomised
 from torch import nn
 
 import flashmhf
@@ -142,11 +143,7 @@ def by_parts(monkeypatch):
 
 
 def on_gpu(dtype, d_model=512, heads=4, **options):
-    module = flashmhf.FlashMHF(d_model, heads, 3, 64, device="cuda", dtype=dtype, **options)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    return module
+    return randomised(flashmhf.FlashMHF(d_model, heads, 3, 64, device="cuda", dtype=dtype, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

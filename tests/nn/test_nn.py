@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from targets import randomised
 from torch import nn
 
 import flashmhf
@@ -24,13 +25,6 @@ SWITCHES = [
     {"q_norm": True, "q_norm_eps": 1e-3, "bias": True},
 ]
 IDS = ["-".join(f"{name}={value}" for name, value in switches.items()) or "none" for switches in SWITCHES]
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    return module.double()
 
 
 def formula(x, module):
@@ -55,7 +49,7 @@ def networks(**switches):
 @pytest.mark.parametrize("leading", [(), (7,), (2, 5), (2, 0)])
 @pytest.mark.parametrize("switches", SWITCHES, ids=IDS)
 def test_values_and_gradients(switches, leading):
-    for module in map(randomised, networks(**switches)):
+    for module in map(randomised, networks(dtype=torch.float64, **switches)):
         x = torch.randn(*leading, D_MODEL, dtype=torch.float64, requires_grad=True)
         actual, expected = module(x), formula(x, module)
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
@@ -82,7 +76,7 @@ def test_state_and_default_width():
 
 @pytest.mark.parametrize("leading", [(), (5,), (2, 5), (2, 3, 5)])
 def test_parametric_kv(leading):
-    module = randomised(flashmhf.ParametricKV(D_MODEL, HEADS, 30))
+    module = randomised(flashmhf.ParametricKV(D_MODEL, HEADS, 30).double())
     s, x = dict(module.named_parameters()), torch.randn(*leading, D_MODEL, dtype=torch.float64)
     q = (x @ s["in_proj.weight"].T).unflatten(-1, (HEADS, HEAD_DIM))
     attention = (torch.einsum("...hd,hnd->...hn", q, s["k"]) / HEAD_DIM**0.5).softmax(-1)
@@ -92,7 +86,7 @@ def test_parametric_kv(leading):
 
 def test_dense_moe():
     """One head of the definition, which sees the whole of x."""
-    module = randomised(flashmhf.DenseMoE(D_MODEL, SUBNETS, SUBNET_DIM))
+    module = randomised(flashmhf.DenseMoE(D_MODEL, SUBNETS, SUBNET_DIM).double())
     q = torch.randn(2, 5, 1, D_MODEL, dtype=torch.float64)
     weights = (module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight.T)
     networks = (weight.reshape(1, SUBNETS, SUBNET_DIM, D_MODEL) for weight in weights)
@@ -156,7 +150,7 @@ def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
 
 
 def test_padded_subnets_are_the_same_function_and_stay_padded():
-    plain = randomised(flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2))
+    plain = randomised(flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2).double())
     padded = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, 32, num_kv_heads=2).double()
     padded.load_state_dict(convert.resize_subnets(plain.state_dict(), 32))
     x = torch.randn(3, 5, D_MODEL, dtype=torch.float64)

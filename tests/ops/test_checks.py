@@ -175,10 +175,8 @@ TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=None), TypeError, "backend must be a str, got NoneType"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, activation=None), TypeError, "activation must be a str, got NoneType"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"), TypeError, "deterministic must be a bool, got str"),
-        *(
-            (lambda x, name=name: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=name, activation="tanh"), ValueError, TANH)
-            for name in ("auto", "reference")
-        ),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="auto", activation="tanh"), ValueError, TANH),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="reference", activation="tanh"), ValueError, TANH),
         (lambda x: flashmhf.gate(x.q.long(), x.w), TypeError, "q has dtype int64"),
         (lambda x: flashmhf.gate(x.q, x.w[:1]), ValueError, "w has shape"),
         *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), ValueError, f"eps is {eps}; {FROM_0}") for eps in NO_EPS),

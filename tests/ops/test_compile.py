@@ -1,11 +1,10 @@
 """torch.compile, export, AOTInductor, opcheck, CUDA graphs."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import run_python
 from targets import RESULTS, arguments, call, leaves
 
 import flashmhf
@@ -108,15 +107,16 @@ with torch.no_grad():
 def test_aot_inductor(target, tmp_path):
     # In processes of their own: where the toolchain does not suit PyTorch's, loading even a plain module's package crashes.
     def run(what):
-        arguments = [what, target.backend, target.device, str(tmp_path / f"{what}.pt2")]
-        return subprocess.run([sys.executable, "-c", AOT_INDUCTOR, *arguments], capture_output=True, text=True, timeout=420)
+        run_python("-c", AOT_INDUCTOR, what, target.backend, target.device, tmp_path / f"{what}.pt2", timeout=420)
 
-    done = run("flashmhf")
-    if done.returncode:
-        plain = run("plain")
-        if plain.returncode:
-            pytest.skip(f"AOTInductor fails here on a plain Linear (exit status {plain.returncode})")
-    assert done.returncode == 0, done.stderr
+    try:
+        run("flashmhf")
+    except AssertionError:
+        try:
+            run("plain")
+        except AssertionError as error:
+            pytest.skip(f"AOTInductor fails here on a plain Linear: {error}")
+        raise
 
 
 def test_cuda_graph_of_forward_and_backward(gpu_backend):

@@ -121,13 +121,6 @@ def test_another_device_is_current(name, gpu_backend, device, current):
         check(name, elsewhere(), expected)
 
 
-@two_gpus
-def test_threads_on_two_devices_at_once(gpu_backend):
-    steps = [STEPS["FlashMHF"](gpu_backend, f"cuda:{i % 2}", i) for i in range(THREADS)]
-    expected = [expected_of(step) for step in steps]
-    check_all_at_once("FlashMHF", steps, expected)
-
-
 def check_all_at_once(name: str, functions: list[Callable[[], tuple]], expected: list[list[torch.Tensor]]) -> None:
     """Every function in a thread of its own, ten times, all beginning together."""
     barrier = threading.Barrier(len(functions))
@@ -141,9 +134,10 @@ def check_all_at_once(name: str, functions: list[Callable[[], tuple]], expected:
         list(pool.map(run, functions, expected))
 
 
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=two_gpus)])
 @pytest.mark.parametrize("name", ["forward", "backward", "gated_backward", "FlashMHF", "FlashMHF, few tokens"])
-def test_eight_threads_with_a_stream_each(name, gpu_backend):
-    steps = [STEPS[name](gpu_backend, "cuda", seed) for seed in range(THREADS)]
+def test_eight_threads_with_a_stream_each(name, devices, gpu_backend):
+    steps = [STEPS[name](gpu_backend, f"cuda:{seed % devices}", seed) for seed in range(THREADS)]
     expected = [expected_of(step) for step in steps]
     torch.cuda.synchronize()
 
@@ -153,7 +147,8 @@ def test_eight_threads_with_a_stream_each(name, gpu_backend):
         stream.synchronize()
         return results
 
-    check_all_at_once(name, [partial(on_a_stream, step, torch.cuda.Stream()) for step in steps], expected)
+    streams = [torch.cuda.Stream(seed % devices) for seed in range(THREADS)]
+    check_all_at_once(name, [partial(on_a_stream, *each) for each in zip(steps, streams, strict=True)], expected)
 
 
 # Two streams, or two CUDA graphs, at once

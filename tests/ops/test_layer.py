@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from targets import Calls
+from targets import Calls, randomised
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
@@ -34,11 +34,7 @@ def calls(monkeypatch) -> list[int]:
 
 
 def make(dtype: torch.dtype = torch.float64, kind: type = flashmhf.FlashMHF, **options) -> flashmhf.FlashMHF:
-    module = kind(D_MODEL, HEADS, 3, 16, dtype=dtype, **options)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.3)
-    return module
+    return randomised(kind(D_MODEL, HEADS, 3, 16, dtype=dtype, **options), 0.3)
 
 
 def make_fp8(**options) -> quantize.Fp8FlashMHF:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from targets import RESULTS, arguments, leaves
+from targets import RESULTS, arguments, leaves, randomised
 
 import flashmhf
 from flashmhf import reference
@@ -100,11 +100,7 @@ MODULES = {
 
 
 def make(name: str, **kwargs) -> torch.nn.Module:
-    module = MODULES[name](**kwargs)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.4)
-    return module
+    return randomised(MODULES[name](**kwargs), 0.4)
 
 
 @pytest.mark.parametrize("dims", [(0, None, None, None, None), (None, 0, 0, 0, None), (0, 1, 2, 3, 0)], ids=str)
