@@ -10,7 +10,7 @@ import flashmhf
 from flashmhf import quantize
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.triton import fp8 as triton
-from flashmhf.testing import poisoned_memory, relative_l2
+from flashmhf.testing import poisoned_memory, problem, relative_l2
 
 pytestmark = needs_triton
 # From the same quantised operands: fp32 sums in another order and the rounding of out; where A lies between two e4m3 values, either.
@@ -25,17 +25,14 @@ def test_under_the_interpreter():
     run_interpreted(__file__)
 
 
-def make(tokens=40, heads=2, subnets=3, subnet_dim=48, head_dim=32, *, group=1, dtype=HALF, seed=0):
+def draw(tokens=40, heads=2, subnets=3, subnet_dim=48, head_dim=32, *, group=1):
+    return problem(tokens, heads, head_dim, subnets, subnet_dim, torch.float32, DEVICE, num_kv_heads=heads // group)
+
+
+def make(*args, dtype=HALF, **sizes):
     """(q, packed, r)."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (heads // group, subnets, subnet_dim, head_dim)
-    k, u, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    q = torch.randn(tokens, heads, head_dim, generator=generator)
-    r = torch.rand(tokens, heads, subnets, generator=generator)
-    packed = quantize.pack_fp8(
-        *(x.to(DEVICE) for x in (k / math.sqrt(head_dim), u / math.sqrt(head_dim), v / math.sqrt(subnets * subnet_dim)))
-    )
-    return q.to(DEVICE, dtype), packed, r.to(DEVICE)
+    p = draw(*args, **sizes)
+    return p.q.to(dtype), quantize.pack_fp8(p.k, p.u, p.v), p.r
 
 
 def check(q, packed, r):
@@ -73,12 +70,10 @@ def test_magnitudes_and_negative_gates():
 @pytest.mark.parametrize(("head_dim", "subnet_dim"), [(64, 512), (128, 144 if INTERPRETED else 2048), (256, 128 if INTERPRETED else 704)])
 def test_long_sums_of_one_sign(head_dim, subnet_dim):
     """U = K, V = |V|: sums that are not promoted are 1e-2 to 3e-2 away on an H200."""
-    q, _, r = make(head_dim=head_dim, subnets=2)
-    generator = torch.Generator().manual_seed(2)
-    k, v = (torch.randn(2, 2, subnet_dim, head_dim, generator=generator).to(DEVICE) for _ in range(2))
-    packed = quantize.pack_fp8(k / math.sqrt(head_dim), k / math.sqrt(head_dim), v.abs() / math.sqrt(2 * subnet_dim))
-    out = quantize.forward(q, packed, r, backend="triton")
-    assert relative_l2(out, eager._forward(q, *packed.tensors, r, torch.float64)[0]) <= 5e-3
+    p = draw(head_dim=head_dim, subnets=2, subnet_dim=subnet_dim)
+    q, packed = p.q.to(HALF), quantize.pack_fp8(p.k, p.k, p.v.abs())
+    out = quantize.forward(q, packed, p.r, backend="triton")
+    assert relative_l2(out, eager._forward(q, *packed.tensors, p.r, torch.float64)[0]) <= 5e-3
 
 
 @runs_kernels
@@ -102,8 +97,7 @@ def test_gates_beyond_32_bits(tmp_path):
 
 @runs_kernels
 def test_the_gate_from_the_router():
-    q, packed, _ = make()
-    w = (torch.randn(2, 32, 3, generator=torch.Generator().manual_seed(7)) / math.sqrt(32)).to(DEVICE)
+    (q, packed, _), w = make(), draw().w
     out = torch.ops.flashmhf.fp8_gated_forward(q, *packed.tensors, w, 1e-20, backend="triton")
     expected = quantize.forward(q, packed, flashmhf.gate(q, w), backend="triton")
     assert relative_l2(out, expected.double()) <= DISTANCE[q.dtype]

@@ -42,19 +42,13 @@ def module_step(make: Callable[..., torch.nn.Module], backend: str, device: str,
     x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
 
     def step() -> tuple:
+        with torch.no_grad():  # few tokens, which on hopper go through the projection kernel
+            few = module(x[:5])
         leaf = x.clone().requires_grad_()
         out = module(leaf)
-        return (out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], torch.ones_like(out)))
+        return (out.detach(), few, *torch.autograd.grad(out, [leaf, *module.parameters()], torch.ones_like(out)))
 
     return step
-
-
-def inference(backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
-    """Few tokens, which on hopper go through the projection kernel."""
-    torch.manual_seed(seed)
-    module = flashmhf.FlashMHF(256, 2, 3, 64, backend=backend, device=device, dtype=torch.bfloat16).requires_grad_(False)
-    x = torch.randn(5, 256, device=device, dtype=torch.bfloat16)
-    return lambda: (module(x),)
 
 
 def operator(name: str, backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
@@ -72,7 +66,6 @@ def operator(name: str, backend: str, device: str, seed: int = 0) -> Callable[[]
 STEPS = {
     **{name: partial(operator, name) for name in (*RESULTS, "backward_accumulate_")},
     "FlashMHF": partial(module_step, partial(flashmhf.FlashMHF, 256, 2, 3, 64)),
-    "FlashMHF, few tokens": inference,
     "MHFFN": partial(module_step, partial(flashmhf.MHFFN, 256, 2, 64)),
 }
 
@@ -135,7 +128,7 @@ def check_all_at_once(name: str, functions: list[Callable[[], tuple]], expected:
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=two_gpus)])
-@pytest.mark.parametrize("name", ["forward", "backward", "gated_backward", "FlashMHF", "FlashMHF, few tokens"])
+@pytest.mark.parametrize("name", ["forward", "backward", "gated_backward", "FlashMHF"])
 def test_eight_threads_with_a_stream_each(name, devices, gpu_backend):
     steps = [STEPS[name](gpu_backend, f"cuda:{seed % devices}", seed) for seed in range(THREADS)]
     expected = [expected_of(step) for step in steps]

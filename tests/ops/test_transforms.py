@@ -79,12 +79,11 @@ def test_nested_vmap(backend):
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize("dims", [(0, 0, None, None, None, None), (1, 2, None, 3, None, 0)], ids=str)
 def test_vmap_of_the_gradients(name, backend, dims):
-    extra = [0.25] if name == "gated_backward" else []
-    q, *rest = inputs(router=bool(extra))
-    batch = stacked((torch.randn_like(q), q, *rest), dims)
+    given = arguments(name, small())
+    batch = stacked(given[:6], dims)
 
     def call(*x, backend=backend):
-        return getattr(ops, name)(*x, *extra, backend=backend)
+        return getattr(ops, name)(*x, *given[6:], backend=backend)
 
     actual = torch.vmap(call, in_dims=dims)(*batch)
     for i in range(BATCH):
