@@ -33,6 +33,11 @@ def _reversed(x: Tensor) -> Tensor:
     return x.permute(*reversed(range(x.dim() - 2)), -2, -1)
 
 
+def shifted(x: Tensor) -> Tensor:
+    """The values behind one element in the memory: off alignment."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
 def arguments(name: str, p: Problem) -> tuple:
     """What the operator ``name`` takes of a problem, in its order."""
     upstream = (p.grad_out,) if "backward" in name else ()

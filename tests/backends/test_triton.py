@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import torch
 from interpreter import DEVICE, HALF, INTERPRETED, far_apart, needs_triton, run_interpreted, runs_kernels, starts_interpreter
-from targets import VIEWS
+from targets import VIEWS, shifted
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
@@ -124,10 +124,6 @@ def test_pair_of_weights_in_either_order_of_addresses(descriptors, monkeypatch):
 @runs_kernels
 def test_weights_and_tokens_off_alignment():
     p = make(70, 2, 64, 2, 48, HALF)
-
-    def shifted(x):
-        return torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x)
-
     moved = {name: shifted(getattr(p, name)) for name in ("q", "k", "u", "v", "grad_out")}
     assert all(x.data_ptr() % 16 for x in moved.values())
     for actual, expected in zip(run(p, **moved), run(p), strict=True):

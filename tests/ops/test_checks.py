@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from targets import VIEWS
+from targets import VIEWS, shifted
 
 import flashmhf
 from flashmhf import quantize
@@ -39,11 +39,6 @@ def elsewhere(*names):
         return x.to("meta" if x.device.type == "cpu" else "cpu")
 
     return {f"{n} on another device": (edited(n, moved), ValueError, rf"\b{n} is on .* but . is on") for n in names}
-
-
-def shifted(x):
-    """The values behind one element in the memory."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 def not_contiguous(x):
@@ -156,6 +151,7 @@ def test_bad_input_on_the_gpu(backend, call, spoil, exception, message):
 
 
 K = torch.zeros(2, 3, 4, 8)
+NAMES = "'auto', 'hopper', 'triton', 'eager'"
 TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
 
 
@@ -170,6 +166,7 @@ TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
             TypeError,
             r"r has dtype int64; supported: float32 or float64 \(q's dtype\)$",
         ),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="cublas"), ValueError, f"backend is 'cublas'; supported: {NAMES}"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=None), TypeError, "backend must be a str, got NoneType"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, activation=None), TypeError, "activation must be a str, got NoneType"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"), TypeError, "deterministic must be a bool, got str"),
