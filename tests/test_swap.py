@@ -180,7 +180,6 @@ def test_warm_started_gate_stays_one_under_training():
     module = flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(64, 128))
     module(torch.randn(9, 64)).square().sum().backward()
     assert module.router.grad.abs().max() == 0
-    assert torch.equal(flashmhf.gate(torch.randn(9, 1, 64), torch.randn(1, 64, 1)), torch.ones(9, 1, 1))
 
 
 def test_warm_started_model_equals_the_original():

@@ -79,6 +79,10 @@ def test_constructors_refuse(makers, arguments, exception, message):
         (lambda: flashmhf.param_groups(nn.Linear(2, 2), "1e-3", 0.1), TypeError, "lr must be a float, got str"),
         (lambda: flashmhf.param_groups(nn.Linear(2, 2), 1e-3, -0.1), ValueError, "weight_decay is -0.1"),
         (lambda: flashmhf.Muon([], lr="1e-3"), TypeError, "lr must be a float, got str"),
+        (lambda: OfficialInit(k=-1.0), ValueError, "k is -1.0; supported: finite numbers from 0"),
+        (lambda: OfficialInit(out_proj=math.nan), ValueError, "out_proj is nan"),
+        (lambda: OfficialInit(router="2"), TypeError, "router must be a float, got str"),
+        (lambda: OfficialInit(identity=1), TypeError, "identity must be a bool, got int"),
         (lambda: flashmhf.distributed.parallelize(nn.Linear(2, 2), "tp"), TypeError, "mesh must be a .*DeviceMesh, got str"),
         *(
             (lambda call=call, size=size: call(size), error, name)
@@ -155,20 +159,6 @@ def test_state_dicts_hold_tensors():
     network = flashmhf.FlashMHF(64, 2, 2, 32)
     with pytest.raises(RuntimeError, match="parameter named \"k\", expected torch.Tensor .* received <class 'list'>"):
         network.load_state_dict(network.state_dict() | {"k": [1.0]})
-
-
-@pytest.mark.parametrize(
-    ("gains", "error", "message"),
-    [
-        ({"k": -1.0}, ValueError, "k is -1.0; supported: finite numbers from 0"),
-        ({"out_proj": math.nan}, ValueError, "out_proj is nan"),
-        ({"router": "2"}, TypeError, "router must be a float, got str"),
-        ({"identity": 1}, TypeError, "identity must be a bool, got int"),
-    ],
-)
-def test_gains_of_the_official_initialisation_are_checked(gains, error, message):
-    with pytest.raises(error, match=message):
-        OfficialInit(**gains)
 
 
 # The official layout

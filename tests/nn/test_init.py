@@ -67,6 +67,7 @@ def test_q_m_n_and_the_sum_over_subnets_have_unit_variance(name):
         ("normal", OfficialInit()),
         ("official", OfficialInit()),
         ("official", OfficialInit(in_proj=0.5, k=2.0, u=3.0, v=0.25, router=4.0)),
+        ("official", OfficialInit(identity=True)),
     ],
 )
 @every_network
@@ -79,6 +80,8 @@ def test_normal_and_official(name, init, gains):
             assert (parameter == 1).all()
         elif part.endswith("bias"):
             assert (parameter == 0).all()
+        elif part.endswith("proj") and gains.identity:
+            assert torch.equal(parameter, torch.eye(*parameter.shape, dtype=parameter.dtype))
         else:
             role = {"gate_proj": "in_proj", "up_proj": "in_proj", "down_proj": "out_proj"}.get(part, part)
             std = 0.02 * getattr(gains, role)
@@ -87,12 +90,6 @@ def test_normal_and_official(name, init, gains):
                 std = bound / 3**0.5
                 assert init == "normal" or 0.99 * bound < parameter.abs().max().item() <= bound
             assert parameter.std().item() == pytest.approx(0.05 if init == "normal" else std, rel=0.1), f"{full_name} under {init}"
-
-
-def test_official_projections_may_begin_as_identities():
-    module = fresh("flashmhf")
-    module.reset_parameters("official", official=OfficialInit(identity=True))
-    assert all(torch.equal(linear.weight, torch.eye(D_MODEL, dtype=torch.float64)) for linear in (module.in_proj, module.out_proj))
 
 
 def test_balanced_is_the_default_of_all_but_parametric_kv():

@@ -17,22 +17,19 @@ def randomised(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 class Residual(nn.Module):
-    def __init__(self, backend: str, deterministic: bool, device: str):
+    def __init__(self, layer: nn.Module):
         super().__init__()
-        generator = torch.Generator(device).manual_seed(2)
-        settings = {"backend": backend, "deterministic": deterministic, "device": device}
-        self.layers = nn.ModuleList(randomised(flashmhf.FlashMHF(128, 2, 3, 80, **settings), generator) for _ in range(2))
+        self.layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(nn.functional.rms_norm(x, x.shape[-1:]))
-        return x
+        return x + self.layer(nn.functional.rms_norm(x, x.shape[-1:]))
 
 
 def train(backend: str, deterministic: bool = False, device: str = "cuda") -> tuple[torch.Tensor, nn.Module]:
     """Losses of STEPS steps, and the model: fp32 weights, 16-bit computation, a function of another network to be learned."""
-    generator = torch.Generator(device).manual_seed(3)
-    model = Residual(backend, deterministic, device)
+    generator, weights = (torch.Generator(device).manual_seed(seed) for seed in (3, 2))
+    networks = (flashmhf.FlashMHF(128, 2, 3, 80, backend=backend, deterministic=deterministic, device=device) for _ in range(2))
+    model = nn.Sequential(*(Residual(randomised(network, weights)) for network in networks))
     teacher = randomised(flashmhf.SwiGLU(128, 256, device=device), generator).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     losses = torch.empty(STEPS, device=device)

@@ -102,22 +102,23 @@ def test_second_derivatives_raise(target):
         call("backward_accumulate_", dataclasses.replace(p, q=q), *(torch.zeros_like(p.k) for _ in range(3)))
 
 
-def test_function_transforms_and_forward_mode_raise():
+@pytest.mark.parametrize("name", ["forward", "gated_forward"])
+def test_function_transforms_and_forward_mode_raise(name):
     p = float64_problem()
-    q = p.q.detach()
-    forward = functools.partial(flashmhf.flash_mhf, k=p.k, u=p.u, v=p.v, r=p.r)
-    gated = functools.partial(ops.gated_forward, k=p.k, u=p.u, v=p.v, w=p.w, eps=p.eps)
-    for function in (lambda x: forward(x), lambda x: gated(x)):
-        for transform in (
-            lambda f: torch.func.grad(lambda x: f(x).sum())(q),
-            lambda f: torch.func.vjp(f, q),
-            lambda f: torch.func.jvp(f, (q,), (q,)),
-            lambda f: torch.func.hessian(lambda x: f(x).sum())(q),
-        ):
-            with pytest.raises(NotImplementedError, match='torch.func transform.*backend="reference"'):
-                transform(function)
-        with pytest.raises(NotImplementedError, match="forward mode"), torch.autograd.forward_ad.dual_level():
-            function(torch.autograd.forward_ad.make_dual(q, q))
+
+    def function(q):
+        return call(name, dataclasses.replace(p, q=q))[0]
+
+    for transform in (
+        lambda q: torch.func.grad(lambda x: function(x).sum())(q),
+        lambda q: torch.func.vjp(function, q),
+        lambda q: torch.func.jvp(function, (q,), (q,)),
+        lambda q: torch.func.hessian(lambda x: function(x).sum())(q),
+    ):
+        with pytest.raises(NotImplementedError, match='torch.func transform.*backend="reference"'):
+            transform(p.q)
+    with pytest.raises(NotImplementedError, match="forward mode"), torch.autograd.forward_ad.dual_level():
+        function(torch.autograd.forward_ad.make_dual(p.q, p.q))
 
 
 @pytest.mark.parametrize(("in_forward", "argument"), [(True, None), (False, None), (False, True)])

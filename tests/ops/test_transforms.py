@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from targets import RESULTS, arguments, leaves, randomised
+from targets import RESULTS, arguments, call, leaves, randomised
 
 import flashmhf
 from flashmhf import reference
@@ -46,7 +46,7 @@ ELSEWHERE = [(1, None, None, None, None), (2, None, None, None, 1), (None, 1, 2,
 def test_vmap_of_every_choice_of_inputs(dims, backend):
     """With a gate, with a router, and without either."""
     how = {"activation": "gelu"}
-    for last, call, definition in (
+    for last, operator, definition in (
         ([inputs()[4]], flashmhf.flash_mhf, reference.forward),
         ([inputs(router=True)[4]], functools.partial(ops.gated_forward, eps=0.25), functools.partial(gated_forward, eps=0.25)),
         ([], flashmhf.flash_mhf, reference.forward),
@@ -55,7 +55,7 @@ def test_vmap_of_every_choice_of_inputs(dims, backend):
         chosen = tuple(dim if dim is None else min(dim, x.dim()) for x, dim in zip(tensors, dims, strict=False))
         if any(dim is not None for dim in chosen):
             batch = stacked(tensors, chosen)
-            actual = torch.vmap(functools.partial(call, backend=backend, **how), in_dims=chosen)(*batch)
+            actual = torch.vmap(functools.partial(operator, backend=backend, **how), in_dims=chosen)(*batch)
             for i in range(BATCH):
                 torch.testing.assert_close(actual[i], definition(*entry(batch, chosen, i), **how), rtol=1e-12, atol=1e-12)
 
@@ -106,9 +106,9 @@ def make(name: str, **kwargs) -> torch.nn.Module:
 def test_vmap_over_an_empty_batch(dims):
     q, k, u, v, r = inputs()
     w = inputs(router=True)[4]
-    for last, call in ((r, flashmhf.flash_mhf), (w, lambda *x: ops.gated_forward(*x, 0.25))):
+    for last, operator in ((r, flashmhf.flash_mhf), (w, lambda *x: ops.gated_forward(*x, 0.25))):
         batch = [x if dim is None else x.unsqueeze(dim).repeat_interleave(0, dim) for x, dim in zip((q, k, u, v, last), dims, strict=True)]
-        assert torch.vmap(call, in_dims=dims)(*batch).shape == (0, *q.shape)
+        assert torch.vmap(operator, in_dims=dims)(*batch).shape == (0, *q.shape)
     grads = torch.vmap(ops.backward, in_dims=(None, *dims))(
         torch.randn_like(q), *batch[:4], r if dims[4] is None else r.expand(0, *r.shape)
     )
@@ -178,12 +178,11 @@ def test_reference_under_autocast_casts_as_the_operator_does():
 
 
 def test_reference_adds_into_accumulators():
-    p = problem(7, 2, 4, 3, 6, torch.float32)
-    expected = [torch.ones(p.k.shape) for _ in range(3)]
-    buffers = [x.clone() for x in expected]
-    dq, dr = ops.backward_accumulate_(p.grad_out, *p.operands, p.r, *buffers, backend="reference")
-    dq_eager, dr_eager = ops.backward_accumulate_(p.grad_out, *p.operands, p.r, *expected, backend="eager")
-    for a, e in zip((dq, dr, *buffers), (dq_eager, dr_eager, *expected), strict=True):
+    p, results = problem(7, 2, 4, 3, 6, torch.float32), []
+    for backend in ("reference", "eager"):
+        sums = [torch.ones(p.k.shape) for _ in range(3)]
+        results.append([*call("backward_accumulate_", p, *sums, backend=backend), *sums])
+    for a, e in zip(*results, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
