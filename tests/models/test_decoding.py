@@ -1,5 +1,7 @@
 """Generation with a static cache against transformers' own loop."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -52,36 +54,31 @@ def test_greedy_equals_transformers(ffn, device, decoded):
     assert len(expected[:, 9:].unique()) > 12
 
 
+FURTHER_APART = 2 * torch.arange(9)
+GIVEN = {  # what a caller of three prompts gives, for a mask of the second's padding
+    "left padding": lambda mask: {"attention_mask": mask.flip(1)},
+    "right padding": lambda mask: {"attention_mask": mask},
+    "float mask": lambda mask: {"attention_mask": mask.flip(1).float()},
+    "positions": lambda mask: {"position_ids": FURTHER_APART.to(mask.device).expand(3, -1)},
+    "one row of positions": lambda mask: {"position_ids": FURTHER_APART.to(mask.device)[None]},
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_left_padding_and_end_of_text(device, decoded):
+@pytest.mark.parametrize("given", GIVEN)
+def test_masks_positions_and_ends_of_text(given, device, decoded):
+    """transformers' positions of a padded prompt, and those that a caller gives; every prompt has its own end."""
     model, ids = tiny().to(device), prompt(3).to(device)
     mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
+    mask[1, -3:] = 0
+    settings = GIVEN[given](mask) | {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 1}
     free = model.generate(ids, eos_token_id=None, **settings)
     ends = [int(free[row, 9 + step]) for row, step in enumerate((5, 11, 3))]
-    expected = model.generate(ids, eos_token_id=ends, **settings)
-    assert expected.shape[1] < 9 + 30
-    assert torch.equal(model.generate(ids, eos_token_id=ends, cache_implementation="static", **settings), expected)
-    assert decoded == [3]
-
-
-@pytest.mark.parametrize("given", ["right padding", "float mask", "positions", "one row of positions"])
-def test_masks_and_positions_are_the_callers(given, decoded):
-    """transformers' positions of a padded prompt, and those that a caller gives."""
-    model, ids = tiny(), prompt(3)
-    mask = torch.ones_like(ids)
-    mask[1, -3:] = 0
-    further_apart = 2 * torch.arange(9)
-    settings = {
-        "right padding": {"attention_mask": mask},
-        "float mask": {"attention_mask": mask.flip(1).float()},
-        "positions": {"position_ids": further_apart.expand(3, -1)},
-        "one row of positions": {"position_ids": further_apart[None]},
-    }[given] | {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    expected = model.generate(ids, **settings)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
-    assert decoded == [3]
+    for eos, longest in ((None, 39), (ends, 38)):
+        expected = model.generate(ids, eos_token_id=eos, **settings)
+        assert expected.shape[1] <= longest
+        assert torch.equal(model.generate(ids, eos_token_id=eos, cache_implementation="static", **settings), expected)
+    assert decoded == [3, 3]
 
 
 def test_a_cache_that_is_too_short():
@@ -94,23 +91,13 @@ def test_a_cache_that_is_too_short():
 
 
 def test_one_token_and_a_streamer(decoded):
-    class Streamer:
-        def __init__(self):
-            self.parts, self.ended = [], False
-
-        def put(self, value):
-            self.parts.append(value.reshape(-1).tolist())
-
-        def end(self):
-            self.ended = True
-
     model, ids = tiny(), prompt(1)
     for count in (1, 2, 7):
-        streamer = Streamer()
-        out = model.generate(
-            ids, max_new_tokens=count, do_sample=False, eos_token_id=None, cache_implementation="static", streamer=streamer
-        )
-        assert streamer.ended and sum(streamer.parts, []) == out[0].tolist() and out.shape[1] == 9 + count
+        streamer, settings = mock.Mock(), {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+        out = model.generate(ids, cache_implementation="static", streamer=streamer, **settings)
+        streamed = [token for call in streamer.put.call_args_list for token in call.args[0].flatten().tolist()]
+        streamer.end.assert_called_once_with()
+        assert streamed == out[0].tolist() and out.shape[1] == 9 + count
     assert decoded == [1, 1, 1]
 
 

@@ -106,12 +106,7 @@ DAMAGED = {  # kind, what is done to its directory, and the error
     "empty": ("quantised", lambda path: truncated(path, 0), ValueError, "weights in .* do not load"),
     "another size": ("own", lambda path: configured(path, intermediate_size=64), ValueError, "weights in .* do not load"),
     "official, another size": ("official", lambda path: configured(path, mhffnmoe_num_experts=1), ValueError, "do not load|expected"),
-    "official, no pickle": (
-        "official",
-        lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
-        ValueError,
-        "not load",
-    ),
+    "official, no pickle": ("official", unpickled, ValueError, "not load"),
     "official, no number": ("official", lambda path: configured(path, hidden_size="64"), ValueError, "'hidden_size' expected int, got str"),
     "no model's sizes": ("own", lambda path: configured(path, ffn_num_heads=5), ValueError, "configuration in .* ffn_num_heads is 5"),
     "no JSON": ("own", lambda path: (path / "config.json").write_text("{"), ValueError, "configuration in .* is not that of a model"),
@@ -165,7 +160,7 @@ def test_a_directory_without_a_tokenizer(saved, tmp_path):
 
 
 def test_a_directory_of_an_older_version(saved, tmp_path):
-    """The module beside the configuration names classes where they lay then: the installed package's are taken."""
+    """The module beside the configuration names classes where they lay then, or both lack it: the installed package's are taken."""
     directory = shutil.copytree(saved[0] / "own", tmp_path / "own")
     (directory / "modeling_flashmhf.py").write_text("from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM\n")
     with torch.no_grad():

@@ -93,10 +93,6 @@ def test_dtype_and_device_map(packed, plain, settings):
         assert model.dtype == mlp.router.dtype == mlp.in_proj.weight.dtype == wanted and mlp.scales.dtype == torch.float32
         assert mlp.k8.dtype == torch.float8_e4m3fn
         assert model(IDS.to(model.device)).logits.isfinite().all()
-    same_bits(
-        mlp.in_proj,
-        AutoModelForCausalLM.from_pretrained(plain, quantization_config=FlashMHFFp8Config(), **settings).model.layers[1].mlp.in_proj,
-    )
 
 
 def test_shards_and_the_inner_model(packed, tmp_path):
@@ -112,20 +108,15 @@ def test_shards_and_the_inner_model(packed, tmp_path):
 
 
 def test_replaced_networks(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    """What is stored and restored of them is in test_loading.py."""
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     flashmhf.replace_ffn(model, num_heads=2)
     model.save_pretrained(tmp_path / "plain")
     loaded = load_replaced(tmp_path / "plain", quantization_config=FlashMHFFp8Config())
     quantize.quantize_(model)
+    assert type(loaded) is transformers.LlamaForCausalLM
     same_bits(loaded, model)
-    loaded.save_pretrained(tmp_path / "packed")
-    again = load_replaced(tmp_path / "packed")
-    assert type(again) is transformers.LlamaForCausalLM
-    same_bits(again, model)
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 def copy(directory: Path, to: Path, change=lambda state: None, **quantization) -> Path:
@@ -169,8 +160,8 @@ def test_refusals(plain, tmp_path):
     with pytest.raises(ValueError, match="quant_method is 'fp8'; supported: 'flashmhf_fp8'"):
         FlashMHFFp8Config(quant_method="fp8")
     with pytest.raises(ValueError, match="device_map offloads model.layers.1.mlp"):
-        device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}
-        device_map["model.rotary_emb"] = "cpu"
+        parts = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
+        device_map = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
         folder = {"offload_folder": tmp_path / "offload"}
         AutoModelForCausalLM.from_pretrained(plain, device_map=device_map, quantization_config=FlashMHFFp8Config(), **folder)
     shared = types.SimpleNamespace(config=types.SimpleNamespace(distributed_config=object()))
@@ -215,11 +206,7 @@ def test_eval_and_generate_commands(model, quantised, tmp_path, capsys):
     """--fp8 on a model gives what the quantised model gives, and another loss than the model itself."""
     (tmp_path / "text.txt").write_text("the head mixes what each sub network finds. " * 20)
     losses = {}
-    for name, arguments in {
-        "bf16": [model],
-        "fp8": [model, "--fp8"],
-        "stored": [quantised],
-    }.items():
+    for name, arguments in {"bf16": [model], "fp8": [model, "--fp8"], "stored": [quantised]}.items():
         command = [*map(str, arguments), "--dtype", "bfloat16", "--device", "cpu"]
         figures = tmp_path / "figures.json"
         assert cli.main(["eval", "--model", *command, "--data", str(tmp_path / "text.txt"), "--json", str(figures)]) == 0
