@@ -12,6 +12,7 @@ import runpy
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,11 +23,16 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 import torch.multiprocessing  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
@@ -163,58 +169,51 @@ def network(**options) -> flashmhf.FlashMHF:
     return module
 
 
-class FunctionalReductions(TorchDispatchMode):
-    """Whether a functional all-reduce ran, which copies its operand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen |= func is torch.ops._c10d_functional.all_reduce.default
-        return func(*args, **(kwargs or {}))
+def compare_module(mesh: DeviceMesh, whole: nn.Module, sequence_dim: int | None = None, wrap: Callable | None = None) -> None:
+    """Results and gradients by heads, with the input and the output sharded over a dimension or not, as in one process."""
+    torch.manual_seed(1)
+    x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64, device=whole.k.device)
+    sharded = parallelize(copy.deepcopy(whole), mesh, sequence_dim=sequence_dim)
+    called = wrap(sharded) if wrap else sharded
+    mine = slice(None) if sequence_dim is None else slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    x_whole, x_mine = x.clone().requires_grad_(), x[:, mine].clone().requires_grad_()
+    out = whole(x_whole)
+    out.backward(grad)
+    out_mine = called(x_mine)
+    out_mine.backward(grad[:, mine])
+    equal(out_mine, out[:, mine])
+    equal(x_mine.grad, x_whole.grad[:, mine])
+    expected = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        equal(parameter.grad, expected[name].grad)
+    with torch.no_grad():
+        equal(called(x[:, mine]), out[:, mine])
+    if sequence_dim is None and wrap is None:
+        with torch.no_grad(), CommDebugMode() as collectives:
+            called(x)
+        counts = collectives.get_comm_counts()
+        assert not counts[torch.ops.c10d_functional.all_reduce], "the sum over the heads copied its operand"
 
 
 def module_cases() -> None:
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    torch.manual_seed(1)
-    x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64)
-    mhffn = flashmhf.MHFFN(32, 4, 16, dtype=torch.float64)
-    cases = (
-        (network(), None, None),
-        (network(q_norm=True, bias=True), 1, None),
-        (network(q_norm=True), None, lambda m: torch.compile(m, fullgraph=True, dynamic=False, backend="aot_eager")),
-        (network(), 1, checkpoint_wrapper),
-        (stack_weights(network()), None, None),
-        (mhffn, None, None),
-        (network(num_kv_heads=2, q_norm=True), 1, None),
-        (network(num_kv_heads=2, skip_linear=True), None, None),
-        (flashmhf.MHFFN(32, 4, 16, num_kv_heads=2, q_norm=True, activation="gelu", dtype=torch.float64), None, None),
-    )
-    torch.set_default_device(None)  # torch 2.11 compiles no DTensor under one
-    for module, sequence_dim, wrap in cases:
-        whole, sharded = module, parallelize(copy.deepcopy(module), mesh, sequence_dim=sequence_dim)
-        called = wrap(sharded) if wrap else sharded
-        mine = slice(None) if sequence_dim is None else slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
-        x_whole, x_mine = x.clone().requires_grad_(), x[:, mine].clone().requires_grad_()
-        out = whole(x_whole)
-        out.backward(grad)
-        out_mine = called(x_mine)
-        out_mine.backward(grad[:, mine])
-        equal(out_mine, out[:, mine])
-        equal(x_mine.grad, x_whole.grad[:, mine])
-        expected = dict(whole.named_parameters())
-        for name, parameter in sharded.named_parameters():
-            equal(parameter.grad, expected[name].grad)
-        with torch.no_grad():
-            equal(called(x[:, mine]), out[:, mine])
-        if sequence_dim is None and wrap is None:
-            with torch.no_grad(), FunctionalReductions() as reductions:
-                equal(called(x), out)
-            assert not reductions.seen, "the sum over the heads copied its operand"
+    compare_module(mesh, network())
+    compare_module(mesh, network(q_norm=True, bias=True), 1)
+    compare_module(mesh, network(), 1, checkpoint_wrapper)
+    compare_module(mesh, stack_weights(network()))
+    compare_module(mesh, flashmhf.MHFFN(32, 4, 16, dtype=torch.float64))
+    compare_module(mesh, network(num_kv_heads=2, q_norm=True), 1)
+    compare_module(mesh, network(num_kv_heads=2, skip_linear=True))
+    compare_module(mesh, flashmhf.MHFFN(32, 4, 16, num_kv_heads=2, q_norm=True, activation="gelu", dtype=torch.float64))
     raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
     raises(ValueError, ("H = 1 heads of K, U and V",), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh))
     raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
+
+
+def compiled_module() -> None:
+    mesh, whole = init_device_mesh(DEVICE, (dist.get_world_size(),)), network(q_norm=True)
+    torch.set_default_device(None)  # torch 2.11 compiles no DTensor under one
+    compare_module(mesh, whole, wrap=lambda module: torch.compile(module, fullgraph=True, dynamic=False, backend="aot_eager"))
 
 
 def mixed_precision() -> None:
@@ -252,23 +251,6 @@ def main_grad() -> None:
         equal(getattr(sharded, name).main_grad, getattr(whole, name).main_grad)
         assert getattr(sharded, name).grad is None
     equal(sharded.router.grad, whole.router.grad)
-
-
-def local_heads() -> None:
-    """A rank's shards as plain parameters, as inference engines hold them: few tokens, many tokens, and training."""
-    whole, part = network(), network()
-    for name in ("in_proj.weight", "k", "u", "v", "router"):
-        owner, _, attribute = name.rpartition(".")
-        full = part.get_parameter(name)
-        part.get_submodule(owner).register_parameter(attribute, nn.Parameter(full.detach().chunk(2)[dist.get_rank()].clone()))
-    part.out_proj.weight = nn.Parameter(part.out_proj.weight.detach().chunk(2, 1)[dist.get_rank()].clone())
-    for tokens in (1, 20000):
-        x = torch.randn(tokens, 1, 32, dtype=torch.float64)
-        for grad in (torch.no_grad(), torch.enable_grad()):
-            with grad:
-                out = part(x).detach()
-            dist.all_reduce(out)
-            equal(out, whole(x).detach())
 
 
 def initialisation() -> None:
@@ -310,8 +292,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(flashmhf.param_groups(model, 1e-2, 0.1))
 
 
-def train(model: nn.Module, optimizer, steps: range, share: slice) -> list[Tensor]:
-    losses = []
+def train(model: nn.Module, steps: range, share: slice = slice(None), optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+    """Return the losses on this rank's ``share`` of every batch."""
+    losses, optimizer = [], optimizer or optimizer_of(model)
     for step in steps:
         batch = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))[share]
         loss = model(input_ids=batch, labels=batch).loss
@@ -320,11 +303,11 @@ def train(model: nn.Module, optimizer, steps: range, share: slice) -> list[Tenso
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return losses
+    return torch.stack(losses)
 
 
 def sharded_model(dp: int, tp: int, kind: str = "flashmhf"):
-    """(model, optimizer, this rank's part of a batch) on a mesh (dp, tp)."""
+    """(model, this rank's part of a batch) on a mesh (dp, tp)."""
     mesh = init_device_mesh(DEVICE, (dp, tp), mesh_dim_names=("dp", "tp"))
     model = language_model(kind)
     if tp > 1:
@@ -335,19 +318,19 @@ def sharded_model(dp: int, tp: int, kind: str = "flashmhf"):
         fully_shard(model, mesh=mesh["dp"], shard_placement_fn=shard_placement(dp))
     rows = 4 // dp
     first = rows * mesh["dp"].get_local_rank()
-    return model, optimizer_of(model), slice(first, first + rows)
+    return model, slice(first, first + rows)
 
 
 def training() -> None:
     for kind in ("flashmhf", "swiglu"):
         whole = language_model(kind)
-        expected = train(whole, optimizer_of(whole), range(3), slice(None))
+        expected = train(whole, range(3))
         for dp, tp in ((1, 4), (4, 1), (2, 2)) if kind == "flashmhf" else ((1, 4),):
-            model, optimizer, share = sharded_model(dp, tp, kind)
-            losses = torch.stack(train(model, optimizer, range(3), share))
+            model, share = sharded_model(dp, tp, kind)
+            losses = train(model, range(3), share)
             dist.all_reduce(losses)
             # Llama's norms compute in float32.
-            equal(losses / dist.get_world_size(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+            equal(losses / dist.get_world_size(), expected, rtol=1e-5, atol=1e-5)
             for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
                 assert isinstance(parameter, DTensor), name
                 equal(parameter.detach(), other.detach(), rtol=1e-3, atol=1e-4)
@@ -415,8 +398,7 @@ def uneven_sizes() -> None:
         torch.manual_seed(0)
         model.resize_token_embeddings(65, mean_resizing=False)
     parallelize(sharded, mesh)
-    losses = (torch.stack(train(model, optimizer_of(model), range(2), slice(None))) for model in (sharded, whole))
-    equal(*losses, rtol=1e-5, atol=1e-5)
+    equal(train(sharded, range(2)), train(whole, range(2)), rtol=1e-5, atol=1e-5)
     network = nn.Sequential(flashmhf.SwiGLU(32, 33))
     raises(ValueError, ("0 has a width of 33", "size 2"), lambda: parallelize(network, mesh))
     raises(ValueError, ("module has a width of 33", "size 2"), lambda: parallelize(network[0], mesh))
@@ -469,16 +451,17 @@ def _states(model: nn.Module, optimizer) -> dict:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _digest(model: nn.Module) -> dict[str, Tensor]:
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+def _whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def save_checkpoint(folder: str) -> None:
-    model, optimizer, share = sharded_model(2, 2)
-    train(model, optimizer, range(2), share)
+    model, share = sharded_model(2, 2)
+    optimizer = optimizer_of(model)
+    train(model, range(2), share, optimizer)
     dcp.save(_states(model, optimizer), checkpoint_id=os.path.join(folder, "checkpoint"))
-    weights = _digest(model)
-    losses = torch.stack(train(model, optimizer, range(2, 4), share))
+    weights = copy.deepcopy(_whole_weights(model))
+    losses = train(model, range(2, 4), share, optimizer)
     dist.all_reduce(losses)
     if dist.get_rank() == 0:
         torch.save({"weights": weights, "losses": losses / dist.get_world_size()}, os.path.join(folder, "expected.pt"))
@@ -487,7 +470,8 @@ def save_checkpoint(folder: str) -> None:
 def load_checkpoint(folder: str) -> None:
     """On however many processes: tensor parallelism on 2, one process alone on 1."""
     torch.manual_seed(5)
-    model, optimizer, share = sharded_model(1, dist.get_world_size())
+    model, share = sharded_model(1, dist.get_world_size())
+    optimizer = optimizer_of(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -495,12 +479,8 @@ def load_checkpoint(folder: str) -> None:
     dcp.load(states, checkpoint_id=os.path.join(folder, "checkpoint"))
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     expected = torch.load(os.path.join(folder, "expected.pt"))
-    weights = _digest(model)
-    assert weights.keys() == expected["weights"].keys()
-    for name, value in weights.items():
-        assert torch.equal(value, expected["weights"][name]), name
-    losses = torch.stack(train(model, optimizer, range(2, 4), share))
-    equal(losses, expected["losses"], rtol=1e-5, atol=1e-5)
+    equal(_whole_weights(model), expected["weights"], rtol=0, atol=0)
+    equal(train(model, range(2, 4), share, optimizer), expected["losses"], rtol=1e-5, atol=1e-5)
 
 
 def transformers_plans(folder: str) -> None:
@@ -548,12 +528,7 @@ def compiled_blocks() -> None:
     whole, sharded = language_model(), parallelize(language_model(), mesh)
     for layer in sharded.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
-    equal(
-        torch.stack(train(sharded, optimizer_of(sharded), range(2), slice(None))),
-        torch.stack(train(whole, optimizer_of(whole), range(2), slice(None))),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    equal(train(sharded, range(2)), train(whole, range(2)), rtol=1e-5, atol=1e-5)
 
 
 LANGUAGE_MODELS = {"compiled_blocks", "training", "example", "uneven_sizes", "bf16_losses", "save_checkpoint", "load_checkpoint"}
@@ -567,7 +542,7 @@ def _process(rank: int, processes: int, store: str, case, arguments: list[str]) 
         torch.set_default_device(f"cuda:{rank}")
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes)
-    faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for ever says where
+    faulthandler.dump_traceback_later(100, exit=True)  # a process that waits for ever says where
     try:
         case(*arguments)
     except BaseException:
