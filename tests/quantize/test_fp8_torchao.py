@@ -1,32 +1,22 @@
 """FP8 through torchao's ``quantize_``, alone and beside torchao's own configurations."""
 
+import sys
+
 import pytest
 import torch
-from processes import run_python
 from torch import nn
 
 import flashmhf
 from flashmhf import quantize
 
-BLOCKED = """
-import sys
-sys.modules["torchao"] = None  # importing it fails, as where it is not installed
-from flashmhf import quantize
-try:
-    quantize.Fp8Config
-except ModuleNotFoundError as error:
-    assert str(error) == "flashmhf.quantize.Fp8Config needs torchao: pip install torchao", error
-else:
-    raise AssertionError("no error")
-"""
 
-
-def test_torchao_is_no_dependency():
+def test_torchao_is_no_dependency(monkeypatch):
     """What ``import flashmhf`` imports is in tests/repository/test_dependencies.py."""
-    run_python("-c", BLOCKED)
-
-
-def test_unknown_names():
+    for name in {"torchao", *(name for name in sys.modules if name.startswith("torchao."))}:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails, as where it is not installed
+    monkeypatch.delitem(sys.modules, "flashmhf.quantize.torchao", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="flashmhf.quantize.Fp8Config needs torchao: pip install torchao"):
+        quantize.Fp8Config  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'Fp8Configuration'"):
         quantize.Fp8Configuration  # noqa: B018
 
@@ -45,8 +35,12 @@ def model():
     return nn.Sequential(Block(), Block()).eval()
 
 
-def test_is_what_to_fp8_makes(model):
-    ao = pytest.importorskip("torchao.quantization")
+@pytest.fixture
+def ao():
+    return pytest.importorskip("torchao.quantization")
+
+
+def test_is_what_to_fp8_makes(model, ao):
     expected = [quantize.to_fp8(block.ffn) for block in model]
     ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
     x = torch.randn(5, 64)
@@ -56,8 +50,7 @@ def test_is_what_to_fp8_makes(model):
             assert torch.equal(block.ffn(x), network(x))
 
 
-def test_beside_a_configuration_of_torchao(model):
-    ao = pytest.importorskip("torchao.quantization")
+def test_beside_a_configuration_of_torchao(model, ao):
     x = torch.randn(5, 64)
     with torch.no_grad():
         exact = model(x)
@@ -71,7 +64,6 @@ def test_beside_a_configuration_of_torchao(model):
         assert (model(x) - exact).norm() <= 0.2 * exact.norm()
 
 
-def test_linear_layers_are_refused(model):
-    ao = pytest.importorskip("torchao.quantization")
+def test_linear_layers_are_refused(model, ao):
     with pytest.raises(ValueError, match="Fp8Config got a Linear; supported: FlashMHF, by quantize_"):
         ao.quantize_(model, quantize.Fp8Config())
