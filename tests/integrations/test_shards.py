@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 import sys
 import types
 from importlib.metadata import EntryPoint
@@ -52,13 +53,12 @@ def shards(whole: torch.nn.Module, size: int) -> list[torch.nn.Module]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", KINDS)
 def test_shards_sum_to_the_network(name, size):
-    """One rank has the network's bits."""
-    whole = network(name)
+    """One rank has the network's bits, in inference and where x needs a gradient."""
+    whole = network(name).requires_grad_(False)
     parts = shards(whole, size)
-    for tokens in (0, 1, 7, 65, 300, 1024):
-        x = torch.randn(tokens, D_MODEL)
-        with torch.no_grad():
-            found, expected = sum(part(x) for part in parts), whole(x)
+    for tokens, trained in itertools.product((0, 1, 7, 65, 300, 1024), (False, True)):
+        x = torch.randn(tokens, D_MODEL, requires_grad=trained and "fp8" not in name)
+        found, expected = sum(part(x) for part in parts), whole(x)
         if size == 1:
             assert torch.equal(found, expected)
         else:
@@ -163,20 +163,13 @@ def test_the_network_of_a_configuration():
         assert not state
         with torch.no_grad():
             assert torch.equal(served(x), whole(x)), ffn
+    tiny, packed = preset("flashmhf-tiny").config, FlashMHFFp8Config().to_dict()
     for config, error, message in (
-        (preset("flashmhf-tiny").config(ffn_skip_linear=True), NotImplementedError, "ffn_skip_linear is True; supported: False"),
+        (tiny(ffn_skip_linear=True), NotImplementedError, "ffn_skip_linear is True; supported: False"),
         (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
-        (
-            preset("flashmhf-tiny").config(ffn_num_heads=1),
-            ValueError,
-            "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2",
-        ),
-        (preset("flashmhf-tiny").config(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
-        (
-            preset("flashmhf-tiny").config(quantization_config=FlashMHFFp8Config().to_dict() | {"projections": True}),
-            ValueError,
-            "projections of the quantization_config is True; supported: False",
-        ),
+        (tiny(ffn_num_heads=1), ValueError, "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2"),
+        (tiny(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
+        (tiny(quantization_config=packed | {"projections": True}), ValueError, "projections of the quantization_config is True; supp"),
     ):
         with pytest.raises(error, match=message):
             served_feed_forward(config, Rank(0, 2, lambda y: y))
@@ -186,19 +179,14 @@ def test_the_plugin_for_vllm(monkeypatch):
     """What the entry point names, with an engine in place of vLLM 0.32: the class by name, and the quantisation method."""
     pytest.importorskip("transformers")
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    registered, methods = {}, {}
-    layers = "vllm.model_executor.layers"
-    models = types.SimpleNamespace(register_model=lambda name, where: registered.setdefault(name, where))
-    base = types.SimpleNamespace(QuantizationConfig=object, QuantizeMethodBase=object)
-    linear = types.SimpleNamespace(LinearBase=torch.nn.Linear, UnquantizedLinearMethod=type("UnquantizedLinearMethod", (), {}))
-    register = types.SimpleNamespace(register_quantization_config=lambda name: lambda method: methods.setdefault(name, method))
-    for name, module in (
-        ("vllm", types.SimpleNamespace(ModelRegistry=models)),
-        (f"{layers}.quantization", register),
-        (f"{layers}.quantization.base_config", base),
-        (f"{layers}.linear", linear),
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
+    registered, methods, layers = {}, {}, "vllm.model_executor.layers"
+    for name, contents in {
+        "vllm": {"ModelRegistry": types.SimpleNamespace(register_model=registered.setdefault)},
+        f"{layers}.quantization": {"register_quantization_config": lambda name: lambda method: methods.setdefault(name, method)},
+        f"{layers}.quantization.base_config": {"QuantizationConfig": object, "QuantizeMethodBase": object},
+        f"{layers}.linear": {"LinearBase": torch.nn.Linear, "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {})},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**contents))
     monkeypatch.delitem(sys.modules, "flashmhf.integrations.vllm_plugin", raising=False)
     sources = Path(__file__).parents[2] / "pyproject.toml"
     if not sources.exists():
