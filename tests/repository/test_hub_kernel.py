@@ -4,7 +4,7 @@ import json
 
 import pytest
 from processes import run_python
-from test_release import ROOT, script
+from test_packaging import ROOT, script
 
 pytestmark = pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="the sources are not here")
 
@@ -31,7 +31,7 @@ def hub(tmp_path_factory):
     out = tmp_path_factory.mktemp("hub")
     library = out / "libflashmhf_hopper.so"
     library.write_bytes(b"a library")
-    assert script("hub_kernel").main([str(out), "--library", str(library), "--cuda", "12.9"]) == 0
+    assert script("tools/hub_kernel.py").main([str(out), "--library", str(library), "--cuda", "12.9"]) == 0
     return out
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,6 +28,14 @@ def library() -> str:
     return str(hopper.LIBRARY)
 
 
+def script(path: str) -> ModuleType:
+    """The module of a file that is not installed."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def readelf(*arguments: str) -> str:
     if shutil.which("readelf") is None:
         pytest.skip("no readelf (binutils)")
@@ -43,17 +52,15 @@ def test_library_uses_only_the_stable_abi(library):
 
 
 def test_library_needs_torch_and_the_system_only(library):
-    needed = {line.split("[")[1].rstrip("]") for line in readelf("--dynamic", library).splitlines() if "(NEEDED)" in line}
+    dynamic = readelf("--dynamic", library)
+    assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
+    needed = {line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line}
     assert {"libtorch_cpu.so", "libtorch_cuda.so"} <= needed
     system = ("libstdc++.so", "libgcc_s.so", "libc.so", "libm.so", "libdl.so", "librt.so", "libpthread.so", "ld-linux")
     assert [name for name in needed if not name.startswith(("libtorch_c", *system))] == []  # no libcuda, libcudart, libpython, libc10
-
-
-def test_library_symbols(library):
     symbols = [line.split() for line in readelf("--dyn-syms", library).splitlines()[4:] if line.strip()]
     undefined = {row[7] for row in symbols if len(row) > 7 and row[6] == "UND"}
     assert not [name for name in undefined if name.startswith(("Py", "_Py", "cu", "_ZN2at", "_ZN3c10", "_ZN5torch"))]
-    assert "RPATH" not in readelf("--dynamic", library) and "RUNPATH" not in readelf("--dynamic", library)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="libtorch_cuda is not there")
@@ -102,15 +109,11 @@ def test_sdist_holds_every_tracked_file(tmp_path):
 
 @pytest.fixture
 def toolchain(monkeypatch):
-    path = ROOT / "build_backend" / "toolchain.py"
-    if not path.exists() or not sys.platform.startswith("linux"):
+    if not (ROOT / "build_backend").exists() or not sys.platform.startswith("linux"):
         pytest.skip("the sources are not here, or this is not Linux, where the CUDA library is built")
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "MAX_JOBS", "TORCH_ROOT", "FLASHMHF_SKIP_CUDA_BUILD", "FLASHMHF_FORCE_CUDA_BUILD"):
         monkeypatch.delenv(name, raising=False)
-    spec = importlib.util.spec_from_file_location("toolchain", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("build_backend/toolchain.py")
 
 
 def fake_nvcc(folder: Path, version: str) -> Path:

@@ -1,6 +1,5 @@
 """What a release consists of: the wheel for every Python, the library's needs, the files that a public project has."""
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from processes import run_python
-from test_packaging import setuptools_is_new_enough
+from test_packaging import ROOT, readelf, script, setuptools_is_new_enough
 
 import flashmhf
 
-ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ("bug", "performance", "feature", "config")
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # of manylinux_2_28
 
@@ -23,11 +21,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the so
 
 def too_new(library: Path) -> dict[str, tuple[int, ...]]:
     """The newest version of each system interface that the library refers to, where manylinux_2_28 has none so new."""
-    if shutil.which("readelf") is None:
-        pytest.skip("no readelf (binutils)")
-    text = subprocess.run(["readelf", "--wide", "--version-info", str(library)], capture_output=True, text=True, check=True).stdout
     found: dict[str, tuple[int, ...]] = {}
-    for interface, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", text):
+    for interface, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", readelf("--version-info", str(library))):
         found[interface] = max(found.get(interface, ()), tuple(map(int, version.split("."))))
     return {name: version for name, version in found.items() if version > LIMITS[name]}
 
@@ -108,16 +103,8 @@ link_for_manylinux(old)
     assert run_python("-c", f"import ctypes; ctypes.CDLL({str(old)!r})") == "number 2 "
 
 
-def script(name: str):
-    path = ROOT / "tools" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_compatibility_table_agrees_with_the_record():
-    assert script("matrix").main(["--check"]) == 0
+    assert script("tools/matrix.py").main(["--check"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -130,14 +117,14 @@ def test_the_compatibility_table_agrees_with_the_record():
 )
 def test_tools_refuse_what_is_not_there(tool, arguments, message, capsys):
     with pytest.raises(SystemExit):
-        script(tool).main(arguments)
+        script(f"tools/{tool}.py").main(arguments)
     assert message in capsys.readouterr().err
 
 
 def test_an_isolated_build_gets_the_torch_of_this_environment(monkeypatch, tmp_path):
     import torch
 
-    build_wheel, calls = script("build_wheel"), []
+    build_wheel, calls = script("tools/build_wheel.py"), []
     (tmp_path / "flashmhf-0.2.0-py3-none-linux_x86_64.whl").touch()
     monkeypatch.setattr(build_wheel, "run", lambda *command, **variables: calls.append(variables))
     monkeypatch.delenv("TORCH_ROOT", raising=False)
@@ -155,7 +142,7 @@ def test_an_isolated_build_gets_the_torch_of_this_environment(monkeypatch, tmp_p
     ],
 )
 def test_a_wheel_for_another_machine_must_serve_the_same_systems(machine, asked, name, accepted, tmp_path, monkeypatch):
-    build_wheel = script("build_wheel")
+    build_wheel = script("tools/build_wheel.py")
     monkeypatch.setattr(build_wheel.platform, "machine", lambda: "x86_64")
 
     def auditwheel(*command):

@@ -23,16 +23,11 @@ def clang_format() -> str:
     return tool
 
 
-def sources(*folders: str) -> list[Path]:
-    suffixes = {".h", ".cuh", ".cpp", ".cu"}
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
-
-
 @pytest.mark.parametrize("folder", ["csrc", "thunderkittens"])
 def test_sources_are_formatted(folder):
     if not (ROOT / ".clang-format").exists():
         pytest.skip("the sources are not here")
-    files = sources(folder)
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".h", ".cuh", ".cpp", ".cu"}]
     assert files
     done = subprocess.run([clang_format(), "--dry-run", "-Werror", *files], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, f"run clang-format -i on:\n{done.stderr}"
