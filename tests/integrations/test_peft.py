@@ -67,37 +67,30 @@ class Block(nn.Module):
         return self.head(x + self.ffn(x))
 
 
-def adapted(model: Block):
-    peft = pytest.importorskip("peft")
-    for module in model.modules():
-        if isinstance(module, flashmhf.FlashMHF):
-            stack_weights(module)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=["ffn.k", "ffn.u", "ffn.v"])
-    return peft.get_peft_model(model, config)
+@pytest.fixture
+def peft():
+    return pytest.importorskip("peft")
 
 
-def test_lora_of_every_weight_trains_and_merges(tmp_path):
+def test_lora_of_every_weight_is_stored_and_merged(peft, tmp_path):
+    """That it learns is what examples/lora.py shows."""
     torch.manual_seed(1)
-    base = Block()
-    x, target = torch.randn(64, 32), torch.randn(64, 4)
-    before = base(x)
-    model = adapted(copy.deepcopy(base))
-    torch.testing.assert_close(model(x), before)  # B starts at zero
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    base, x = Block(), torch.randn(64, 32)
+    model = copy.deepcopy(base)
+    stack_weights(model.ffn)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=["ffn.k", "ffn.u", "ffn.v"])
+    model = peft.get_peft_model(model, config)
+    torch.testing.assert_close(model(x), base(x))  # B starts at zero
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trainable) == 10 and all("lora_" in name for name in trainable)
-    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.02)
-    losses = []
+    optimizer = torch.optim.Adam(trainable.values(), lr=0.02)
     for _ in range(20):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), target)
-        loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+        model(x).square().mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in trainable.values())
         optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
     after = model(x)
 
-    peft = pytest.importorskip("peft")
     model.save_pretrained(tmp_path)
     again = copy.deepcopy(base)
     stack_weights(again.ffn)
@@ -115,9 +108,8 @@ def test_lora_of_every_weight_trains_and_merges(tmp_path):
         assert all(torch.linalg.matrix_rank(change[h, e], rtol=1e-4) == 4 for h in range(2) for e in range(3))
 
 
-def test_lora_of_mhffn():
+def test_lora_of_mhffn(peft):
     """Its weights [H, intermediate_dim, d_h] have three dimensions as they are."""
-    peft = pytest.importorskip("peft")
     model = nn.Sequential(flashmhf.MHFFN(32, 2, 16))
     x = torch.randn(5, 32)
     before = model(x)
