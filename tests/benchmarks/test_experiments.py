@@ -68,11 +68,8 @@ def test_optimizer_of_a_parameter():
     """Muon has the blocks' matrices, AdamW the embedding and the vectors; each parameter is in one group, with its rate."""
     run = compare.Run("muon", "flashmhf", 148, heads=4, subnets=2, optimizer="muon", rates={"projection": 0.5}, **SMALL)
     model = compare.Model(run, 300)
-    chosen = {
-        id(each): (group["muon"], group["lr"])
-        for group in compare.make_optimizer(run, model, "cpu").param_groups
-        for each in group["params"]
-    }
+    groups = compare.make_optimizer(run, model, "cpu").param_groups
+    chosen = {id(each): (group["muon"], group["lr"]) for group in groups for each in group["params"]}
     assert len(chosen) == sum(1 for _ in model.parameters())
     block = model.blocks[0]
     assert chosen[id(model.embedding.weight)] == (False, run.learning_rate) == chosen[id(block.norm1.weight)]
@@ -131,15 +128,19 @@ def test_the_kind_of_a_file(name, kind):
     assert corpus.kind_of(name) == kind
 
 
+def add(archive: tarfile.TarFile, name: str, raw: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(raw)
+    archive.addfile(member, io.BytesIO(raw))
+
+
 def test_the_source_archive_in_a_package_is_read():
     inner, outer = io.BytesIO(), io.BytesIO()
     with zipfile.ZipFile(inner, "w") as archive:
         archive.writestr("b/c.java", "class C {}")
     with tarfile.open(fileobj=outer, mode="w:xz") as archive:
         for name, raw in (("./a.py", b"pass"), ("usr/lib/src.zip", inner.getvalue()), ("test/other.zip", b"broken"), ("lib/a.bin", b"\0")):
-            member = tarfile.TarInfo(name)
-            member.size = len(raw)
-            archive.addfile(member, io.BytesIO(raw))
+            add(archive, name, raw)
     outer.seek(0)
     assert list(corpus.members("data.tar.xz", outer)) == [("a.py", b"pass"), ("b/c.java", b"class C {}")]
 
@@ -148,23 +149,16 @@ def test_packages_to_pieces_to_tokens(tmp_path, monkeypatch):
     """Any number of processes gives the same tokens, pieces can come one by one, and no paragraph is in the corpus twice."""
     manifest = tmp_path / "corpus.json"
     manifest.write_text(json.dumps({"packages": [{"name": "letters", "from": "sdist"}], "pieces": 3}))
-    monkeypatch.setattr(corpus, "MANIFEST", manifest)
-    monkeypatch.setattr(corpus, "VOCABULARY", 300)
-    monkeypatch.setattr(corpus, "SAMPLE", 1)
-    monkeypatch.setattr(corpus, "ARCHIVE", 4000)
-    monkeypatch.setattr(corpus, "VALIDATION", {"prose": 10, "code": 10})
+    sizes = {"VOCABULARY": 300, "SAMPLE": 1, "ARCHIVE": 4000, "VALIDATION": {"prose": 10, "code": 10}}
+    for name, value in {"MANIFEST": manifest, **sizes}.items():
+        monkeypatch.setattr(corpus, name, value)
     words = [f"{a}{b}" for a in "abcdefghijk" for b in "lmnopqrstuv"]
     with tarfile.open(tmp_path / "letters-1.0.tar.gz", "w:gz") as archive:
         for i, word in enumerate(words):
             prose = f"{SENTENCE.format(word)}\n\n{SENTENCE.format(words[i // 2]).upper()}\n\n{SENTENCE.format(word)}"
-            for name, text in (
-                (f"{word}.txt", prose),
-                (f"{word}/{word}.c", SOURCE.format(word) * 2),
-                (f"{word}/copy.h", SOURCE.format(word) * 2),
-            ):
-                member = tarfile.TarInfo(f"letters-1.0/{name}")
-                member.size = len(text)
-                archive.addfile(member, io.BytesIO(text.encode()))
+            add(archive, f"letters-1.0/{word}.txt", prose.encode())
+            for name in (f"{word}.c", "copy.h"):
+                add(archive, f"letters-1.0/{word}/{name}", SOURCE.format(word).encode() * 2)
     text = tmp_path / "text"
     corpus.build(tmp_path, text, 1, True)
     built = json.loads(manifest.read_text())
@@ -195,13 +189,14 @@ def test_packages_to_pieces_to_tokens(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_queue_is_trained_taken_up_again_and_reported(queue, tokens, tmp_path, capsys):
+def test_a_queue_is_trained_by_two_processes_taken_up_again_and_reported(queue, tokens, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
     out, collected = tmp_path / "runs", tmp_path / "collected.jsonl"
-    assert run_queue(queue, tokens, out, "--commit", "abc") == 0
-    assert set(finished(out)) == {"swiglu-lr0.001", "swiglu-lr0.002", "flash", "flash-muon", "swiglu-best-seed1", "swiglu-best-seed2"}
-    assert not list(out.glob("*.state"))
-    capsys.readouterr()
-    assert run_queue(queue, tokens, tmp_path / "other", "--done", out / "runs.jsonl") == 0 and capsys.readouterr().out == ""
+    assert run_queue(queue, tokens, out, "--commit", "abc", "--workers", "2") == 0
+    trained = sorted(line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if "validation_loss" in line)
+    assert trained == ["flash", "flash-muon", "swiglu-best-seed1", "swiglu-best-seed2", "swiglu-lr0.001", "swiglu-lr0.002"]
+    assert set(finished(out)) == set(trained) and not list(out.glob("*.state"))
+    assert run_queue(queue, tokens, tmp_path / "other", "--done", out / "runs.jsonl") == 0 and capfd.readouterr().out == ""
     assert set(report.collect([out / "runs.jsonl"], collected)) == set(finished(out))
     assert compare.finished_runs([collected]) == finished(out)
 
@@ -223,15 +218,6 @@ def test_a_queue_is_trained_taken_up_again_and_reported(queue, tokens, tmp_path,
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
-def test_two_processes_share_a_queue(queue, tokens, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
-    assert run_queue(queue, tokens, tmp_path / "runs", "--workers", "2") == 0
-    trained = [line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if "validation_loss" in line]
-    assert set(trained) == set(finished(tmp_path / "runs")) >= {"swiglu-lr0.001", "swiglu-lr0.002", "flash"}
-    assert len(set(trained)) == len(trained)
-
-
 def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(queue, tokens, tmp_path, capsys):
     out = tmp_path / "runs"
     (out / "locks").mkdir(parents=True)
@@ -246,10 +232,8 @@ def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(queue, to
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, tmp_path, monkeypatch, optimizer):
     run = compare.Run(name="a", ffn="flashmhf", heads=4, subnets=2, width=148, optimizer=optimizer, **SMALL | {"steps": 12})
-    monkeypatch.setattr(compare, "CHECKED", 5)
-    monkeypatch.setattr(compare, "EVALUATED", 3 * 4 * 16)
-    monkeypatch.setattr(compare, "SAMPLE", 4)
-    monkeypatch.setattr(compare, "SAVED", 0)
+    for name, value in {"CHECKED": 5, "EVALUATED": 3 * 4 * 16, "SAMPLE": 4, "SAVED": 0}.items():
+        monkeypatch.setattr(compare, name, value)
     state = tmp_path / "a.state"
     whole = train(run, tokens, state)
     assert [each["tokens"] for each in whole["evaluations"]] == [192, 384, 576] and state.exists()
@@ -276,10 +260,8 @@ def test_every_window_is_seen_once_a_pass(tmp_path):
     firsts = [int(window[0]) for batch in batches for window in batch]
     assert all(torch.equal(window, torch.arange(start, start + 65)) for window, start in zip(torch.cat(batches), firsts, strict=True))
     passes = [sorted(firsts[:14]), sorted(firsts[14:36]), sorted(firsts[36:50])]  # 7 batches of piece 0, 11 of piece 1
-    assert all(
-        low <= start < high for each, (low, high) in zip(passes, ((0, 1000), (1000, 2500), (0, 1000)), strict=True) for start in each
-    )
-    assert all({b - a for a, b in itertools.pairwise(each)} <= {64, 128} for each in passes)
+    for each, low, high in zip(passes, (0, 1000, 0), (1000, 2500, 1000), strict=True):
+        assert low <= each[0] and each[-1] < high and {b - a for a, b in itertools.pairwise(each)} <= {64, 128}
     assert passes[0][0] % 64 != passes[2][0] % 64 and firsts[:14] != passes[0]
     later = list(itertools.islice(loaded.batches(run, 9), 21))
     assert all(torch.equal(one, two) for one, two in zip(later, batches[9:], strict=True))

@@ -26,15 +26,16 @@ def printed(arguments: list[str], capsys) -> dict[str, str]:
     return {"": title, "compared": compared} | rows
 
 
-def test_a_long_forward(planner, capsys):
-    rows = printed([*FLAGSHIP, "32256"], capsys)
-    p = planner.plan_forward(1, 32256, 16, 128, 22, 384)
-    assert "H = 16, E = 22, d_e = 384, d_h = 128, T = 32,256" in rows[""]
+@pytest.mark.parametrize(("fp8", "title", "bound"), [(False, "forward", "3.39 ms"), (True, "forward in FP8", "1.69 ms")])
+def test_a_long_forward(planner, fp8, title, bound, capsys):
+    rows = printed([*FLAGSHIP, "32256", *["--fp8"] * fp8], capsys)
+    p = planner.plan_forward(1, 32256, 16, 128, 22, 384, fp8=fp8)
+    assert rows[""].startswith(f"{title}: H = 16, E = 22, d_e = 384, d_h = 128, T = 32,256")
     assert rows["clusters"] == f"{p['clusters']} of {p['cluster_size']} CTAs"
     assert rows["waves"].startswith(f"{p['waves']} waves of whole items, then {p['rest']} items in {p['splits']} spans")
     assert rows["sums"] == "in the order of the clusters, by a second kernel"
     assert rows["workspace"] == f"{4 * p['workspace'] / 2**20:.1f} MiB" != "0.0 MiB"
-    assert rows["bound"].startswith("tensor cores: ")
+    assert rows["bound"].startswith(f"tensor cores: {bound}")
     assert sum(line.startswith("* ") for line in rows["compared"].splitlines()) == 1
 
 
@@ -42,6 +43,7 @@ def test_few_tokens(planner, capsys):
     rows = printed([*FLAGSHIP, "16"], capsys)
     assert rows["waves"].startswith("1: every cluster has one item, whose inter tiles its 6 CTAs divide")
     assert rows["workspace"] == "0.0 MiB" and rows["bound"].startswith("memory: ")
+    assert printed([*FLAGSHIP, "1", "--fp8"], capsys)["bound"].startswith("memory: 10.8 us")  # half of the weights' bytes in bf16
 
 
 @pytest.mark.parametrize(("extra", "sums"), [([], "in no fixed order"), (["--deterministic"], "in the order of the items")])
@@ -97,15 +99,6 @@ def test_heads_that_share_weights(planner, capsys):
     assert rows["launches"].startswith(f"{len(p['heads'])}, of heads 0-") and rows["token tiles"] == "2,016 of 64"
     sequences = printed([*FLAGSHIP, "16128", "--batch", "2", "--kv-heads", "4", "--backward"], capsys)
     assert {**rows, "": ""} == {**sequences, "": ""}, "copied into one"
-
-
-def test_fp8(planner, capsys):
-    rows = printed([*FLAGSHIP, "32256", "--fp8"], capsys)
-    p = planner.plan_forward(1, 32256, 16, 128, 22, 384, fp8=True)
-    assert rows[""].startswith("forward in FP8: H = 16, E = 22")
-    assert rows["waves"].startswith(f"{p['waves']} waves of whole items, then {p['rest']} items in {p['splits']} spans")
-    assert rows["bound"].startswith("tensor cores: 1.69 ms")
-    assert printed([*FLAGSHIP, "1", "--fp8"], capsys)["bound"].startswith("memory: 10.8 us")  # half of the weights' bytes in bf16
 
 
 HUGE = str(10**20)

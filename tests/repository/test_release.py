@@ -13,7 +13,6 @@ from test_packaging import ROOT, readelf, script, setuptools_is_new_enough
 
 import flashmhf
 
-TEMPLATES = ("bug", "performance", "feature", "config")
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # of manylinux_2_28
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the sources are not here")
@@ -157,12 +156,10 @@ def test_a_wheel_for_another_machine_must_serve_the_same_systems(machine, asked,
             build_wheel.repair(tmp_path / "any.whl", tmp_path, machine)
 
 
-@pytest.mark.parametrize(
-    "path", [".github/workflows/ci.yml", "CITATION.cff", *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in TEMPLATES)]
-)
-def test_yaml_files_can_be_read(path):
+def test_yaml_files_can_be_read():
     yaml = pytest.importorskip("yaml")
-    assert yaml.safe_load((ROOT / path).read_text())
+    files = [ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.yml")]
+    assert len(files) > 5 and all(yaml.safe_load(path.read_text()) for path in files)
 
 
 def test_version_is_the_same_everywhere():
