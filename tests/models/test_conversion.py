@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from flashmhf import models as lm
 from flashmhf import quantize
@@ -54,13 +55,6 @@ def settings_of(config: dict) -> dict:
     return {name.removeprefix(prefix): value for name, value in config.items() if name.startswith(prefix)}
 
 
-ACTIVATIONS = {
-    "silu": lambda m: m * m.sigmoid(),
-    "gelu": lambda m: m * (1 + (m / 2**0.5).erf()) / 2,
-    "relu": lambda m: m.clamp(min=0),
-    "relu2": lambda m: m.clamp(min=0) ** 2,
-}
-ACTIVATIONS["swish"] = ACTIVATIONS["silu"]  # transformers' other name
 IDS = torch.randint(61, (1, 19), generator=torch.Generator().manual_seed(3))
 
 
@@ -70,7 +64,7 @@ class OfficialNetwork(nn.Module):
     def __init__(self, config: dict) -> None:
         super().__init__()
         network, d = settings_of(config), config["hidden_size"]
-        self.network, self.activation, self.eps = network, ACTIVATIONS[config["hidden_act"]], config["rms_norm_eps"]
+        self.network, self.activation, self.eps = network, ACT2FN[config["hidden_act"]], config["rms_norm_eps"]
         self.heads, self.experts = network["num_heads"], network.get("num_experts", 1)
         kuv = network["num_kuv_heads"] or self.heads
         self.group = self.heads // kuv
