@@ -198,17 +198,9 @@ def test_jobs(toolchain, monkeypatch):
         toolchain.jobs(1)
 
 
-def setuptools_is_new_enough() -> bool:
-    try:
-        return int(importlib.metadata.version("setuptools").partition(".")[0]) >= 77
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
 def test_setup_parses_without_torch(tmp_path):
     if not (ROOT / "setup.py").exists():
         pytest.skip("the sources are not here")
-    if not setuptools_is_new_enough():
-        pytest.skip("no setuptools 77 or later here, which pyproject.toml asks for")
+    pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
     (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not import torch')\n")
     assert flashmhf.__version__ in run_python("setup.py", "--quiet", "--version", cwd=ROOT, PYTHONPATH=str(tmp_path))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_python
-from test_packaging import ROOT, readelf, script, setuptools_is_new_enough
+from test_packaging import ROOT, readelf, script
 
 import flashmhf
 
@@ -27,8 +27,7 @@ def too_new(library: Path) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_release_wheel_serves_every_python(tmp_path):
-    if not setuptools_is_new_enough():
-        pytest.skip("no setuptools 77 or later here, which pyproject.toml asks for")
+    pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
     library = tmp_path / "compiled_before.so"
     library.write_bytes(b"a library")
     command = ("setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build", "bdist_wheel")
