@@ -251,25 +251,21 @@ def test_whole_models(capsys, monkeypatch):
         assert " flashmhf |" in out and " swiglu |" in out and "failed" not in out and "÷ swiglu" in out
 
 
-@pytest.fixture(scope="module")
-def record() -> dict:
-    """A run of the tiny shape as one of a GPU: with rates, sensors and memory."""
+def test_tables_ratios_and_conditions():
+    """Of a run of the tiny shape as one of a GPU: with rates, sensors and memory."""
     some = ("flashmhf_eager", "swiglu", "swiglu_liger", "mhffn_naive", "dense_moe")
     cells = [layer.layer_cell("latency", TINY, n, some, batch=1) for n in (4, 384)]
     cells.append(layer.layer_cell("training", TINY, 4, some, batch=1, direction="training"))
-    rows = [row for cell in cells for row in cell.measure(context())]
-    assert {row["status"] for row in rows} == {"ok", "missing"}
-    for row in rows:
-        row["shape"] = "paper"
+    found = [row | {"shape": "paper"} for cell in cells for row in cell.measure(context())]
+    assert {row["status"] for row in found} == {"ok", "missing"}
+    for row in found:
         if row["status"] == "ok":
             row["memory_mib"] = {"beyond": 10.0 if row["subject"].startswith("flashmhf") else 60.0, "total": 100.0}
     rates = {"matmul_tflops": 700.0, "copy_gb_per_s": 4200.0}
     sensors = {"sensors": {"driver": 580.1, "power_limit_w": 700.0}}
     where = run.new_record(run.parse(["--suite", "layer", *FAST])[0])["environment"] | {"device": "NVIDIA H200"}
-    return {"environment": where, "before": rates | sensors, "after": rates, "rows": rows}
+    record = {"environment": where, "before": rates | sensors, "after": rates, "rows": found}
 
-
-def test_tables_ratios_and_conditions(record):
     rows = tables.Rows(record)
     ours, swiglu = (tables.stack_ms(rows.find("latency", subject, 384)) for subject in ("flashmhf_eager", "swiglu"))
     assert "Liger" not in tables.report(record)  # not installed
@@ -282,7 +278,7 @@ def test_tables_ratios_and_conditions(record):
     assert summary["compiled SwiGLU ÷ FlashMHF, forward, worst length"] is None
     text = tables.headline(record)
     assert " 3,072 |" in text and "d_model 2,048" in text and "one H200" in text
-    few = record | {"rows": [row for row in record["rows"] if row["group"] == "latency" and row["subject"].startswith("swiglu")]}
+    few = record | {"rows": [row for row in found if row["group"] == "latency" and row["subject"].startswith("swiglu")]}
     assert "### Memory" in tables.report(few) and "Training" not in tables.headline(few)
 
 
