@@ -541,15 +541,16 @@ def _process(rank: int, processes: int, store: str, case, arguments: list[str]) 
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(cases: dict[str, Any]) -> None:
+    """Run the cases that the command line names, each in new processes."""
     processes, names, arguments = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
     if not LANGUAGE_MODELS.isdisjoint(names):
         import flashmhf.models  # noqa: F401  once, and not in each process; transformers takes seconds
     for name in names:
         with tempfile.TemporaryDirectory() as folder:  # forked: torch is imported once. A process that fails ends the others
-            given = processes, os.path.join(folder, "store"), globals()[name], arguments
+            given = processes, os.path.join(folder, "store"), cases[name], arguments
             torch.multiprocessing.start_processes(_process, given, nprocs=processes, start_method="fork")
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

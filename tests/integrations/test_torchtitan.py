@@ -25,8 +25,8 @@ def one_process(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: object) -> None:
-    run_python(Path(__file__).with_name("titan_runs.py"), folder, *arguments)
+def run(folder: Path, dp: int, tp: int, *compiled: str) -> None:
+    run_python(Path(__file__).with_name("titan_runs.py"), dp * tp, "case", folder, dp, tp, *compiled)
 
 
 @pytest.mark.parametrize("arguments", [(1, 2), (2, 1, "compile"), (2, 2)], ids=str)

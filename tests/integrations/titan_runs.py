@@ -1,16 +1,14 @@
-"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py FOLDER DP TP [compile]``.
+"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py PROCESSES case FOLDER DP TP [compile]``.
 
 With DP and TP 1 it saves a checkpoint, a loss and gradients in FOLDER; otherwise it loads the checkpoint and compares.
 """
 
 import os
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -59,15 +57,12 @@ def model_of(dp: int, tp: int, compiled: bool = False):
     return model, dims
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def case(folder: str, dp: int, tp: int, compiled: bool) -> None:
+def case(folder: str, dp: str, tp: str, *compiled: str) -> None:
     from torchtitan.distributed.utils import get_spmd_context
 
+    dp, tp = int(dp), int(tp)
     torch.manual_seed(0)
-    model, dims = model_of(dp, tp, compiled)
+    model, dims = model_of(dp, tp, bool(compiled))
     checkpoint, file = os.path.join(folder, "checkpoint"), os.path.join(folder, "expected.pt")
     state = {"model": model.state_dict()}
     if dp * tp == 1:
@@ -91,7 +86,8 @@ def case(folder: str, dp: int, tp: int, compiled: bool) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)
     found = {"loss": total / (dp * tp)}
-    found |= {name: whole(p.grad).clone() for name, p in model.named_parameters() if "feed_forward" in name}
+    gradients = {name: p.grad for name, p in model.named_parameters() if "feed_forward" in name}
+    found |= {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
     found = {name.replace("._checkpoint_wrapped_module", "").replace("._orig_mod", ""): value for name, value in found.items()}
     if dp * tp == 1:
         torch.save(found, file)
@@ -102,25 +98,12 @@ def case(folder: str, dp: int, tp: int, compiled: bool) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
 
 
-def process(rank: int, store: str, folder: str, dp: int, tp: int, compiled: bool) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dp * tp))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=dp * tp)
-    case(folder, dp, tp, compiled)
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    folder, dp, tp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if __name__ == "__main__":
+    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "distributed"))
+    import distributed_runs
     import torchtitan.tools.utils
 
     torchtitan.tools.utils.device_type = "cpu"  # "cuda" where there is no accelerator
     import torchtitan.models.llama3  # noqa: F401  imported once, before the fork
 
-    with tempfile.TemporaryDirectory() as store:
-        given = os.path.join(store, "store"), folder, dp, tp, "compile" in sys.argv
-        torch.multiprocessing.start_processes(process, given, nprocs=dp * tp, start_method="fork")
-
-
-if __name__ == "__main__":
-    main()
+    distributed_runs.main({"case": case})
