@@ -16,28 +16,17 @@ PAGES = sorted(page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if pag
 pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="the sources are not here")
 
 
-def python_blocks(page: Path) -> str:
-    """Return the Python code of a page, each line at its place in it, so that a traceback points into the page.
-
-    Blocks that begin with a comment "# needs ..." (a GPU, a server, a download) are left out.
-    """
-    lines, inside, fenced = [], False, page.read_text().splitlines()
-    for line, following in zip(fenced, [*fenced[1:], ""], strict=True):
-        fence = line.startswith("```")
-        lines.append("" if fence or not inside else line)
-        if fence:
-            inside = line == "```python" and not following.startswith("# needs ")
-    return "\n".join(lines) + "\n"
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    code = python_blocks(page)
+    """Blocks that begin with a comment "# needs ..." (a GPU, a server, a download) are left out."""
+    text, namespace = page.read_text(), {"__name__": "page"}
     for package in ("transformers", "accelerate", "peft"):
-        if package in page.read_text():
+        if package in text:
             pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(page), "exec"), {"__name__": "page"})
+    for block in re.finditer(r"^```python\n(?!# needs )(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        lines_before = "\n" * text.count("\n", 0, block.start(1))  # a traceback then points into the page
+        exec(compile(lines_before + block[1], str(page), "exec"), namespace)
 
 
 def _listed() -> set[str]:
