@@ -58,12 +58,6 @@ def tokens(tmp_path_factory):
     return directory / "bins"
 
 
-@pytest.fixture
-def queue(tmp_path):
-    (tmp_path / "queue.json").write_text(json.dumps(QUEUE))
-    return tmp_path / "queue.json"
-
-
 def test_optimizer_of_a_parameter():
     """Muon has the blocks' matrices, AdamW the embedding and the vectors; each parameter is in one group, with its rate."""
     run = compare.Run("muon", "flashmhf", 148, heads=4, subnets=2, optimizer="muon", rates={"projection": 0.5}, **SMALL)
@@ -76,7 +70,9 @@ def test_optimizer_of_a_parameter():
     assert chosen[id(block.ffn.k)] == (True, run.learning_rate) and chosen[id(block.ffn.in_proj.weight)] == (True, run.learning_rate / 2)
 
 
-def run_queue(queue, tokens, out, *arguments):
+def run_queue(tokens, out, *arguments):
+    queue = out.with_suffix(".json")
+    queue.write_text(json.dumps(QUEUE))
     return compare.main(list(map(str, (queue, "--tokens", tokens, "--out", out, "--device", "cpu", "--least", 0, *arguments))))
 
 
@@ -173,14 +169,14 @@ def test_packages_to_pieces_to_tokens(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_queue_is_trained_by_two_processes_taken_up_again_and_reported(queue, tokens, tmp_path, capfd, monkeypatch):
+def test_a_queue_is_trained_by_two_processes_taken_up_again_and_reported(tokens, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
     out, collected = tmp_path / "runs", tmp_path / "collected.jsonl"
-    assert run_queue(queue, tokens, out, "--commit", "abc", "--workers", "2") == 0
+    assert run_queue(tokens, out, "--commit", "abc", "--workers", "2") == 0
     trained = sorted(line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if "validation_loss" in line)
     assert trained == ["flash", "flash-muon", "swiglu-best-seed1", "swiglu-best-seed2", "swiglu-lr0.001", "swiglu-lr0.002"]
     assert set(finished(out)) == set(trained) and not list(out.glob("*.state"))
-    assert run_queue(queue, tokens, tmp_path / "other", "--done", out / "runs.jsonl") == 0 and capfd.readouterr().out == ""
+    assert run_queue(tokens, tmp_path / "other", "--done", out / "runs.jsonl") == 0 and capfd.readouterr().out == ""
     assert set(report.collect([out / "runs.jsonl"], collected)) == set(finished(out))
     assert compare.finished_runs([collected]) == finished(out)
 
@@ -202,14 +198,14 @@ def test_a_queue_is_trained_by_two_processes_taken_up_again_and_reported(queue, 
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(queue, tokens, tmp_path, capsys):
+def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(tokens, tmp_path, capsys):
     out = tmp_path / "runs"
     (out / "locks").mkdir(parents=True)
     with (out / "locks" / "flash").open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        assert run_queue(queue, tokens, out) == 0
+        assert run_queue(tokens, out) == 0
     assert len(finished(out)) == 5 and "flash" not in finished(out)
-    assert run_queue(queue, tokens, out, "--minutes", "0") == 0
+    assert run_queue(tokens, out, "--minutes", "0") == 0
     assert "flash: no time left" in capsys.readouterr().out and "flash" not in finished(out)
 
 

@@ -39,9 +39,10 @@ def tiny(ffn: str = "flashmhf", **settings) -> FlashMHFForCausalLM:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The directory of a model as it is trained."""
+    """The directory of a model as it is trained, and its tokenizer."""
     directory = tmp_path_factory.mktemp("plain")
-    tiny().save_pretrained(directory)
+    tiny(vocab_size=300).save_pretrained(directory)
+    tokenizer.train(["the head mixes what each sub network finds"], 300).save_pretrained(directory)
     return directory
 
 
@@ -177,36 +178,27 @@ def test_the_configuration_by_itself(packed):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The directory of a model and its tokenizer."""
-    directory = tmp_path_factory.mktemp("model")
-    tiny(vocab_size=300).save_pretrained(directory)
-    tokenizer.train(["the head mixes what each sub network finds"], 300).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def quantised(model, tmp_path_factory):
+def quantised(plain, tmp_path_factory):
     """What ``flashmhf quantize`` writes."""
     directory = tmp_path_factory.mktemp("quantised") / "new"
-    assert cli.main(["quantize", "--model", str(model), "--output", str(directory), "--device", "cpu"]) == 0
+    assert cli.main(["quantize", "--model", str(plain), "--output", str(directory), "--device", "cpu"]) == 0
     return directory
 
 
-def test_quantize_command(model, quantised):
+def test_quantize_command(plain, quantised):
     loaded, words = pretrained.load(str(quantised), device="cpu", dtype="bfloat16")
-    expected = FlashMHFForCausalLM.from_pretrained(model)
+    expected = FlashMHFForCausalLM.from_pretrained(plain)
     quantize.quantize_(expected)  # packed from float32
     expected.to(torch.bfloat16)
     same_bits(loaded, expected)
     assert words.eos_token_id == 0 and AutoConfig.from_pretrained(quantised).dtype == torch.bfloat16
 
 
-def test_eval_and_generate_commands(model, quantised, tmp_path, capsys):
+def test_eval_and_generate_commands(plain, quantised, tmp_path, capsys):
     """--fp8 on a model gives what the quantised model gives, and another loss than the model itself."""
     (tmp_path / "text.txt").write_text("the head mixes what each sub network finds. " * 20)
     losses = {}
-    for name, arguments in {"bf16": [model], "fp8": [model, "--fp8"], "stored": [quantised]}.items():
+    for name, arguments in {"bf16": [plain], "fp8": [plain, "--fp8"], "stored": [quantised]}.items():
         command = [*map(str, arguments), "--dtype", "bfloat16", "--device", "cpu"]
         figures = tmp_path / "figures.json"
         assert cli.main(["eval", "--model", *command, "--data", str(tmp_path / "text.txt"), "--json", str(figures)]) == 0
@@ -220,15 +212,15 @@ def test_eval_and_generate_commands(model, quantised, tmp_path, capsys):
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=2e-2)
 
 
-def test_command_errors_are_one_line(model, quantised, tmp_path, capsys):
+def test_command_errors_are_one_line(plain, quantised, tmp_path, capsys):
     tiny("swiglu", vocab_size=300).save_pretrained(tmp_path / "swiglu")
-    tokenizer.load(str(model)).save_pretrained(tmp_path / "swiglu")
+    tokenizer.load(str(plain)).save_pretrained(tmp_path / "swiglu")
     text = tmp_path / "text.txt"
     text.write_text("the head")
     for arguments, message in (
         (["generate", "--model", tmp_path / "swiglu", "--fp8", "x"], "model holds no FlashMHF"),
         (["quantize", "--model", tmp_path / "swiglu", "--output", tmp_path / "new"], "model holds no FlashMHF"),
-        (["quantize", "--model", model, "--output", model], "is not empty"),
+        (["quantize", "--model", plain, "--output", plain], "is not empty"),
         (["quantize", "--model", "./nothing", "--output", tmp_path / "new"], "nothing does not exist"),
         (
             ["train", "--output", tmp_path / "run", "--init-from", quantised, "--data", text, "--steps", "1", "--learning-rate", "1e-4"],
