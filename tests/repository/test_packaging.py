@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tarfile
@@ -116,20 +115,15 @@ def toolchain(monkeypatch):
     return script("build_backend/toolchain.py")
 
 
-def fake_nvcc(folder: Path, version: str) -> Path:
-    (folder / "bin").mkdir(parents=True)
-    path = folder / "bin" / "nvcc"
-    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.0'\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
 @pytest.mark.parametrize(
     ("version", "usable", "label"), [("12.3", False, "+cu12"), ("12.4", True, "+cu12"), ("12.9", True, "+cu12"), ("13.0", True, "")]
 )
 def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, usable, label):
-    nvcc = fake_nvcc(tmp_path / "cuda", version)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.0'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert toolchain.nvcc() == nvcc and toolchain.release_label() == label
     reason = toolchain.no_cuda_reason()
     assert reason is None if usable else "supported: 12.4 and later" in reason
