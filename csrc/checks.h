@@ -47,12 +47,6 @@ inline void check_type_and_device(const Tensor &x, const char *name, bool has_ty
     STD_TORCH_CHECK(has_type, name, " must ", wanted, type_of(x));
     STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " must be on the same CUDA device as ", q_name);
 }
-inline void check_type_of_q(const Tensor &x, const char *name, const Tensor &q) {
-    check_type_and_device(x, name, x.scalar_type() == q.scalar_type(), "have the dtype of q", q);
-}
-inline void check_float32(const Tensor &x, const char *name, const Tensor &q) {
-    check_type_and_device(x, name, x.scalar_type() == ScalarType::Float, "be float32", q);
-}
 inline void check_float32_or_type_of_q(const Tensor &x, const char *name, const Tensor &q) {
     const bool has_type = x.scalar_type() == ScalarType::Float || x.scalar_type() == q.scalar_type();
     check_type_and_device(x, name, has_type, "be float32 or have the dtype of q", q);
@@ -60,7 +54,7 @@ inline void check_float32_or_type_of_q(const Tensor &x, const char *name, const 
 
 // k, u, v: [H_kv, E, d_e, d_h], contiguous, in q's type.
 inline void check_weights(const Tensor &x, const char *name, const Tensor &k, const Tensor &q) {
-    check_type_of_q(x, name, q);
+    check_type_and_device(x, name, x.scalar_type() == q.scalar_type(), "have the dtype of q", q);
     STD_TORCH_CHECK(x.dim() == 4, name, " must be [H_kv, E, d_e, d_h], is ", shape_of(x));
     STD_TORCH_CHECK(has_shape(x, k.sizes()), name, " is ", shape_of(x), " but k is ", shape_of(k));
     STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");

@@ -114,7 +114,7 @@ Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights, const 
 }
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
-    check_type_of_q(grad_out, "grad_out", q);
+    check_type_and_device(grad_out, "grad_out", grad_out.scalar_type() == q.scalar_type(), "have the dtype of q", q);
     STD_TORCH_CHECK(has_shape(grad_out, q.sizes()), "grad_out must have the shape of q; grad_out is ", shape_of(grad_out), " but q is ",
                     shape_of(q));
 }
@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Te
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
     const DeviceScope scope(q.get_device_index(), "flashmhf backward_accumulate_");
     auto check_buffer = [&](const Tensor &x, const char *name) {
-        check_float32(x, name, q);
+        check_type_and_device(x, name, x.scalar_type() == ScalarType::Float, "be float32", q);
         STD_TORCH_CHECK(x.is_contiguous() && has_shape(x, k.sizes()), name, " must be contiguous with the shape of k; ", name, " is ",
                         shape_of(x), " but k is ", shape_of(k));
         STD_TORCH_CHECK(!needs_weights || aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");

@@ -26,7 +26,7 @@ ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor 
         STD_TORCH_CHECK(v8.size(i) == k8.size(i < 2 ? i : 5 - i), "v8 must be [H_kv, E, d_h, d_e], is ", shape_of(v8), " but k8 is ",
                         shape_of(k8));
     }
-    check_float32(scales, "scales", q);
+    check_type_and_device(scales, "scales", scales.scalar_type() == ScalarType::Float, "be float32", q);
     STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == 3 && scales.size(1) == k8.size(0) && scales.size(2) == sizes.subnets &&
                         scales.is_contiguous(),
                     "scales must be [3, H_kv, E] = [3, ", k8.size(0), ", ", sizes.subnets, "] and contiguous, is ", shape_of(scales));

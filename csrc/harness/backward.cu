@@ -11,10 +11,8 @@
 
 namespace {
 
+using namespace flashmhf;
 using namespace harness;
-using flashmhf::Gate;
-using flashmhf::Kernels;
-using flashmhf::Shape;
 
 // Of one (token, inter) element, in fp64: dM, dN, P, and its term of dR.
 struct Element {
@@ -101,7 +99,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     const Gate gate = gate_of(options);
     const std::string needs = options.choice("needs", {"both", "tokens", "weights"});
     const bool tokens = needs != "weights", weights = needs != "tokens", accumulate = !std::is_same_v<T, WeightGrad>;
-    const bool given = flashmhf::gate_is_given(gate), router = flashmhf::has_router(gate);
+    const bool given = gate_is_given(gate), router = has_router(gate);
     const int64_t rows = s.length * s.heads, inter = s.weight_heads() * s.subnets * s.subnet_dim, d = s.head_dim;
     if (rows == 0) throw std::invalid_argument("T=0 and H=0 leave nothing to launch");
 
@@ -117,7 +115,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     if (accumulate)
         for (const auto *x : {&dk, &du, &dv}) check(cudaMemset(static_cast<WeightGrad *>(*x), 0, x->size() * sizeof(WeightGrad)));
 
-    flashmhf::BackwardProblem problem{operands<T>(s, q, k, u, v, gate, r, w)};
+    BackwardProblem problem{operands<T>(s, q, k, u, v, gate, r, w)};
     problem.grad_out = dense(s, g, d);
     problem.deterministic = options.number("deterministic") != 0;
     if (tokens) problem.dq = dq;
@@ -125,23 +123,23 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     if (weights) problem.dk = dk, problem.du = du, problem.dv = dv;
     problem.accumulate = accumulate;
     if (weights && router) problem.dw = dw;
-    flashmhf::Device device;
-    check(flashmhf::describe_device(&device));
-    const flashmhf::BackwardTask task = flashmhf::backward_task(problem);
+    Device device;
+    check(describe_device(&device));
+    const BackwardTask task = backward_task(problem);
     const std::string kernels = options.choice("kernels", {"auto", "fused", "ordered", "pair"});
     const std::pair<const char *, Kernels> names[] = {{"fused", Kernels::fused}, {"ordered", Kernels::ordered}, {"pair", Kernels::pair}};
-    flashmhf::BackwardPlan plan = flashmhf::plan_backward(s, task, device);
+    BackwardPlan plan = plan_backward(s, task, device);
     if (kernels != "auto" || options.number("groups")) {
         const bool may_fuse = task.tokens && task.weights && d < 256;
         Kernels forced = plan.kernels;
         for (const auto &[name, which] : names)
             if (kernels == name) forced = which;
         if (forced != Kernels::pair && !may_fuse) throw std::invalid_argument("kernels=" + kernels + " needs needs=both and d_h < 256");
-        plan = flashmhf::plan_backward(s, task, device, forced, static_cast<int>(options.number("groups")));
+        plan = plan_backward(s, task, device, forced, static_cast<int>(options.number("groups")));
     }
     const Buffer<float> workspace(plan.workspace());
-    const flashmhf::BackwardLaunch launch = flashmhf::prepare_backward(problem, plan, workspace);
-    const flashmhf::HeadGroupPlan &first = plan.launches[0];
+    const BackwardLaunch launch = prepare_backward(problem, plan, workspace);
+    const HeadGroupPlan &first = plan.launches[0];
     for (const auto &[name, which] : names)
         if (which == plan.kernels) std::printf("kernels %s, ", name);
     std::printf(
@@ -151,12 +149,8 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
         first.token_time, plan.workspace() * 4e-6);
 
     const int launches = static_cast<int>(options.number("launches"));
-    measure(launches,
-            (tokens && weights ? 16.0
-             : tokens          ? 10.0
-                               : 12.0) *
-                rows * d * s.subnets * s.subnet_dim,
-            [&] { return flashmhf::launch_backward(s.head_dim, launch, nullptr); });
+    const double of_element = 2. * d * (tokens && weights ? 8 : tokens ? 5 : 6);
+    measure(launches, of_element * rows * s.subnets * s.subnet_dim, [&] { return launch_backward(s.head_dim, launch, nullptr); });
     print_trace();
     if (!options.number("check")) return 0;
 

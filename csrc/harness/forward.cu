@@ -18,17 +18,14 @@
 
 namespace {
 
+using namespace flashmhf;
 using namespace harness;
-using flashmhf::Shape;
 
 // The planner's costs as given on the command line.
-flashmhf::ForwardCostModel costs_of(const Arguments &options, flashmhf::ForwardCostModel cost) {
-    auto override_cost = [&](const char *name, int &value) {
-        if (options.given(name)) value = static_cast<int>(options.number(name));
-    };
-    override_cost("combine", cost.combine);
-    override_cost("behind_waves", cost.behind_waves);
-    override_cost("next_item", cost.next_item);
+ForwardCostModel costs_of(const Arguments &options, ForwardCostModel cost) {
+    for (const auto &[name, value] :
+         {std::pair{"combine", &cost.combine}, std::pair{"behind_waves", &cost.behind_waves}, std::pair{"next_item", &cost.next_item}})
+        if (options.given(name)) *value = static_cast<int>(options.number(name));
     return cost;
 }
 
@@ -46,7 +43,7 @@ template <typename T> __global__ void round_values(T *rounded, float *x, int64_t
 // Random inputs of a forward, and its output. one_sign: U = K and V >= 0, so that the terms of an output's sum have one sign.
 template <typename T> struct ForwardInputs {
     Shape s;
-    flashmhf::Gate gate;
+    Gate gate;
     int64_t rows, weights, subnets;  // rows of Q; elements of K; sub-networks of all heads of K
     Buffer<T> q, k, u, v, out;
     Buffer<float> w, r;
@@ -66,14 +63,13 @@ template <typename T> struct ForwardInputs {
           w(Buffer<float>::random(int64_t{s.heads} * s.head_dim * s.subnets, scale(), 6)),
           r(rows * s.subnets),
           w16(w.size()) {
-        if (gate == flashmhf::Gate::w_half) round_values<T><<<64, 256>>>(w16, w, w.size());
+        if (gate == Gate::w_half) round_values<T><<<64, 256>>>(w16, w, w.size());
         if (one_sign) absolute<T><<<1024, 256>>>(v, weights);
         fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
     }
     // The call with these K, U and V.
-    flashmhf::ForwardProblem problem(const void *k, const void *u, const void *v, flashmhf::WeightFormat format,
-                                     const float *scales = nullptr) const {
-        const void *router = gate == flashmhf::Gate::w_half ? static_cast<const void *>(w16) : w;
+    ForwardProblem problem(const void *k, const void *u, const void *v, WeightFormat format, const float *scales = nullptr) const {
+        const void *router = gate == Gate::w_half ? static_cast<const void *>(w16) : w;
         return {operands<T>(s, q, k, u, v, gate, r, router), format, scales, out};
     }
     // R [T, H, E] in fp64.
@@ -86,8 +82,8 @@ template <typename T> struct ForwardInputs {
     float scale_v() const { return 1.f / std::sqrt(float(s.subnets * s.subnet_dim)); }
 };
 
-void print_plan(const flashmhf::ForwardPlan &plan) {
-    const flashmhf::ForwardSchedule &schedule = plan.schedule;
+void print_plan(const ForwardPlan &plan) {
+    const ForwardSchedule &schedule = plan.schedule;
     std::printf(
         "row tiles of a CTA %d, heads of a row tile %d, blocks of a head side by side %d, clusters %d of %d CTAs, slices %d, waves %d, "
         "inter tiles %d, items %d split over %d clusters, %.1f MB of partial sums, added by %s\n",
@@ -101,25 +97,25 @@ void print_plan(const flashmhf::ForwardPlan &plan) {
 // Plans and times the problem, alone and in a chain of launches that take copies of its weights in turn. Whether `repeat` further launches
 // gave equal bits. The output is that of the problem's own weights.
 template <typename T, typename W>
-bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, flashmhf::ForwardProblem problem,
+bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, ForwardProblem problem,
                      std::initializer_list<const Buffer<W> *> weights) {
     const Shape &s = in.s;
-    flashmhf::Device device;
-    check(flashmhf::describe_device(&device));
-    const flashmhf::ForwardPlan plan =
-        flashmhf::plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, flashmhf::forward_costs(problem.format)));
-    const Buffer<float> workspace(flashmhf::workspace_of(problem, plan));
-    const flashmhf::ForwardLaunch launch = flashmhf::prepare_forward(problem, plan, workspace);
+    Device device;
+    check(describe_device(&device));
+    const ForwardPlan plan = plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, forward_costs(problem.format)));
+    const Buffer<float> workspace(workspace_of(problem, plan));
+    const ForwardLaunch launch = prepare_forward(problem, plan, workspace);
     print_plan(plan);
-    auto once = [&] { return flashmhf::launch_forward(s.head_dim, launch, nullptr); };
+    auto once = [&] { return launch_forward(s.head_dim, launch, nullptr); };
     measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
-    const Copies<W> copies(options.number("chain"), weights);
-    std::vector<flashmhf::ForwardLaunch> launches;
-    for (int64_t i = 0; i < copies.sets; ++i) {
-        problem.k = copies(i, 0), problem.u = copies(i, 1), problem.v = copies(i, 2);
-        launches.push_back(flashmhf::prepare_forward(problem, plan, workspace));
+    std::vector<Buffer<W>> copies;
+    std::vector<ForwardLaunch> launches;
+    for (int64_t i = 0; i < options.number("chain"); ++i) {
+        for (const Buffer<W> *tensor : weights) copies.push_back(tensor->copy());
+        problem.k = copies.end()[-3], problem.u = copies.end()[-2], problem.v = copies.end()[-1];
+        launches.push_back(prepare_forward(problem, plan, workspace));
     }
-    measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) { return flashmhf::launch_forward(s.head_dim, launches[i], stream); });
+    measure_chain(launches.size(), [&](int64_t i, cudaStream_t stream) { return launch_forward(s.head_dim, launches[i], stream); });
     print_trace();
     return in.rows == 0 || repeats_bits(in.out, options.number("repeat"), once);
 }
@@ -146,7 +142,7 @@ __global__ void reference(double *out, const T *q, const T *k, const T *u, const
 template <typename T> int run_f16(const Arguments &options) {
     const ForwardInputs<T> in(options, options.choice("signs", {"random", "one"}) == "one");
     const Shape &s = in.s;
-    const flashmhf::ForwardProblem problem = in.problem(in.k, in.u, in.v, flashmhf::WeightFormat::same);
+    const ForwardProblem problem = in.problem(in.k, in.u, in.v, WeightFormat::same);
     const bool ok = measure_forward(options, in, problem, {&in.k, &in.u, &in.v});
     if (in.rows == 0) return 0;
     if (!options.number("check")) return ok ? 0 : 1;
@@ -203,13 +199,13 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
     const int64_t row = blockIdx.x * stride, head = row % s.heads, plane = int64_t{s.heads / s.group} * s.subnets;
     const int d = s.head_dim;
     double *q8 = shared + d;  // behind the sums
-    double largest = flashmhf::smallest_query, squares = 0;
+    double largest = smallest_query, squares = 0;
     for (int i = 0; i < d; ++i) {
         const double x = fabs(double(float(q[row * d + i])));
         largest = fmax(largest, x);
         squares += x * x;
     }
-    const double unit = largest / (flashmhf::query_norm * exp2(floor(log2(largest / sqrt(fmax(squares, largest * largest))))));
+    const double unit = largest / (query_norm * exp2(floor(log2(largest / sqrt(fmax(squares, largest * largest))))));
     for (int i = threadIdx.x; i < d; i += blockDim.x) q8[i] = of_fp8(to_fp8(double(float(q[row * d + i])) / unit));
     auto add = [&](int64_t j, double *sums) {
         const int64_t e = j / s.subnet_dim, of_e = head / s.group * s.subnets + e, at = of_e * s.subnet_dim * d;
@@ -241,7 +237,7 @@ template <typename T> int run_e4m3(const Arguments &options) {
     quantise<T><<<1024, 256>>>(u8, in.u, scales + in.subnets, s, false);
     quantise<T><<<1024, 256>>>(v8, in.v, scales + 2 * in.subnets, s, true);
 
-    bool ok = measure_forward(options, in, in.problem(k8, u8, v8, flashmhf::WeightFormat::e4m3, scales), {&k8, &u8, &v8});
+    bool ok = measure_forward(options, in, in.problem(k8, u8, v8, WeightFormat::e4m3, scales), {&k8, &u8, &v8});
     if (in.rows == 0) return 0;
     if (!options.number("check")) return ok ? 0 : 1;
 

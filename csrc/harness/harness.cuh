@@ -169,6 +169,11 @@ template <typename X> class Buffer {
         return buffer;
     }
     Buffer(Buffer &&other) noexcept : data_(std::exchange(other.data_, nullptr)), count_(other.count_) {}
+    Buffer copy() const {
+        Buffer other(count_);
+        check(cudaMemcpy(other.data_, data_, count_ * sizeof(X), cudaMemcpyDeviceToDevice));
+        return other;
+    }
     operator X *() const { return data_; }
     int64_t size() const { return count_; }
     std::vector<X> host() const {
@@ -200,23 +205,6 @@ template <typename Launch> void measure(int launches, double operations, Launch 
     std::printf("fastest of %d launches %.4f ms = %.0f TFLOP/s, median %.4f ms\n", launches, times[0], operations / times[0] / 1e9,
                 times[launches / 2]);
 }
-
-// Several sets of tensors with the same contents.
-template <typename X> struct Copies {
-    int64_t sets;
-    Copies(int64_t sets, std::initializer_list<const Buffer<X> *> tensors) : sets(sets), each_(tensors.size()) {
-        for (int64_t i = 0; i < sets; ++i)
-            for (const Buffer<X> *tensor : tensors) {
-                buffers_.emplace_back(tensor->size());
-                check(cudaMemcpy(buffers_.back(), *tensor, tensor->size() * sizeof(X), cudaMemcpyDeviceToDevice));
-            }
-    }
-    X *operator()(int64_t set, int64_t tensor) const { return buffers_[set * each_ + tensor]; }
-
-  private:
-    int64_t each_;
-    std::vector<Buffer<X>> buffers_;
-};
 
 // Prints the fastest time of launch(i, stream), i = 0 .. sets - 1 in turn, in a CUDA graph of 40 launches. Nothing without sets.
 template <typename Launch> void measure_chain(int64_t sets, Launch &&launch) {

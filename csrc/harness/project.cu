@@ -13,6 +13,7 @@
 
 namespace {
 
+using namespace flashmhf;
 using namespace harness;
 
 // out[t, n] of row blockIdx.y = t in fp64.
@@ -26,40 +27,40 @@ template <typename T> __global__ void reference(double *out, const T *x, const T
 
 template <typename T> int run(const Arguments &options) {
     const int64_t tokens = options.number("T"), depth = options.number("depth"), features = options.number("features");
-    if (tokens < 1 || tokens > flashmhf::project_tokens)
-        throw std::invalid_argument("T must be from 1 to " + std::to_string(flashmhf::project_tokens));
+    if (tokens < 1 || tokens > project_tokens) throw std::invalid_argument("T must be from 1 to " + std::to_string(project_tokens));
     for (const char *name : {"depth", "features"})
-        if (options.number(name) < 1 || options.number(name) % flashmhf::project_multiple)
-            throw std::invalid_argument(std::string(name) + " must be a multiple of " + std::to_string(flashmhf::project_multiple));
+        if (options.number(name) < 1 || options.number(name) % project_multiple)
+            throw std::invalid_argument(std::string(name) + " must be a multiple of " + std::to_string(project_multiple));
     constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
     const auto x = Buffer<T>::random(tokens * depth, 1.f, 1), w = Buffer<T>::random(features * depth, 1.f / std::sqrt(float(depth)), 2),
                bias = Buffer<T>::random(features, 1.f, 3);
     const Buffer<T> out(tokens * features);
-    flashmhf::Device device;
-    check(flashmhf::describe_device(&device));
-    const flashmhf::ProjectPlan plan = flashmhf::plan_project(tokens, features, device);
-    flashmhf::ProjectParams params{.x = x,
-                                   .w = w,
-                                   .bias = options.number("bias") ? static_cast<T *>(bias) : nullptr,
-                                   .out = out,
-                                   .tokens = static_cast<int>(tokens),
-                                   .depth = static_cast<int>(depth),
-                                   .features = static_cast<int>(features),
-                                   .block_tokens = plan.block_tokens,
-                                   .box_tokens = plan.box_tokens,
-                                   .x_stride = depth,
-                                   .weights_ready = options.number("weights_ready") != 0};
+    Device device;
+    check(describe_device(&device));
+    const ProjectPlan plan = plan_project(tokens, features, device);
+    ProjectParams params{.x = x,
+                         .w = w,
+                         .bias = options.number("bias") ? static_cast<T *>(bias) : nullptr,
+                         .out = out,
+                         .tokens = static_cast<int>(tokens),
+                         .depth = static_cast<int>(depth),
+                         .features = static_cast<int>(features),
+                         .block_tokens = plan.block_tokens,
+                         .box_tokens = plan.box_tokens,
+                         .x_stride = depth,
+                         .weights_ready = options.number("weights_ready") != 0};
     std::printf("features of a CTA %d, tokens of a CTA at most %d, CTAs of a cluster %d, blocks of %d tokens %d\n", 64 * plan.warpgroups,
                 plan.max_tokens, plan.cluster, plan.block_tokens, plan.blocks);
     check(cudaDeviceSynchronize());  // with weights_ready the kernel reads W at once
-    auto once = [&] { return flashmhf::launch_project<bf16>(plan, params, nullptr); };
+    auto once = [&] { return launch_project<bf16>(plan, params, nullptr); };
     measure(static_cast<int>(options.number("launches")), 2.0 * tokens * depth * features, once);
     print_trace();
-    const Copies<T> copies(options.number("chain"), {&w});
-    measure_chain(copies.sets, [&](int64_t i, cudaStream_t stream) {
-        flashmhf::ProjectParams of_set = params;
-        of_set.w = copies(i, 0);
-        return flashmhf::launch_project<bf16>(plan, of_set, stream);
+    std::vector<Buffer<T>> copies;
+    for (int64_t i = 0; i < options.number("chain"); ++i) copies.push_back(w.copy());
+    measure_chain(copies.size(), [&](int64_t i, cudaStream_t stream) {
+        ProjectParams of_copy = params;
+        of_copy.w = copies[i];
+        return launch_project<bf16>(plan, of_copy, stream);
     });
     const bool ok = repeats_bits(out, options.number("repeat"), once);
     if (!options.number("check")) return ok ? 0 : 1;
