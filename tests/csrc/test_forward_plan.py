@@ -8,7 +8,7 @@ import itertools
 
 import forward_plans
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 plan = pytest.importorskip("flashmhf._plan")
@@ -96,7 +96,7 @@ def test_every_tile_once_and_balanced(shape, device):
 @given(
     shape=st.tuples(
         st.integers(1, 4),
-        st.integers(1, 2000),
+        st.integers(0, 2000),
         st.integers(1, 20),
         st.sampled_from([64, 96, 128, 256]),
         st.integers(1, 8),
@@ -105,11 +105,13 @@ def test_every_tile_once_and_balanced(shape, device):
     device=st.sampled_from(DEVICES),
     planner=st.sampled_from([f16, fp8]),
 )
+@example(shape=(1, 0, 4, 128, 2, 64), device=DEVICES[0], planner=f16)
 def test_every_tile_once_whatever_the_shape(shape, device, planner):
     p = planner(*shape, clusters=device)
+    assert bool(p["candidates"]) == (shape[1] > 0)
     tiles = collections.Counter((item, tile) for _, _, item, begin, end, _ in p["work"] for tile in range(begin, end))
     assert set(tiles) == {(item, tile) for item in range(p["blocks"] * shape[2]) for tile in range(p["inter_tiles"])}
-    assert set(tiles.values()) == {1}
+    assert max(tiles.values(), default=1) == 1
     assert p["blocks"] * p["row_ctas"] * p["consumers"] >= shape[0] * p["row_tiles"] and p["row_tiles"] * 64 >= shape[1]
     # The blocks of a head side by side take the same tiles: else each would bring the weights from memory again.
     of_item = collections.defaultdict(list)
@@ -225,11 +227,6 @@ def test_the_candidates_are_listed_with_the_one_that_is_taken():
             numbers = [float(x) for x in " ".join(taken).replace("gathered parts", "parts").replace("|", "").split()[2:]]
             assert numbers[:5] == [p["bundle"], p["consumers"], p["row_ctas"], p["slices"], p["abreast"]], header
             assert numbers[9] == pytest.approx(max(numbers[5:7]) + numbers[7] + numbers[8], abs=0.2)
-
-
-def test_a_call_without_tokens():
-    p = plan.plan_forward(1, 0, 4, 128, 2, 64)
-    assert p["work"] == [] and p["partials"] == 0 and p["candidates"] == ""
 
 
 @pytest.mark.parametrize(

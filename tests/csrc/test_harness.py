@@ -11,14 +11,18 @@ import pytest
 SMALL = ("T=300", "H=2", "E=3", "d_e=80", "launches=2")
 
 
-def run(direction: str, *arguments: str) -> subprocess.CompletedProcess:
+def harness(direction: str) -> Path:
     folder = os.environ.get("FLASHMHF_BUILD")
     if not folder:
         pytest.skip("FLASHMHF_BUILD names no CMake build folder")
-    harness = Path(folder) / f"{direction}_harness"
-    if not harness.exists():
-        pytest.skip(f"{harness} was not built (cmake --build {folder} --target {direction}_harness)")
-    return subprocess.run([harness, *arguments], capture_output=True, text=True)
+    path = Path(folder) / f"{direction}_harness"
+    if not path.exists():
+        pytest.skip(f"{path} was not built (cmake --build {folder} --target {direction}_harness)")
+    return path
+
+
+def run(direction: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([harness(direction), *arguments], capture_output=True, text=True)
 
 
 BAD = [(direction, x) for direction in ("forward", "backward") for x in ("T=many", "dtype=fp32", "d_h=80", "d_e=20", "H=0", "size=3", "T")]

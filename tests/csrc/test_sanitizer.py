@@ -7,7 +7,6 @@ accesses (rule 2 of csrc/README.md). HAND_OVERS names the places of this kind; a
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_harness import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,16 +116,10 @@ def test_sanitizer(tool, case):
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("no compute-sanitizer: it comes with the CUDA toolkit")
-    folder = os.environ.get("FLASHMHF_BUILD")
-    if not folder:
-        pytest.skip("FLASHMHF_BUILD names no CMake build folder")
     direction, *arguments = case
-    harness = Path(folder) / f"{direction}_harness"
-    if not harness.exists():
-        pytest.skip(f"{harness} was not built (cmake --build {folder} --target {direction}_harness)")
     shape = [] if direction == "project" else ["H=2", "E=3", "d_e=80"]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--print-limit", "1000", harness, *shape, *arguments, "launches=1", "check=0"],
+        [sanitizer, "--tool", tool, "--print-limit", "1000", harness(direction), *shape, *arguments, "launches=1", "check=0"],
         capture_output=True,
         text=True,
         timeout=300,
