@@ -210,14 +210,14 @@ def test_a_compiled_layer_is_one_node(dynamic, fp8):
     assert names == {"flashmhf.fp8_layer" if fp8 else "flashmhf.layer"}
 
 
-@pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection"])
+@pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection", "function mode"])
 def test_a_compiled_changed_module_runs_its_parts(change):
     torch._dynamo.reset()
     module = make(q_norm=True)
-    CHANGED[change](module)
-    x = tokens_of(module, TOKENS)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), by_parts(module, x))
+    CHANGED.get(change, lambda module: None)(module)
+    x, compiled = tokens_of(module, TOKENS), torch.compile(module, fullgraph=change in CHANGED, backend="aot_eager")
+    with torch.no_grad(), AROUND.get(change, contextlib.nullcontext)():
+        torch.testing.assert_close(compiled(x), by_parts(module, x))
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -268,15 +268,6 @@ def test_autocast_of_the_operator(fp8):
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
         compiled = torch.compile(lambda x: call(x) * 2, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), 2 * out)
-
-
-def test_a_function_mode_sees_the_parts_of_a_compiled_module():
-    torch._dynamo.reset()
-    module = make(torch.float32)
-    x = tokens_of(module, 5)
-    compiled = torch.compile(module, backend="aot_eager")
-    with torch.no_grad(), Doubling():
-        torch.testing.assert_close(compiled(x), by_parts(module, x))
 
 
 OPERATORS = ("forward", "gated_forward", "backward", "gated_backward", "backward_accumulate_", "layer")
