@@ -10,7 +10,7 @@ from torch import nn
 import flashmhf
 
 
-@pytest.mark.parametrize("shape", [(32, 20), (20, 32), (2, 3, 32, 16), (3, 16, 40)])
+@pytest.mark.parametrize("shape", [(32, 20), (20, 32), (2, 3, 32, 16), (50, 16, 40)])
 def test_matrices_move_as_in_torch(shape):
     """Each matrix of a stack by itself, whatever the others' gradients are; torch.optim.Muon takes single matrices."""
     start = torch.randn(shape)

@@ -130,10 +130,11 @@ def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
     """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's; with the right ones the same tensors."""
     settings = {"q_norm": True, "bias": True, "num_kv_heads": 3}
     network = flashmhf.FlashMHF(48, 6, 3, 16, **settings) if gated else flashmhf.MHFFN(48, 6, 48, **settings)
-    ours = network.state_dict()
+    ours = randomised(network).state_dict()
     official, sizes = convert.to_official(ours), (6, 3 if gated else None)
     back = convert.from_official(official, *sizes, num_kv_heads=3)
     assert back.keys() == ours.keys() and all(torch.equal(back[name], value) for name, value in ours.items())
+    assert torch.equal(official["w_self.bias"], ours["in_proj.bias"])
     for state, call in ((ours, convert.to_official), (official, lambda s: convert.from_official(s, *sizes, num_kv_heads=3))):
         for name, value in state.items():
             for dim in range(value.dim()):
