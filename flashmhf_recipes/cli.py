@@ -124,8 +124,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     accuracies = _collected(first_run.check(setting.device), "check against float64")
     measurements, trained, note = _collected(first_run.compare(setting), "time and memory"), {}, ""
     try:
-        recipe = first_run.RECIPES[setting.device.type]
-        trained = first_run.train(text, replace(recipe, steps=args.steps or recipe.steps), setting.device, bar=True)
+        trained = first_run.train(text, setting.device, args.steps, bar=True)
     except ModuleNotFoundError as error:
         if (note := extras.advice("the language model", error.name)) is None:
             raise
@@ -259,6 +258,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
 
 
 def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
+    _quiet()
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     add("--tokenizer", metavar="PATH", help="where the model's directory has none")
@@ -266,12 +266,6 @@ def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
     add("--dtype", default=dtype, choices=("auto", "float32", "bfloat16", "float16"), help=f"of what is not quantised ({dtype})")
     if fp8:
         add("--fp8", action="store_true", help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already")
-
-
-def _parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-    args = parser.parse_args(arguments)
-    _quiet()
-    return args
 
 
 def _load(args: argparse.Namespace):
@@ -295,7 +289,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     add("--shots", type=int, help="examples in a prompt")
     add("--batch", type=positive_integer, default=4, help="windows or requests at once (4)")
     add("--json", metavar="FILE", help="write the figures there, too")
-    args = _parsed(parser, arguments)
+    args = parser.parse_args(arguments)
     if not (args.data or args.tasks):
         raise OptionError("give --data, --tasks or both")
     model, tokenizer = _load(args)
@@ -333,7 +327,7 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
     add("--stream", action=argparse.BooleanOptionalAction, help="print words as they come (where the output is a terminal)")
-    args = _parsed(parser, arguments)
+    args = parser.parse_args(arguments)
     model, tokenizer = _load(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
@@ -350,7 +344,7 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
 
     _add_model(parser, dtype="bfloat16", fp8=False)
     parser.add_argument("--output", required=True, metavar="DIR", help="the new directory")
-    args = _parsed(parser, arguments)
+    args = parser.parse_args(arguments)
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OptionError(f"--output {output} is not empty; choose a new directory")
@@ -367,9 +361,5 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
     "eval": ("Measure the held-out loss of a model on local text, and tasks through lm-eval.", _eval),
     "generate": ("Continue a prompt with a trained model.", _generate),
-    "quantize": (
-        "Write a model with its FlashMHF networks in FP8. There is no calibration; eval, generate and transformers' "
-        "from_pretrained load the directory.",
-        _quantize,
-    ),
+    "quantize": ("Write a model with its FlashMHF networks in FP8. No calibration; eval, generate and from_pretrained load it.", _quantize),
 }

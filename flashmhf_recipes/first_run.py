@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import random
 import statistics
 import sys
@@ -224,21 +225,12 @@ HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Sizes and budget of one training run; d_model / heads is the head dimension of attention and of FlashMHF."""
-
-    d_model: int = 128
-    layers: int = 4
-    heads: int = 2
-    subnets: int = 2
-    subnet_dim: int = 176
-    context: int = 128
-    batch: int = 8
-    steps: int = 320
-
-
-RECIPES = {"cpu": Recipe(), "cuda": Recipe(512, 6, 4, 4, 384, 512, 32, 400)}
+# The settings of FlashMHF's model and of its run, by the kind of device.
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_num_heads", "ffn_num_subnets", "intermediate_size")
+RECIPES = {
+    "cpu": (dict(zip(SIZES, (128, 4, 2, 2, 2, 352), strict=True)), {"length": 128, "batch": 8, "steps": 320}),
+    "cuda": (dict(zip(SIZES, (512, 6, 4, 4, 4, 1536), strict=True)), {"length": 512, "batch": 32, "steps": 400}),
+}
 
 
 @dataclass(frozen=True)
@@ -274,33 +266,28 @@ def _standard_library() -> bytes:
     return b"\n".join(path.read_bytes() for path in files)
 
 
-def train(text: bytes, recipe: Recipe, device: torch.device, bar: bool = False) -> dict[str, Trained]:
+def train(text: bytes, device: torch.device, steps: int | None = None, bar: bool = False) -> dict[str, Trained]:
     """Train a model with each of the networks on the same batches. Raises ModuleNotFoundError without the extra flashmhf[lm]."""
     from transformers.utils import logging
 
     from . import metrics, tokenizer, training
 
     logging.disable_progress_bar()
-    swiglu = equal_parameter_modules(recipe.d_model, recipe.heads, recipe.subnets, recipe.subnet_dim, device="meta")["SwiGLU"]()
-    width = recipe.subnets * recipe.subnet_dim
-    networks = {
-        "SwiGLU": {"intermediate_size": swiglu.intermediate_dim},
-        "FlashMHF": {"intermediate_size": width, "ffn_num_heads": recipe.heads, "ffn_num_subnets": recipe.subnets},
-    }
+    ours, budget = RECIPES[device.type]
+    budget = budget | {"steps": steps or budget["steps"]}
+    heads, subnets, width = (ours[name] for name in SIZES[-3:])
+    modules = equal_parameter_modules(ours["hidden_size"], heads, subnets, width // subnets, device="meta")
+    swiglu = {name: value for name, value in ours.items() if not name.startswith("ffn_")}
+    swiglu["intermediate_size"] = modules["SwiGLU"]().intermediate_dim
     trained = {}
     with tempfile.TemporaryDirectory() as scratch:
         file, bytewise = Path(scratch) / "text.txt", Path(scratch) / "bytewise"
-        wanted = int(recipe.steps * recipe.batch * recipe.context / (1 - HELD_OUT)) + recipe.context  # more would only be tokenised
+        wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + budget["length"]  # more would only be tokenised
         file.write_text(text[:wanted].decode(errors="replace"))
         tokenizer.train([], tokenizer.SMALLEST).save_pretrained(bytewise)  # no merges: a token a byte
-        for name, network in networks.items():
-            model = network | {
-                "hidden_size": recipe.d_model,
-                "num_hidden_layers": recipe.layers,
-                "num_attention_heads": recipe.heads,
-                "max_position_embeddings": recipe.context,
-                "initializer_range": recipe.d_model**-0.5,  # the paper's 0.02 belongs to models six to sixteen times as wide
-            }
+        for name, sizes in (("SwiGLU", swiglu), ("FlashMHF", ours)):
+            # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
+            model = sizes | {"max_position_embeddings": budget["length"], "initializer_range": sizes["hidden_size"] ** -0.5}
             options = training.Options(
                 output=str(Path(scratch) / name),
                 preset="tiny",
@@ -309,20 +296,18 @@ def train(text: bytes, recipe: Recipe, device: torch.device, bar: bool = False) 
                 data=file,
                 tokenizer=str(bytewise),
                 vocab_size=1,  # as many as the tokenizer has
-                length=recipe.context,
-                batch=recipe.batch,
-                micro_batch=recipe.batch,
-                steps=recipe.steps,
+                micro_batch=budget["batch"],
                 optimizer="muon",
                 weight_decay=0.3,
                 learning_rate=8e-3,
                 min_learning_rate=8e-4,
-                warmup=min(60, max(1, recipe.steps // 4)),
+                warmup=min(60, max(1, budget["steps"] // 4)),
                 eval_fraction=HELD_OUT,
-                eval_every=recipe.steps,
+                eval_every=budget["steps"],
                 log_every=1,
                 device="cpu" if device.type == "cpu" else "auto",
                 arguments={"report_to": [], "save_strategy": "no"},
+                **budget,
             )
             with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
                 result = training.start(options, bar=bar)

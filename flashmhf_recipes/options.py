@@ -149,9 +149,8 @@ class Options:
         defaults = {"batch": scale.batch, "steps": scale.steps, "learning_rate": scale.learning_rate}
         if chosen:
             defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
-        given = {
-            name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer", "chat_template")
-        }  # a path, or a name of the hub
+        # Names of the hub stay.
+        given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer", "chat_template")}
         resolved = replace(
             self,
             preset=chosen and chosen.name,

@@ -38,9 +38,7 @@ class RunTrainer(Trainer, TrainerCallback):
     signals: end training after the step in which one came, with a checkpoint.
     """
 
-    def __init__(
-        self, *, options: Options, checkpoint: Path | None, signals: StopSignals, args: TrainingArguments, callbacks: list, **kwargs
-    ):
+    def __init__(self, *, options: Options, checkpoint: Path | None, signals: StopSignals, args: TrainingArguments, callbacks, **kwargs):
         self.options, self.checkpoint, self.signals, self.layout = options, checkpoint, signals, options.layout(args.world_size)
         self.stopped = self.evaluation_due = False
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)

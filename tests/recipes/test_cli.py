@@ -16,13 +16,17 @@ from flashmhf import backends
 from flashmhf_recipes import arguments, cli, first_run, plots
 
 
+def recipe(*sizes: int, **budget: int) -> tuple[dict, dict]:
+    return dict(zip(first_run.SIZES, sizes, strict=True)), budget
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which the whole command takes a second."""
     cpu = torch.device("cpu")
     setting = first_run.Setting(cpu, torch.float32, 64, 2, 2, 32, 1, (16, 32), 1, 60.0)
     monkeypatch.setattr(first_run, "default_setting", lambda device: setting)
-    monkeypatch.setitem(first_run.RECIPES, "cpu", first_run.Recipe(d_model=32, layers=1, subnet_dim=16, context=16, batch=2, steps=4))
+    monkeypatch.setitem(first_run.RECIPES, "cpu", recipe(32, 1, 2, 2, 2, 32, length=16, batch=2, steps=4))
 
 
 @pytest.fixture
@@ -60,10 +64,10 @@ def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(sm
     assert "FAILED" in captured.out and "flashmhf: error: 1 of 1 checks" in captured.err and (tmp_path / "flashmhf_report.png").exists()
 
 
-def test_language_models_have_equal_parameters(text):
+def test_language_models_have_equal_parameters(text, monkeypatch):
     pytest.importorskip("transformers")
-    recipe = first_run.Recipe(d_model=64, layers=2, subnet_dim=80, context=32, batch=4, steps=40)
-    trained = first_run.train(text.read_bytes(), recipe, torch.device("cpu"))
+    monkeypatch.setitem(first_run.RECIPES, "cpu", recipe(64, 2, 2, 2, 2, 160, length=32, batch=4, steps=40))
+    trained = first_run.train(text.read_bytes(), torch.device("cpu"))
     assert trained["SwiGLU"].parameters == pytest.approx(trained["FlashMHF"].parameters, rel=0.02)
     for model in trained.values():
         assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2 and max(model.losses[-1], model.held_out) < 4
