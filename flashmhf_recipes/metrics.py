@@ -48,7 +48,6 @@ class MetricsCallback(TrainerCallback):
     def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool = True):
         self.output, self.tokens_per_step, self.flops_per_token, self.peak = output, tokens_per_step, flops_per_token, peak
         self.show, self.bar = bar, None
-        self._restart(0)
 
     def _restart(self, step: int) -> None:
         self._step, self._time = step, time.perf_counter()
@@ -95,13 +94,10 @@ class MetricsCallback(TrainerCallback):
         self._restart(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._draw(state)
+        if state.is_world_process_zero:
+            draw_losses(read_rows(self.output), self.output / CURVE)
         self._restart(state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.bar.close()
-        self._draw(state)
-
-    def _draw(self, state: TrainerState) -> None:
-        if state.is_world_process_zero:
-            draw_losses(read_rows(self.output), self.output / CURVE)
+        self.on_save(args, state, control)

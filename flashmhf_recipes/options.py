@@ -146,7 +146,7 @@ class Options:
         """
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
-        defaults = {"batch": scale.batch, "steps": scale.steps, "learning_rate": scale.learning_rate}
+        defaults = {"micro_batch": MICRO_BATCH, "batch": scale.batch, "steps": scale.steps, "learning_rate": scale.learning_rate}
         if chosen:
             defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
         # Names of the hub stay.
@@ -225,12 +225,7 @@ class Options:
         if self.batch % processes:
             raise OptionError(f"batch is {self.batch}; it must be a multiple of the {processes} processes")
         each = self.batch // processes
-        return next(size for size in range(min(self.evaluation_batch, each), 0, -1) if each % size == 0)
-
-    @property
-    def evaluation_batch(self) -> int:
-        """Held-out sequences at once: fixed, so that the held-out loss has the same bits for any number of processes."""
-        return self.micro_batch or MICRO_BATCH
+        return next(size for size in range(min(self.micro_batch, each), 0, -1) if each % size == 0)
 
     def accumulation(self, processes: int) -> str:
         """Return how a step is made up, for people."""
@@ -277,7 +272,7 @@ def training_arguments(options: Options) -> TrainingArguments:
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     report = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
     settings = {name: getattr(options, option) for name, option in OWN_ARGUMENTS.items()} | dict(
-        per_device_eval_batch_size=options.evaluation_batch,
+        per_device_eval_batch_size=options.micro_batch,  # fixed: the held-out loss has the same bits for any number of processes
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),

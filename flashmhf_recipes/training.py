@@ -123,8 +123,7 @@ def resume(
         with arguments.main_process_first(local=False, desc="looking for checkpoints"):
             if first_process():
                 checkpoints.set_aside_unusable(output)
-            found = checkpoints.complete_checkpoints(output)
-            checkpoint = found[-1] if found else None
+            checkpoint = next(reversed(checkpoints.complete_checkpoints(output)), None)
         done = checkpoints.step_of(checkpoint)
         if steps is not None and steps <= done:
             raise OptionError(f"steps is {steps}; the run has done {done} steps")
