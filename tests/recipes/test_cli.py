@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from lm_runs import ROOT, environment
+from lm_runs import ROOT, environment, interrupt
 
 from flashmhf import backends
 from flashmhf_recipes import arguments, cli, first_run, plots
@@ -163,9 +163,6 @@ def test_every_mistake_is_one_line_with_status_2(arguments, message, tmp_path, m
 
 
 def test_interruption_is_short(monkeypatch, capsys):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(first_run, "check", interrupt)
     assert cli.main(["check", "--device", "cpu"]) == 130
     assert "interrupted" in capsys.readouterr().err

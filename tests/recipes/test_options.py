@@ -20,6 +20,8 @@ from transformers import TrainingArguments
 from flashmhf_recipes import options as module
 from flashmhf_recipes.options import Options, empty_model, training_arguments
 
+NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+
 
 def resolved(**settings) -> Options:
     return Options(**{"output": "run", "preset": "tiny", "data": ["x"], "device": "cpu", **settings}).resolve()
@@ -51,6 +53,7 @@ def test_what_a_run_decides_or_cannot_have_is_not_passed_on():
         ({"lr_scheduler_type": "nosuch"}, "arguments: nosuch is not a valid SchedulerType"),
         ({"optim": "nosuch"}, "arguments: nosuch is not a valid OptimizerNames"),
         ({"report_to": "nosuch"}, "arguments: nosuch is not supported"),
+        pytest.param({"report_to": "wandb"}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
     ],
 )
 def test_values_that_transformers_refuses(arguments, message):
@@ -134,13 +137,6 @@ def test_numbers_out_of_range_are_named(name, values):
 def test_sizes_that_no_model_has(settings):
     with pytest.raises(ValueError, match="^model: "):
         empty_model(resolved(model=settings))
-
-
-def test_a_report_needs_its_package():
-    if importlib.util.find_spec("wandb"):
-        pytest.skip("wandb is installed")
-    with pytest.raises(ValueError, match="arguments: WandbCallback requires wandb"):
-        training_arguments(resolved(arguments={"report_to": "wandb"}))
 
 
 def test_another_schedule():

@@ -43,6 +43,7 @@ def test_what_a_run_leaves(uninterrupted):
         assert list(result.output.rglob("events.out.tfevents.*"))
     bpe = tokenizer.load(str(result.output))
     assert (bpe.eos_token_id, bpe.pad_token_id, bpe.model_max_length) == (0, 1, 128)
+    assert json.loads((result.output / "config.json").read_text())["pad_token_id"] == 1
     # micro-batches of 4 in the order that the seed fixes, held-out tokens never among them
     tokens = data.load(result.output / "data")
     train_tokens, held_out = data.split(tokens, 0.1, 32, 0)
@@ -65,8 +66,11 @@ def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 class DieAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 7:
+        if state.global_step == self.step:
             die()
 
 def start():
@@ -80,14 +84,17 @@ def start():
     training.start(options(output, text, **HELD_OUT), bar=False)
 
 def step():
-    training.resume(output, bar=False, callbacks=[DieAt()])
+    training.resume(output, bar=False, callbacks=[DieAt(7)])
 
 def save():
     Trainer._save_rng_state = die  # weights and optimiser are written by then
     training.resume(output, bar=False)
 
+def again():
+    training.resume(output, bar=False, callbacks=[DieAt(13)])
+
 output, text = sys.argv[1:]
-for death in (start, step, save):
+for death in (start, step, save, again):
     process = os.fork()  # the libraries are imported once
     if not process:
         death()
@@ -100,21 +107,22 @@ for death in (start, step, save):
 
 @pytest.mark.slow
 def test_killed_runs_resume_to_the_same_bits(uninterrupted, text, tmp_path):
-    """SIGKILL while tokenising, before the first checkpoint and amid writing one; then weights, losses and batches are as without."""
+    """SIGKILL while tokenising, before the first checkpoint, amid writing it and after it; then all is as without."""
     expected, seen = uninterrupted
     output = tmp_path / "run"
     command = [sys.executable, "-c", KILLED, str(output), str(text)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = {line.split()[0]: line.split()[2:] for line in done.stdout.splitlines()}
-    assert [line.split()[:2] for line in done.stdout.splitlines()] == [[death, "-9"] for death in ("start", "step", "save")], done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [[death, "-9"] for death in ("start", "step", "save", "again")]
     assert "run.json" in found["start"] and "manifest.json" not in found["start"]
     assert "manifest.json" in found["step"] and "checkpoint-10" not in found["step"]
-    assert (output / "checkpoint-10" / "model.safetensors").exists() and not checkpoints.complete_checkpoints(output)
+    assert "checkpoint-10" in found["save"] and (output / "incomplete-checkpoint-10" / "model.safetensors").exists()
+    assert [path.name for path in checkpoints.complete_checkpoints(output)] == ["checkpoint-10"]
     batches = Batches()
     result = training.resume(output, bar=False, callbacks=[batches])
     same_run(result.output, expected.output)
-    assert [x.tolist() for x in batches.seen] == [x.tolist() for x in seen]
+    assert [x.tolist() for x in batches.seen] == [x.tolist() for x in seen[-len(batches.seen) :]]
 
 
 def test_resuming_between_checkpoints(uninterrupted, text, tmp_path):
@@ -181,13 +189,6 @@ def test_compiled_training_on_a_gpu(text, tmp_path):
     assert result.loss == pytest.approx(plain.loss, rel=0.05)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert metrics.read_rows(result.output)[-1]["peak_memory_bytes"] > 0
-
-
-def test_model_settings_reach_it(text, tmp_path):
-    result = training.start(options(tmp_path / "run", text, steps=1, model={"ffn_q_norm": True, "ffn_init": "official"}), bar=False)
-    config = json.loads((result.output / "config.json").read_text())
-    assert config["ffn_q_norm"] and config["ffn_init"] == "official" and config["pad_token_id"] == 1
-    assert any("q_norm" in name for name in load_file(result.output / "model.safetensors"))
 
 
 def smoothed(model, ids) -> float:
