@@ -1,7 +1,5 @@
 """``python -m flashmhf_recipes``: the console script."""
 
-import sys
-
 from .cli import main
 
-sys.exit(main())
+raise SystemExit(main())

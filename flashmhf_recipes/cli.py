@@ -122,17 +122,15 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     setting, start = first_run.default_setting(chosen_device(args.device)), time.perf_counter()
     print(f"{first_run.shows(setting.device)}\n", flush=True)
     accuracies = _collected(first_run.check(setting.device), "check against float64")
-    measurements, trained, note = _collected(first_run.compare(setting), "time and memory"), {}, ""
+    measurements, trained = _collected(first_run.compare(setting), "time and memory"), {}
     try:
         trained = first_run.train(text, setting.device, args.steps, bar=True)
     except ModuleNotFoundError as error:
         if (note := extras.advice("the language model", error.name)) is None:
             raise
+        print(f"{note}\n")
     drawn = first_run.picture(picture, setting, measurements, trained)
-    source = Path(args.text).name if args.text else "Python's standard library"
-    print(first_run.table(setting, accuracies, measurements, trained, source))
-    if note:
-        print(f"\n{note}")
+    print(first_run.table(setting, accuracies, measurements, trained, Path(args.text).name if args.text else "Python's standard library"))
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.perf_counter() - start:.0f} s")
     return _verdict(accuracies)
 
@@ -208,20 +206,15 @@ examples:
   flashmhf train --output run --resume --steps 300000       # longer; the schedule then ends there
   flashmhf train --output tuned --init-from run --data other/ --steps 1000 --learning-rate 1e-4
   flashmhf train --output second --preset swiglu-128m --tokens run --set report_to=wandb
-  torchrun --nproc_per_node 8 -m flashmhf_recipes train --output run --preset flashmhf-1.3b --data corpus/ --compile
   torchrun --nproc_per_node 8 -m flashmhf_recipes train --output run --preset flashmhf-1.3b --data corpus/ --compile --tp 2 --dp-shard 4
 
 exit status: 0; 2 for an error; 130 after SIGINT and 143 after SIGTERM, with the step finished and saved (a second signal ends at once).
 """
 
 
-def _quiet() -> None:
+def _train(parser: Parser, arguments: list[str]) -> int:
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
-
-
-def _train(parser: Parser, arguments: list[str]) -> int:
     from flashmhf.models import FFN_TYPES
     from flashmhf.models.presets import SCALES
 
@@ -238,7 +231,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     add_options(parser, training.Options, option_types())
     given = vars(parser.parse_args(arguments))
     output, resumed = given.pop("output"), given.pop("resume")
-    _quiet()
+    logging.disable_progress_bar()
     try:
         if resumed:
             if extra := sorted(given.keys() - {"steps", "tp", "dp_shard"}):
@@ -258,7 +251,9 @@ def _train(parser: Parser, arguments: list[str]) -> int:
 
 
 def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
-    _quiet()
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     add("--tokenizer", metavar="PATH", help="where the model's directory has none")

@@ -75,8 +75,7 @@ def held_out_loss(
         raise OptionError("give window: the model's configuration has no maximum")
     stride = max(1, window // 2) if stride is None else stride
     if window < 2 or (limit is not None and window > limit):
-        most = "" if limit is None else f" and at most the model's {limit} positions"
-        raise OptionError(f"window is {window}; it must be at least 2{most}")
+        raise OptionError(f"window is {window}; it must be at least 2" + (f" and at most the model's {limit} positions" if limit else ""))
     if not 1 <= stride < window:
         raise OptionError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
     if batch < 1:

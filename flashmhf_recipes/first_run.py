@@ -82,8 +82,6 @@ def shows(device: torch.device) -> str:
 
 # Errors
 
-TENSORS = ("out", "dq", "dk", "du", "dv", "dr")
-
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -111,7 +109,8 @@ def check(device: torch.device, *, backend: str | None = None) -> Iterator[Accur
                 leaves = tuple(x.requires_grad_() for x in (*p.operands, p.r))
                 out = ops.flash_mhf(*leaves, backend=name)
                 ours = (out.detach(), *torch.autograd.grad(out, leaves, p.grad_out))
-                results = zip(TENSORS, ours, (plain_out, *plain_gradients), (exact_out, *exact_gradients), strict=True)
+                names = ("out", "dq", "dk", "du", "dv", "dr")
+                results = zip(names, ours, (plain_out, *plain_gradients), (exact_out, *exact_gradients), strict=True)
                 for tensor, actual, plain, exact in results:
                     limit = testing.limit(plain, exact, dtype, fixed_limits=name != "eager")
                     yield Accuracy(name, dtype, tensor, testing.relative_l2(actual, exact), testing.relative_l2(plain, exact), limit)

@@ -49,7 +49,6 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
     )
 
 
-PLAIN = "plain"
 _PLAIN_TEMPLATE = """\
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -60,7 +59,7 @@ def chat_template(name: str) -> str:
 
     Raises OptionError for a file that is not there, is no template, or leaves out the messages.
     """
-    if name == PLAIN:
+    if name == "plain":
         return _PLAIN_TEMPLATE
     message = [{"role": "user", "content": "a message"}]
     try:

@@ -36,10 +36,8 @@ from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
 
-RUN, TOKENIZER, DATA, INIT = "run.json", "tokenizer", "data", "init"
-LOCK = "lock"
+RUN, LOCK, TOKENIZER, DATA, INIT = "run.json", "lock", "tokenizer", "data", "init"
 CHANGES = "changes"  # in run.json beside the options: what resumptions have changed
-
 SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
 
 logger = logging.getLogger(__name__)
@@ -255,17 +253,17 @@ def _train(
     with arguments.main_process_first(local=False, desc="preparing data"):
         if options.init_from and not (output / INIT).exists():
             # A run killed before its first checkpoint needs the model again.
-            model, tokenizer = trained or _load_trained(options)
-            _save_tokenizer(tokenizer, output, options.chat_template)
+            trained = trained or _load_trained(options)
+            _save_tokenizer(trained[1], output, options.chat_template)
             with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
-                model.save_pretrained(partial)
+                trained[0].save_pretrained(partial)
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
                 raise DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
             prepare(options, bar)
     tokenizer, tokens = _stored(output)
     set_seed(options.seed)
-    model = loading.load(output / INIT, torch.float32) if options.init_from else _new_model(options, tokenizer)
+    model = trained[0] if trained else _first_model(options, tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
     train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
     flops, peak = training_flops_per_token(model, options.length), peak_flops(arguments.device)
@@ -296,7 +294,9 @@ def _train(
     return Result(output, sum(p.numel() for p in model.parameters()), steps, last["loss"], last.get("eval_loss"))
 
 
-def _new_model(options: Options, tokenizer) -> PreTrainedModel:
+def _first_model(options: Options, tokenizer) -> PreTrainedModel:
+    if options.init_from:
+        return loading.load(Path(options.output) / INIT, torch.float32)
     config = empty_model(options).config
     config.vocab_size = max(options.vocab_size, len(tokenizer))
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
