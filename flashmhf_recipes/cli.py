@@ -177,9 +177,8 @@ def _bench(parser: Parser, arguments: list[str]) -> int:
     for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
         add(f"--{name}", type=positive_integer, metavar="N")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    setting = replace(first_run.default_setting(chosen_device(given.pop("device"))), **given)
-    if "lengths" in given:
-        setting = replace(setting, seconds=float("inf"))
+    unlimited = {"seconds": float("inf")} if "lengths" in given else {}
+    setting = replace(first_run.default_setting(chosen_device(given.pop("device"))), **given, **unlimited)
     if setting.d_model % setting.num_heads:
         raise OptionError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
     print(first_run.table(setting, [], _collected(first_run.compare(setting), "time and memory"), {}))
