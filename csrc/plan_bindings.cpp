@@ -58,7 +58,7 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
             owners.append(py::make_tuple(s.first_owner(i) * s.abreast + block, s.last_owner(i) * s.abreast + block));
     py::list adds;  // the one of these items that a cluster adds up, or -1
     for (int cluster = 0; cluster < s.clusters * s.abreast; ++cluster) {
-        const int index = s.adds_parts ? s.ends_item(cluster / s.abreast) : -1;
+        const int index = s.adds_parts ? s.adds_item(cluster / s.abreast) : -1;
         adds.append(index < 0 ? -1 : index * s.abreast + cluster % s.abreast);
     }
     return py::dict("cluster_size"_a = plan.cluster_size, "row_ctas"_a = plan.row_ctas, "slices"_a = s.slices,

@@ -8,15 +8,13 @@
 //                     16 bits, R); its warp, when what it writes itself is
 //                     in shared memory: the gate, or the scales of FP8
 //   w_full            the row loader's expect_bytes; its copy of W               consumers, before they compute the gate
-//   w_empty           a lane of each consumer warp, when it has the gate         the row loader, before it fetches the next W; the adding
-//                                                                                warp, before pieces overwrite W
+//   w_empty           a lane of each consumer warp, when it has the gate         the row loader, before it fetches the next W
 //   slice_sums_full   a lane of each consumer warp, which expects its rows'      consumers, before they add the slices' sums
 //                     sums; the bytes that the other CTAs of the cluster send
 // In 16 bits:
-//   parts.stored      a lane of each consumer warp, behind its stores. Each      the adding warp, before it signals the part to the device
+//   parts.stored      a lane of each consumer warp, behind its stores. Each      the signalling warp, before it tells the device of the part
 //                     completes once a launch: consumers cannot get ahead
-//   parts.piece_full  the adding warp's expect_bytes; its copy. Where clusters   the adding warp; consumers, before they add the parts
-//                     gather: the first, when the parts are complete
+//   parts.gathered    a lane of the signalling warp, when all parts are there    consumers, before they add the parts
 // In FP8:
 //   r_full            the row loader's expect_bytes; its copy of R               consumers, before they promote sums for the first time
 #pragma once
@@ -29,7 +27,8 @@
 namespace flashmhf {
 
 struct ForwardArrivals {
-    static constexpr int slot_full = loader_arrival, w_full = loader_arrival, r_full = loader_arrival, piece_full = loader_arrival;
+    static constexpr int slot_full = loader_arrival, w_full = loader_arrival, r_full = loader_arrival;
+    static constexpr int part_gathered = thread_arrival;
     static constexpr int q_full = loader_arrival + thread_arrival;
     __device__ __forceinline__ static int slot_empty(int consumers, int row_ctas) { return consumers * row_ctas; }
     __device__ __forceinline__ static int slice_sums_full(int consumers) { return warpgroup_arrivals * consumers; }

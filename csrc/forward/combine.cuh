@@ -1,5 +1,5 @@
 // Adds the fp32 parts of split items in the order of their clusters and writes the output, where the forward kernel does not
-// (add_parts.cuh). One block: 8 columns of one row tile.
+// (f16/add_parts.cuh). One block: 8 columns of one row tile.
 #pragma once
 
 #include "common/ptx.cuh"

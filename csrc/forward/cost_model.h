@@ -15,11 +15,10 @@ struct ForwardCostModel {
     int behind_waves = 1792;
     // Cost: going on to another item while the other clusters do not, some 4 us.
     int next_item = 512;
-    // Threshold: tiles at any d_h for each part of an item that clusters add under whole items; a shorter item is over before.
+    // Threshold: tiles at any d_h for each part of an item that clusters add behind whole items.
     int tiles_a_part = 8;
-    // Threshold: parts of an item that clusters add under whole items. At T = 1,152 (H = 16, E = 22, d_e = 384, d_h = 128) twelve take
-    // longer than the whole item, 178 us in all on an H100, where the second kernel takes 154; at T = 1,280 six take 165 against 168.
-    int most_added = 8;
+    // Cost: adding a part behind whole items, in tiles at any d_h. At d_h = 128 it is 64 KB a CTA from the L2; four take 2.4 us.
+    double add_part = 0.6;
     // Threshold: a part of fewer tiles costs more to add than it saves.
     int shortest_part = 2;
     // Cost: the memory brings a tile for every SM in stream_numerator / stream_denominator of the time of its products.

@@ -13,7 +13,7 @@
 
 namespace flashmhf {
 
-constexpr int whole_item = -1, gathered_item = -2;  // gathered: the last part of an item, to which the cluster adds the others
+constexpr int whole_item = -1, gathered_item = -2;  // gathered: the cluster adds the parts in memory
 
 // The work of a consumer warpgroup on the Q that arrives with this record.
 struct Item {

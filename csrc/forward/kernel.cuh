@@ -1,6 +1,6 @@
 // The forward kernel: out[t, h] = sum_e r[t, h, e] sum_j silu(q.k_ej) (q.u_ej) v_ej.
 //
-//   producer warpgroup     warp 0: K, U, V tiles into the ring     1, 2, 3: Q, R or W of the next item, outputs; sums of parts
+//   producer warpgroup     warp 0: K, U, V tiles into the ring     1, 2, 3: Q, R or W of the next item, outputs; flags of parts
 //   consumer warpgroup     64 token rows; tile i of the item's inter range:
 //                            issue  [M|N] = Q [K;U]^T  of tile i     (both in flight from here on)
 //                            issue  O += A V           of tile i - 1

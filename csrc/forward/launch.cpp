@@ -177,8 +177,8 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
         p.v_scales = p.u_scales + plane;
         if (has_router(problem.gate) && p.router_bytes == 0) p.gate_rows = workspace + plan.workspace();
     }
-    const bool w_in_pieces = p.router_bytes && (is_fp8(problem) || plan.schedule.slices == 1);
-    launch.shared_memory = plan.shared_memory + (plan.flags || w_in_pieces ? plan.shared_extra : 0);
+    const bool holds_w = p.router_bytes && (is_fp8(problem) || plan.schedule.slices == 1);
+    launch.shared_memory = plan.shared_memory + (holds_w ? plan.shared_extra : 0);
     return launch;
 }
 

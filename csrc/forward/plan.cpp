@@ -18,7 +18,7 @@ namespace {
 template <int d_h> constexpr ForwardFootprint footprint() {
     using P = ForwardPolicy<d_h>;
     return {.shared_memory = P::shared_memory,
-            .shared_extra = P::piece_slots * P::piece_bytes,
+            .shared_extra = P::router_bytes,
             .piece_columns = P::piece_columns,
             .gate_tile = P::gate_tile_bytes,
             .gate_tiles = P::gate_buffers * P::consumers,
@@ -92,18 +92,20 @@ ForwardSchedule plan_schedule(int items, int abreast, int inter_tiles, int clust
         int64_t tiles = static_cast<int64_t>(s.rest) * inter_tiles;
         s.splits = static_cast<int>(std::min<int64_t>(s.clusters, std::max<int64_t>(s.rest, tiles / cost.shortest_part)));
         const int64_t parts = ceil_div(inter_tiles, tiles / s.splits) + 1;  // of an item, at most
-        const bool adds =
-            may_add_parts && s.waves == 1 && parts <= std::min(most_parts, cost.most_added) && parts * cost.tiles_a_part <= inter_tiles;
-        const int gap = cost.gap_tiles(head_dim);
-        const int adding = adds ? gap : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
+        const bool adds = may_add_parts && s.waves == 1 && parts <= most_behind_wave && parts * cost.tiles_a_part <= inter_tiles;
+        const int gap = cost.gap_tiles(head_dim), own_adding = adds ? static_cast<int>(parts * cost.add_part + 0.5) : 0;
+        const int adding = adds ? gap + own_adding : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
         if (inter_tiles <= span_tiles(s.rest, inter_tiles, s.splits) + adding) s.splits = s.rest;
         s.adds_parts = adds && s.splits > s.rest;
-        if (tiles / s.splits >= 4 * gap) s.gap = gap;  // shorter spans may take two times to go on to an item
+        if (tiles / s.splits >= 4 * gap) {  // shorter spans may take two times to go on to an item
+            s.tail = static_cast<int16_t>(s.adds_parts ? own_adding : 0);
+            s.gap = gap + s.tail;
+        }
         // As many spans for every item, where that takes no longer: no cluster goes on to another item, and there are fewer parts to add.
         const int spans = s.splits / s.rest;
         if (s.waves == 0 && inter_tiles % spans == 0 && inter_tiles / spans <= ceil_div(tiles + int64_t{s.rest} * s.gap, s.splits))
             s.splits = s.rest * spans, s.gap = 0, s.clusters = s.splits;
-        tiles += static_cast<int64_t>(s.rest) * s.gap;
+        tiles += static_cast<int64_t>(s.rest) * s.gap + s.tail;
         checked(tiles, "the split range");
         s.quotient = static_cast<int>(tiles / s.splits);
         s.remainder = static_cast<int>(tiles % s.splits);

@@ -26,8 +26,8 @@ struct ForwardPlan {
     int flags;                                                  // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
     int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
     int shared_memory;                                          // bytes a CTA, without `shared_extra`
-    int shared_extra;  // bytes of shared memory more, for pieces or for W: where the launch adds parts, or holds W of a head there
-    int sum_threads;   // of slices, as in params.h
+    int shared_extra;                                           // bytes of shared memory more, of a launch that holds W of a head there
+    int sum_threads;                                            // of slices, as in params.h
     int slice_pieces, spare_pieces;
     // Most clusters of another such launch fit beside this one, but not all. Started early, those would have most of their tiles when the
     // others, which wait for clusters of this launch to end, begin: 2.5 us of 10.5 (H = 16, groups of 4).
@@ -42,7 +42,7 @@ constexpr ForwardCostModel forward_costs(WeightFormat format) {
 // What the planner knows of a kernel's instance.
 struct ForwardFootprint {
     int shared_memory;          // bytes
-    int shared_extra;           // of them for pieces of parts that are added, or for W
+    int shared_extra;           // of them for W
     int piece_columns;          // of a piece of the sums that slices send each other
     int gate_tile, gate_tiles;  // bytes of a tile of the gate, and such tiles
     int consumers;              // row tiles of a CTA, at most

@@ -10,6 +10,7 @@ namespace flashmhf {
 template <typename Format, Division division> struct RowLoader {
     using Shared = typename Format::Shared;
     using Params = typename Format::Params;
+    static constexpr bool adds_behind_waves = division == Division::waves && Format::has_instance(Division::gathers);
 
     Shared &shared;
     const Params &p;
@@ -27,6 +28,22 @@ template <typename Format, Division division> struct RowLoader {
           cursor(p.schedule, kittens::clusterIdx().x),
           stages(Format::stages_router && p.router_bytes > 0 && leader && first) {}
 
+    // Whether the current item is one whose parts are added behind the whole item. The cursor is then one wave too far.
+    __device__ __forceinline__ bool adds_parts() const {
+        if constexpr (adds_behind_waves) return cursor.wave > p.schedule.waves;
+        return false;
+    }
+    // Behind the whole item: the one that this cluster adds, without tiles.
+    __device__ __forceinline__ bool next_added(Work &work) {
+        if constexpr (adds_behind_waves) {
+            const ForwardSchedule &s = p.schedule;
+            if (shared.added.item < 0 || adds_parts()) return false;
+            work = {s.waves * s.clusters + shared.added.item, s.inter_tiles, s.inter_tiles, 0};
+            ++cursor.wave;
+            return true;
+        }
+        return false;
+    }
     // W of the head of the current item: one for all consumers.
     __device__ __forceinline__ void load_router() {
         auto &w_full = shared.w_full;
@@ -37,11 +54,17 @@ template <typename Format, Division division> struct RowLoader {
     // The record of the next item, for each warpgroup of this warp. False: there is none.
     template <typename Each> __device__ __forceinline__ bool next_item(Each &&each) {
         Work work;
-        if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
+        if constexpr (adds_behind_waves) {
+            const bool more =
+                !adds_parts() && cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank());
+            if (!more && !next_added(work)) return false;
+        } else if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
         each([&](int warpgroup) {
             const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
             int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? whole_item : work.part;
             if (division == Division::gathers && work.begin > 0 && work.end == p.schedule.inter_tiles) part = gathered_item;
+            if constexpr (adds_behind_waves)
+                if (adds_parts()) part = gathered_item;
             const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
             if (leader)
                 shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};

@@ -6,13 +6,17 @@
 // tiles: we lay `gap` empty tiles before each item, so that a span that crosses into it gets fewer real tiles. The parts of an item are
 // summed in a fixed order of the clusters, so a result depends on the shape and the device only.
 //
-// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave a cluster takes its span first and then its whole
-// item, under which the parts are added by the cluster that holds an item's last part. That cluster waits for parts of earlier clusters
-// only, which signal them without waiting (rule 9 of csrc/README.md).
+// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave or none, and where there is room, the clusters add
+// them at their end. A cluster that does waits for parts of earlier clusters only, which signal them without waiting (rule 9 of
+// csrc/README.md).
 //
-// Without whole waves, and where there is room, the clusters add the parts at their end, each the item whose last part it holds. Such a
-// cluster takes the later item of its span first (GatherCursor): the last part of the other item is then still in its registers, and the
-// parts that it waits for were, but for those of clusters in the middle of an item, stored long ago.
+// With one wave a cluster takes its span first and then its whole item, so that all parts are in memory when it adds them. Adding takes the
+// time of `tail` tiles, which are a part of `gap` and also lie behind the last item: the cluster that holds their middle adds, and has so
+// much less to compute. Nobody waits for it.
+//
+// Without whole waves the cluster that holds an item's last part adds the others to it. It takes the later item of its span first
+// (GatherCursor): the last part of the other item is then still in its registers, and the parts that it waits for were, but for those of
+// clusters in the middle of an item, stored long ago.
 //
 // Where all items run at once and a head has several blocks, clusters side by side take one span of the inter dimension for all blocks of a
 // head (`abreast`), so that its weights come from memory once: end to end the blocks would reach a tile at times too far apart for the L2.
@@ -21,31 +25,35 @@
 // the order of their ranks.
 #pragma once
 
+#include <cstdint>
+
 #include "common/device.h"
 #include "common/geometry.h"
 
 namespace flashmhf {
 
-constexpr int most_parts = 32;    // of an item that the clusters add up: a lane for each
-constexpr int most_gathered = 4;  // of an item that one cluster adds up at its end; of more, the combine kernel is faster
+// Parts of an item that one cluster adds up at its end; of more, the combine kernel is faster. Without whole waves, and behind one: at
+// T = 1,152 (H = 16, E = 22, d_e = 384, d_h = 128) twelve parts take the combine kernel, at T = 1,280 six do not.
+constexpr int most_gathered = 4, most_behind_wave = 8;
 
-// How a launch divides its items: whole ones wave by wave, and the rest into parts; all into parts, which the clusters add up at their
-// end; or all into slices. Each has an instance of the kernel.
+// How a launch divides its items: whole ones wave by wave, and the rest into parts; all into parts, which the clusters add up; or all
+// into slices. Each has an instance of the kernel.
 enum class Division { waves, gathers, slices };
 
 struct ForwardSchedule {
-    int inter_tiles;          // of a head: E * ceil(d_e / 64)
-    int abreast;              // blocks of a head side by side: 1, or all, without whole waves; what follows counts those of one block
-    int clusters;             // of the launch
-    int waves;                // of whole items
-    int rest;                 // items after them, fewer than clusters
-    int splits;               // clusters that share the rest; rest <= splits <= clusters
-    int slices;               // CTAs of a cluster that divide the inter range of its item; more than 1: one wave, no rest
-    int gap;                  // tiles
-    bool adds_parts;          // the clusters add up the parts of split items, with one wave or none; otherwise the combine kernel does
-    int quotient, remainder;  // rest * (gap + inter_tiles) = splits * quotient + remainder, or inter_tiles = slices * quotient + remainder
+    int inter_tiles;  // of a head: E * ceil(d_e / 64)
+    int abreast;      // blocks of a head side by side: 1, or all, without whole waves; what follows counts those of one block
+    int clusters;     // of the launch
+    int waves;        // of whole items
+    int rest;         // items after them, fewer than clusters
+    int splits;       // clusters that share the rest; rest <= splits <= clusters
+    int slices;       // CTAs of a cluster that divide the inter range of its item; more than 1: one wave, no rest
+    int gap;          // tiles
+    bool adds_parts;  // the clusters add up the parts of split items, with one wave or none; otherwise the combine kernel does
+    int16_t tail;     // tiles
+    // rest * (gap + inter_tiles) + tail = splits * quotient + remainder, or inter_tiles = slices * quotient + remainder
+    int quotient, remainder;
 
-    // The clusters add the parts at their end.
     FLASHMHF_HOST_DEVICE bool gathers() const { return adds_parts && waves == 0; }
     FLASHMHF_HOST_DEVICE Division division() const {
         return gathers() ? Division::gathers : slices > 1 ? Division::slices : Division::waves;
@@ -62,12 +70,14 @@ struct ForwardSchedule {
     FLASHMHF_HOST_DEVICE int last_owner(int index) const { return owner((index + 1) * (gap + inter_tiles) - 1); }
     // Where a cluster keeps its part of item `index` of the rest: 0 for the first item of its span, 1 for the second.
     FLASHMHF_HOST_DEVICE int part_of(int cluster, int index) const { return span_begin(cluster) / (gap + inter_tiles) != index; }
-    // The split item of the rest whose last part a cluster holds, or -1. It is the first of its span: a second one would end there only if
-    // it began there too, and be whole.
-    FLASHMHF_HOST_DEVICE int ends_item(int cluster) const {
+    // The split item of the rest whose parts a cluster adds, or -1: the one whose last tile lies in its span, or, where adding takes `tail`
+    // tiles behind it, the middle of these, so that the cluster is spared most of them.
+    FLASHMHF_HOST_DEVICE int adds_item(int cluster) const {
         if (cluster >= splits) return -1;
-        const int index = span_begin(cluster) / (gap + inter_tiles);
-        return first_owner(index) < cluster && last_owner(index) == cluster ? index : -1;
+        const int begin = span_begin(cluster), size = gap + inter_tiles, behind = (tail + 1) / 2;
+        const int index = begin < behind ? 0 : (begin - behind) / size;
+        if (index >= rest || (index + 1) * size - 1 + behind >= span_begin(cluster + 1)) return -1;
+        return first_owner(index) < last_owner(index) ? index : -1;
     }
 };
 

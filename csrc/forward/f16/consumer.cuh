@@ -34,6 +34,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     using Exchange = SliceExchange<d_h, T, FloatSliceSums<d_h>, Shared>;
 
     static constexpr bool gathers = division == Division::gathers, slices = division == Division::slices;
+    static constexpr bool adds_behind_waves = division == Division::waves && P::may_add_parts;
     // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
     static constexpr bool halved = P::q_in_registers && std::is_same_v<T, kittens::bf16>;
 
@@ -203,10 +204,15 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             finish(last_item(), o, exchange);
             stamp(Stamp::forward_item_stored, items - 2);
             if (!more) break;
+            if (adds_behind_waves && this_item().part == gathered_item) {  // all its parts are in memory
+                o = 0.f;
+                next_item();
+                break;
+            }
         }
         warpgroup::mma_async_wait<0>();
         pin(mn);
-        if constexpr (gathers)
+        if constexpr (gathers || adds_behind_waves)
             if (last_item().part == gathered_item) {
                 gather_parts<d_h, T>(shared, o, wg);
                 stage_output(shared.q[wg], o);

@@ -21,7 +21,7 @@ template <int head_dim, typename Element> struct F16 {
         return division == Division::waves || (division == Division::slices ? Policy::may_slice : Policy::may_add_parts);
     }
     static constexpr bool stages_router = Policy::gate_early;  // W may lie in shared memory
-    static_assert(offsetof(Shared, pieces) + Policy::piece_slots * Policy::piece_bytes <= Policy::shared_memory);
+    static_assert(offsetof(Shared, w) + Policy::router_bytes <= Policy::shared_memory);
 
     template <Division division> __device__ __forceinline__ static void prefetch(const WeightMaps &maps, const Params &p) {
         if (division != Division::slices && kittens::laneid() == 0) prefetch_weights<d_h, division>(maps, p);
@@ -38,10 +38,8 @@ template <int head_dim, typename Element> struct F16 {
                                                        const Params &p, int warp) {
         if (warp <= p.consumers) return load_rows_of_items<F16, division>(shared, q, r, out, p, warp - 1);
         wait_for_cluster_and_predecessor(p);
-        if constexpr (division == Division::gathers) {
-            if (warp == p.consumers + 1) signal_parts<d_h, T>(shared, p);
-        } else if constexpr (division == Division::waves && Policy::may_add_parts)
-            if (p.schedule.adds_parts && warp == p.consumers + 1) add_parts<d_h, T>(shared, p);
+        if constexpr (division != Division::slices && Policy::may_add_parts)
+            if (p.schedule.adds_parts && warp == p.consumers + 1) signal_parts<d_h, T, division>(shared, p);
     }
 };
 

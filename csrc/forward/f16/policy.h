@@ -38,16 +38,15 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int gate_tile_bytes = ceil_div(gate_chunk_bytes + tile_rows * 4, gate_alignment) * gate_alignment;
     static constexpr int gate_bytes = gate_buffers * consumers * gate_tile_bytes;
 
-    // A warp of the producer adds up the parts of split items under the whole ones. They come in pieces of 8 columns of a row tile, six at
-    // a time: at d_h = 128 there is no room for more. The same memory holds W of a head. d_h = 256 has no room.
+    // W of a head lies beside the ring, and the consumers have registers to add parts in; d_h = 256 has room for neither.
     static constexpr bool may_add_parts = q_in_registers;
-    static constexpr int piece_columns = 8;  // of a row tile's sums; slices send theirs in such pieces, too
-    static constexpr int piece_bytes = tile_rows * piece_columns * 4, piece_slots = may_add_parts ? 6 : 0;
+    static constexpr int router_bytes = q_in_registers ? 12 * 1024 : 0;
+    static constexpr int piece_columns = 8;  // of a row tile's sums, as slices send them to each other
 
     // As many slots as the rest leaves room for: what grows takes a slot from the ring. Fewer than `fewest_slots` would deadlock: a consumer
     // waits for the next slot before it hands this one back, and where Q is not in registers it holds two halves of [K;U] and waits for V.
     static constexpr int fewest_slots = q_in_registers ? 2 : 3;
-    static constexpr int beside_ring = consumers * row_tile_bytes + gate_bytes + piece_slots * piece_bytes + barrier_bytes;
+    static constexpr int beside_ring = consumers * row_tile_bytes + gate_bytes + router_bytes + barrier_bytes;
     static constexpr int slots = (shared_memory_limit - beside_ring) / slot_bytes;
     static constexpr int shared_memory = slots * slot_bytes + beside_ring;
     static_assert(shared_memory <= shared_memory_limit && slots >= fewest_slots, "does not fit the shared memory of an SM");

@@ -8,10 +8,11 @@
 
 namespace flashmhf {
 
-// The parts of other clusters that this one adds to its own, in the order of the clusters: those of the same rank and its first warpgroup.
-struct GatheredParts {
-    const float4 *of_cluster[most_gathered - 1];
-    int count;
+// What a cluster adds: the item of the rest, or -1, and its parts in memory, in the order of the clusters: those of the same rank and its
+// first warpgroup.
+struct AddedParts {
+    int item, count;
+    const float4 *part[most_behind_wave];
 };
 
 // The gate of a chunk of sub-networks, for the rows of a warpgroup. Chunks of 32 are swizzled as TMA swizzles rows of 128 bytes: neither
@@ -34,7 +35,7 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     using Q = tile<tile_rows, d_h>;
 
     struct PartSemaphores {
-        kittens::semaphore stored[2], piece_full[P::piece_slots];
+        kittens::semaphore stored[2], gathered;
     };
 
     // Q in registers: a slot is [K;U] of one tile, then V of the tile before it. Otherwise: half of [K;U], or V.
@@ -45,20 +46,23 @@ template <int d_h, typename T> struct alignas(1024) ForwardShared {
     ForwardSemaphores<P::slots, P::consumers> semaphores;
     PartSemaphores parts;
     kittens::semaphore w_full, w_empty;
-    GatheredParts gathered;
-    // Of parts that are being added, or W. The shared memory of a launch with neither ends here.
-    alignas(16) float4 pieces[P::piece_slots][P::piece_bytes / sizeof(float4)];
+    AddedParts added;
+    // W of a head. The shared memory of a launch without a router ends here.
+    alignas(16) uint8_t w[P::router_bytes > 0 ? P::router_bytes : 16];
 
     // Sums of the slices of an item lie in the ring when the consumers have read the last tile.
     static_assert(!P::may_slice || (P::consumers * d_h / P::piece_columns + large_slices - 1) * tile_rows * 32 <= sizeof(ring));
+    // By one thread, before all others begin.
     __device__ __forceinline__ void init_semaphores(const ForwardParams &p) {
         flashmhf::init_semaphores(*this, p);
         for (auto &stored : parts.stored) kittens::init_semaphore(stored, ForwardArrivals::part_stored(p.consumers));
-        for (int i = 0; i < P::piece_slots; ++i) kittens::init_semaphore(parts.piece_full[i], ForwardArrivals::piece_full);
+        kittens::init_semaphore(parts.gathered, ForwardArrivals::part_gathered);
+        added.item =
+            p.schedule.adds_parts ? p.schedule.adds_item(kittens::clusterIdx().x) : -1;  // the row loaders have no registers for it
     }
-    // Cached router W. It aliases `pieces`; when CTAs of a cluster divide one item, it aliases the gate tiles that nobody uses then.
+    // Cached router W. When CTAs of a cluster divide one item, it aliases the gate tiles that nobody uses then.
     __device__ void *router(const ForwardParams &p) {
-        return p.schedule.slices > 1 ? static_cast<void *>(gate[0] + p.consumers) : static_cast<void *>(pieces);
+        return p.schedule.slices > 1 ? static_cast<void *>(gate[0] + p.consumers) : static_cast<void *>(w);
     }
     __device__ KU &ku(int slot) { return *reinterpret_cast<KU *>(ring[slot]); }
     __device__ V &v(int slot) { return *reinterpret_cast<V *>(ring[slot] + (P::q_in_registers ? P::ku_bytes : 0)); }
