@@ -2,12 +2,11 @@
 
 import json
 import math
-import pathlib
 import re
 
 import pytest
 import torch
-from processes import run_python
+from processes import ROOT, run_python
 
 import flashmhf
 from benchmarks import run
@@ -17,7 +16,6 @@ from benchmarks.harness.training import covered
 from benchmarks.suites import fp8, inference, layer, operator, shapes, subjects, tables
 from flashmhf.testing import relative_l2
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = shapes.SHAPES["tiny"]
 CPU = subjects.Settings(torch.device("cpu"), torch.float32)
 ON_CPU = ("flashmhf_eager", "kernel_eager", "swiglu", "swiglu_checkpointed", "mhffn_naive", "dense_moe")

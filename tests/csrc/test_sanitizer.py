@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT
 from test_harness import harness
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Functions that hold the two accesses of a report, and what is handed over there.
 HAND_OVERS = {

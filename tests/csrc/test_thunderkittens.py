@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
+from processes import ROOT
 
 
 @pytest.fixture(scope="module")

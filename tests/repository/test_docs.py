@@ -3,13 +3,11 @@
 import importlib
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import torch
-from processes import run_python
+from processes import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if page.exists() and "```python" in page.read_text())
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # From the ground up. "flashmhf/*" are the single modules of the package, "flashmhf" its __init__, which users import and which swaps
 # networks of models by what models know of them.
 CORE = ("flashmhf/*", "flashmhf.backends", "flashmhf.ops", "flashmhf.nn", "flashmhf.quantize", "flashmhf.distributed")

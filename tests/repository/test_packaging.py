@@ -1,23 +1,19 @@
 """What is installed: the op library's ABI and needs, and how the build finds its tools."""
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from processes import run_python
+from processes import ROOT, run_python, script
 
 import flashmhf
 from flashmhf.backends import hopper
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -25,14 +21,6 @@ def library() -> str:
     if not hopper.LIBRARY.exists():
         pytest.skip("no libflashmhf_hopper.so in this installation")
     return str(hopper.LIBRARY)
-
-
-def script(path: str) -> ModuleType:
-    """The module of a file that is not installed."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def readelf(*arguments: str) -> str:

@@ -1,16 +1,15 @@
 """The documents are what the records, the scripts and the tree say: tables, commands, links, paths."""
 
 import json
-import pathlib
 import re
 import shutil
 
 import pytest
+from processes import ROOT
 
 from benchmarks import write_readme
 from flashmhf_recipes import cli
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results"
 SKIPPED = {".venv", "build", "node_modules"}
 DOCUMENTS = sorted(

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import run_python
+from processes import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 OLDEST_CLANG_FORMAT = 23  # as in pyproject.toml; older ones break some lines elsewhere
 
 
