@@ -107,19 +107,17 @@ class _Step:
         self,
         model: PreTrainedModel,
         cache: StaticCache,
-        prompt: tuple[Tensor, Tensor | None, Tensor | None],
+        prompt: tuple[Tensor, Tensor | None, Tensor],
         choose: Callable[[Tensor], Tensor],
         end: Tensor,
         padding: int,
     ) -> None:
         """Take the prompt through the model; ``report`` is its continuation. ``prompt`` has tokens [B, L], a mask of those that are not
-        padding, and positions [B or 1, L]; without positions tokens are counted from the first that is not padding."""
+        padding, and positions [B or 1, L]."""
         self.model, self.cache, self.choose, self.end, self.padding = model, cache, choose, end, padding
         ids, attention_mask, positions = prompt
         (batch, length), device, dtype = ids.shape, ids.device, model.dtype
         seen = torch.ones_like(ids) if attention_mask is None else attention_mask
-        if positions is None:
-            positions = (seen.long().cumsum(-1) - 1).clamp(min=0)
         self.mask = torch.full((batch, 1, 1, cache.layers[0].max_cache_len), torch.finfo(dtype).min, dtype=dtype, device=device)
         self.mask[:, 0, 0, :length].masked_fill_(seen.bool(), 0)
         self.slot = torch.full((1,), length, device=device)
@@ -209,7 +207,7 @@ def decode(
     cache, places = settings["past_key_values"], criteria.max_length - 1  # the last token is not an input
     if cache.layers[0].max_cache_len < places:  # a GPU would end with an assertion, which leaves its context unusable
         raise ValueError(f"past_key_values has {cache.layers[0].max_cache_len} places; {criteria.max_length} tokens need {places}")
-    prompt = (input_ids, settings.get("attention_mask"), settings.get("position_ids"))
+    prompt = (input_ids, settings.get("attention_mask"), settings["position_ids"])
     step = _Step(model, cache, prompt, choose, end, padding)
     reports, tokens, run = _Reports(step), [], step.run
     reports.queue()

@@ -12,7 +12,7 @@ from ..backends import REFERENCE
 from ..backends.contract import LayerWeights
 from ..ops import layer
 from ..ops.mix import gated_flash_mhf
-from .arguments import backend_and_deterministic, epsilon, positive
+from .arguments import backend_and_deterministic, constant, epsilon, positive
 from .multihead import GroupedHeads, check_input, only_values_matter, plain_layer
 
 
@@ -73,7 +73,7 @@ class FlashMHF(GroupedHeads):
 
     num_subnets: int
     subnet_dim: int
-    router_eps: float
+    router_eps = constant("router_eps")
     backend: str
     deterministic: bool | None
     router: nn.Parameter

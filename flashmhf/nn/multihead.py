@@ -8,7 +8,7 @@ from torch.types import Device
 
 from .. import checks, reference, torch_private
 from ..backends.contract import LayerWeights, ProjectionWeights
-from .arguments import divisor, epsilon, flag, positive
+from .arguments import constant, divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
 from .network import Network
 
@@ -84,6 +84,8 @@ class HeadRMSNorm(nn.Module):
 
     Takes [..., H, d_h] and returns the same shape in the input's dtype.
     """
+
+    eps = constant("eps")
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import checks, torch_private
 from ..backends.contract import LayerWeights
+from ..nn.arguments import constant
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import check_input, only_values_matter, plain_layer
 from ..nn.network import Contiguous
@@ -48,6 +49,7 @@ class Fp8FlashMHF(Contiguous):
     scales: Tensor
     layout: Tensor
     router: Tensor
+    router_eps = constant("router_eps")
     in_proj: nn.Module | None
     out_proj: nn.Module | None
 
