@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -17,6 +16,7 @@ from flashmhf_recipes import metrics
 from flashmhf_recipes.training import Options
 
 WORDS = "the head mixes what each sub network finds and the gate weighs it for every token".split()
+ROOT = Path(__file__).parents[2]
 HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
 
 
