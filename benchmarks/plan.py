@@ -150,7 +150,7 @@ def stream_tiles(plan: dict, costs: dict, kv_heads: int) -> float:
 
 
 def forward_us(plan: dict, costs: dict, kv_heads: int) -> float:
-    """The planner's own estimate of a forward launch: the longest CTA, or the stream of all weights where that takes longer."""
+    """An estimate from the plan of a forward launch: its longest CTA, or the stream of all weights where that takes longer."""
     tiles = max(longest_work(plan) * costs["sustained"], stream_tiles(plan, costs, kv_heads))
     if plan["flags"]:
         tiles += costs["next_item"]
@@ -223,7 +223,7 @@ def forward(problem: Problem) -> str:
         waves = f"{_count(plan['waves'], 'wave')} of whole items, then {spans}: an item's inter tiles are split"
         if plan["abreast"] > 1:
             waves += f", the {plan['abreast']} blocks of a head side by side"
-        where = "the clusters that hold last parts" if plan["flags"] else "a second kernel"
+        where = "the clusters themselves" if plan["flags"] else "a second kernel"
         sums = f"in the order of the clusters, by {where}"
     else:
         rest = f", then {_count(plan['rest'], 'item')}" if plan["rest"] else ""

@@ -23,7 +23,8 @@ inline bool aligned(const void *base) { return reinterpret_cast<uintptr_t>(base)
 // Whether TMA takes the stride of an axis of `size` elements of so many bytes.
 constexpr bool strided(int64_t size, int64_t stride, int bytes) { return size == 1 || (stride > 0 && stride * bytes % tma_alignment == 0); }
 
-// The widest swizzle that divides a row of d_h elements, or half a row where [K;U] comes in halves; a tile is panels that wide, a box each.
+// The widest swizzle that divides a row of d_h elements; a tile is panels that wide, a box each. Where [K;U] comes in halves of d_h, half a row
+// must be whole panels, too.
 constexpr int swizzle_bytes_of(int d_h) { return d_h % 64 == 0 ? 128 : 64; }
 constexpr int panel_cols_of(int d_h) { return swizzle_bytes_of(d_h) / element_bytes; }
 // Registers a thread at launch, when the CTA has all of the SM's: a multiple of 8.

@@ -8,7 +8,7 @@ namespace flashmhf {
 struct ForwardCostModel {
     // Cost: an inter tile of a CTA, in microseconds for each of d_h.
     double tile_us = 1.1 / 128;
-    // Threshold: adding the parts of split items where there are no whole waves. The second kernel takes 4 to 5 us.
+    // Threshold: adding the parts of split items where there are no whole waves, whoever adds. The second kernel takes 4 to 5 us.
     int combine = 512;
     // Threshold: splitting behind whole waves. At d_h = 128, of 12 tiles to gain nothing is left at T = 3,072 (1.3 % slower) and in the
     // 128M model (0.5 %); of 20 to 48, in the 370M model and at T = 6,144 and 12,288, 1.1 to 2.4 %.

@@ -19,7 +19,7 @@ struct ForwardParams {
     int blocks;                    // work items of a head of K, U and V
     int subnets;                   // E
     int subnet_tiles;              // ceil(d_e / 64)
-    void *out;                     // where sums of parts go; the rest through the tensor map
+    void *out;                     // where the combine kernel and slices write; the rest through the tensor map
     int64_t out_batch, out_token;  // its strides in elements
     Gate gate;
     const void *gate_data;             // R or W

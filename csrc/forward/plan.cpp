@@ -249,7 +249,10 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
 
     const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost);
     if (all.empty()) return plan;
-    if (logs_plans()) std::fputs(list(all, shape, format, cost).c_str(), stderr);
+    if (logs_plans())
+        std::fprintf(stderr, "flashmhf forward: %lld sequences of %lld tokens, H = %d, E = %d, d_e = %lld, d_h = %d\n%s",
+                     static_cast<long long>(shape.batch), static_cast<long long>(shape.length), shape.heads, shape.subnets,
+                     static_cast<long long>(shape.subnet_dim), shape.head_dim, list(all, shape, format, cost).c_str());
     const Candidate &taken = all[best_of(all)];
     const ForwardSchedule &s = plan.schedule = taken.schedule;
     plan.consumers = taken.consumers;

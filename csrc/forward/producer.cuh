@@ -29,7 +29,7 @@ template <typename Format, Division division> struct RowLoader {
           stages(Format::stages_router && p.router_bytes > 0 && leader && first) {}
 
     // Whether the current item is one whose parts are added behind the whole item. The cursor is then one wave too far.
-    __device__ __forceinline__ bool adds_parts() const {
+    __device__ __forceinline__ bool is_added() const {
         if constexpr (adds_behind_waves) return cursor.wave > p.schedule.waves;
         return false;
     }
@@ -37,7 +37,7 @@ template <typename Format, Division division> struct RowLoader {
     __device__ __forceinline__ bool next_added(Work &work) {
         if constexpr (adds_behind_waves) {
             const ForwardSchedule &s = p.schedule;
-            if (shared.added.item < 0 || adds_parts()) return false;
+            if (shared.added.item < 0 || is_added()) return false;
             work = {s.waves * s.clusters + shared.added.item, s.inter_tiles, s.inter_tiles, 0};
             ++cursor.wave;
             return true;
@@ -56,7 +56,7 @@ template <typename Format, Division division> struct RowLoader {
         Work work;
         if constexpr (adds_behind_waves) {
             const bool more =
-                !adds_parts() && cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank());
+                !is_added() && cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank());
             if (!more && !next_added(work)) return false;
         } else if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
         each([&](int warpgroup) {
@@ -64,7 +64,7 @@ template <typename Format, Division division> struct RowLoader {
             int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? whole_item : work.part;
             if (division == Division::gathers && work.begin > 0 && work.end == p.schedule.inter_tiles) part = gathered_item;
             if constexpr (adds_behind_waves)
-                if (adds_parts()) part = gathered_item;
+                if (is_added()) part = gathered_item;
             const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
             if (leader)
                 shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};

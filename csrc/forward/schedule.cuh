@@ -6,8 +6,8 @@
 // tiles: we lay `gap` empty tiles before each item, so that a span that crosses into it gets fewer real tiles. The parts of an item are
 // summed in a fixed order of the clusters, so a result depends on the shape and the device only.
 //
-// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave or none, and where there is room, the clusters add
-// them at their end. A cluster that does waits for parts of earlier clusters only, which signal them without waiting (rule 9 of
+// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave or none, and few enough parts (most_behind_wave,
+// most_gathered), the clusters add them at their end where the policy may. A cluster that does waits for parts of earlier clusters only, which signal them without waiting (rule 9 of
 // csrc/README.md).
 //
 // With one wave a cluster takes its span first and then its whole item, so that all parts are in memory when it adds them. Adding takes the

@@ -59,7 +59,7 @@ template <int d_h, typename T> __device__ __forceinline__ void gather_parts(Forw
 #pragma unroll
         for (int j = 0; j < quads; ++j) to[j] = __ldcg(from + 128 * j);
     };
-    auto add_part = [&](const float4(&part)[quads]) {
+    auto add_to_o = [&](const float4(&part)[quads]) {
 #pragma unroll
         for (int j = 0; j < quads; ++j) add_quad<d_h>(o, j, part[j]);
     };
@@ -68,9 +68,9 @@ template <int d_h, typename T> __device__ __forceinline__ void gather_parts(Forw
 #pragma unroll 1
     for (int i = 0; i < count; i += 2) {
         if (i + 1 < count) load(x[1], i + 1);
-        add_part(x[0]);
+        add_to_o(x[0]);
         if (i + 2 < count) load(x[0], i + 2);
-        if (i + 1 < count) add_part(x[1]);
+        if (i + 1 < count) add_to_o(x[1]);
     }
     stamp(Stamp::forward_parts_added);
 }

@@ -7,7 +7,7 @@
 
 namespace flashmhf {
 
-constexpr int barrier_bytes = 384;  // all semaphores and item records of a CTA, rounded up
+constexpr int barrier_bytes = 384;  // all semaphores, item records and addresses of parts of a CTA, 376, rounded up
 
 // Rows that one copy brings of K, U or V where the CTAs of a cluster divide an item. The panels of few rows lie together in memory, and the
 // memory is the bound there.
@@ -45,6 +45,7 @@ template <int d_h> struct ForwardPolicy {
 
     // As many slots as the rest leaves room for: what grows takes a slot from the ring. Fewer than `fewest_slots` would deadlock: a consumer
     // waits for the next slot before it hands this one back, and where Q is not in registers it holds two halves of [K;U] and waits for V.
+    // Slices need room for their sums besides (shared_memory.cuh).
     static constexpr int fewest_slots = q_in_registers ? 2 : 3;
     static constexpr int beside_ring = consumers * row_tile_bytes + gate_bytes + router_bytes + barrier_bytes;
     static constexpr int slots = (shared_memory_limit - beside_ring) / slot_bytes;

@@ -204,7 +204,7 @@ __device__ __forceinline__ void load_rows_of_items(typename Format::Shared &shar
             }
         }
         if (leader) kittens::arrive(full);
-        if (loader.stages && count > 0 && !loader.adds_parts()) {
+        if (loader.stages && count > 0 && !loader.is_added()) {
             wait_sleeping(shared.w_empty, count - 1 & 1);
             loader.load_router();
         }
