@@ -54,9 +54,9 @@ def without_gradients(name: str, kernel: Callable | None = None) -> Callable:
             raise NotImplementedError(
                 f"{name}: an input requires a gradient, and it has no gradient; supported: inference, under torch.no_grad()"
             )
-        alone = kernel and _PLAIN.issuperset(map(type, args)) and not torch_private.is_observed()
+        is_plain = _PLAIN.issuperset(map(type, args)) and not (given[0].is_meta or given[0].is_nested or torch_private.is_observed())
         with torch_private.below_autograd():
-            return (kernel if alone else getattr(torch.ops.flashmhf, name))(*args, **kwargs)
+            return (kernel if kernel and is_plain else getattr(torch.ops.flashmhf, name))(*args, **kwargs)
 
     return call
 
