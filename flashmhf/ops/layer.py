@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from .. import backends, checks, reference
 from ..backends.contract import LayerWeights, ProjectionWeights
-from .library import define, without_gradients
+from .library import define
 from .mix import register_vmap
 
 CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
@@ -126,7 +126,7 @@ def _define(name: str, networks: str, count: int, casts: tuple[str, ...], last: 
         return _fake(x, weights_of(*operands), backend, activation)
 
     operands = f"Tensor x, Tensor in_w, Tensor? in_bias, {networks}, float eps, Tensor out_w, Tensor? out_bias"
-    define(f"{name}({operands}, {_TAIL}{last}) -> Tensor", kernel, fake, without_gradients(name, kernel), casts)
+    define(f"{name}({operands}, {_TAIL}{last}) -> Tensor", kernel, fake, casts=casts)
     register_vmap(name, 0)
 
 

@@ -32,20 +32,14 @@ def define(schema: str, kernel: Callable, fake: Callable, autograd: Callable | N
     torch.library.register_fake(f"flashmhf::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.flashmhf, name)
     torch_private.DispatchRules.install(op.default)
-    LIBRARY.impl(name, autograd or without_gradients(name), "Autograd")
+    LIBRARY.impl(name, autograd or _without_gradients(name, op), "Autograd")
     cast_arguments = tuple(argument.name if argument.name in casts else None for argument in op.default._schema.arguments)
     for device_type, key in torch_private.AUTOCAST_KEYS.items():
         LIBRARY.impl(name, _autocast(op, device_type, cast_arguments), key)
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), float))
-
-
-def without_gradients(name: str, kernel: Callable | None = None) -> Callable:
-    """Refuse inputs that require a gradient or are transformed by torch.func.
-
-    A ``kernel`` that reads tensors by operators only may be called without a second pass through the dispatcher.
-    """
+def _without_gradients(name: str, op: Callable) -> Callable:
+    """Refuse inputs that require a gradient or are transformed by torch.func."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -54,9 +48,8 @@ def without_gradients(name: str, kernel: Callable | None = None) -> Callable:
             raise NotImplementedError(
                 f"{name}: an input requires a gradient, and it has no gradient; supported: inference, under torch.no_grad()"
             )
-        is_plain = _PLAIN.issuperset(map(type, args)) and not (given[0].is_meta or given[0].is_nested or torch_private.is_observed())
         with torch_private.below_autograd():
-            return (kernel if kernel and is_plain else getattr(torch.ops.flashmhf, name))(*args, **kwargs)
+            return op(*args, **kwargs)
 
     return call
 
