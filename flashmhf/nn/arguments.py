@@ -42,15 +42,6 @@ def epsilon(name: str, value: object) -> float:
     return float(value)
 
 
-def constant(name: str) -> property:
-    """Return the property ``name`` of a module: a float that ``torch.compile`` takes for a constant, for it is kept as text.
-
-    Under ``dynamic=True`` a plain attribute is an input of the graph, and its guard makes a tensor in every call.
-    """
-    kept = f"_{name}"
-    return property(lambda module: float(getattr(module, kept)), lambda module, value: setattr(module, kept, repr(float(value))))
-
-
 def flag(name: str, value: object) -> bool:
     """Return `value`. Raises TypeError if it is not a bool."""
     checks.options(**{name: (value, bool)})

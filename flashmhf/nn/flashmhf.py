@@ -12,8 +12,9 @@ from ..backends import REFERENCE
 from ..backends.contract import LayerWeights
 from ..ops import layer
 from ..ops.mix import gated_flash_mhf
-from .arguments import backend_and_deterministic, constant, epsilon, positive
+from .arguments import backend_and_deterministic, epsilon, positive
 from .multihead import GroupedHeads, check_input, only_values_matter, plain_layer
+from .network import constant
 
 
 def default_subnet_dim(head_dim: int) -> int:

@@ -8,9 +8,9 @@ from torch.types import Device
 
 from .. import checks, reference, torch_private
 from ..backends.contract import LayerWeights, ProjectionWeights
-from .arguments import constant, divisor, epsilon, flag, positive
+from .arguments import divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
-from .network import Network
+from .network import Network, constant
 
 
 def check_input(x: Tensor, d_model: int) -> None:

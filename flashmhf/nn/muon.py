@@ -169,9 +169,10 @@ class Muon(torch.optim.Optimizer):
         others = []
         for group in self.param_groups:
             alike: dict[Hashable, list[Tensor]] = defaultdict(list)
-            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
-                kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
-                alike[(*kind, _layout(parameter))].append(parameter)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
+                    alike[(*kind, _layout(parameter))].append(parameter)
             for parameters in alike.values():
                 if group["muon"]:
                     self._step_alike(group, parameters)

@@ -1,4 +1,4 @@
-"""The base classes of the networks: they draw their own weights, and their weights stay contiguous."""
+"""The base classes of the networks: they draw their own weights, and their weights stay contiguous. The constants of a module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from torch.types import Device
 
 from .arguments import check_dtype
 from .init import OfficialInit, Projection, Scheme
+
+
+def constant(name: str) -> property:
+    """Return the property ``name`` of a module: a float that ``torch.compile`` takes for a constant and whose change it sees.
+
+    Under ``dynamic=True`` a float attribute becomes an input of the graph, and its guard makes a tensor in every call. A text does not.
+    """
+    text = f"_{name}"
+    return property(lambda module: float(getattr(module, text)), lambda module, value: setattr(module, text, repr(float(value))))
 
 
 class Contiguous(nn.Module):

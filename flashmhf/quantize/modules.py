@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from .. import checks, torch_private
 from ..backends.contract import LayerWeights
-from ..nn.arguments import constant
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import check_input, only_values_matter, plain_layer
-from ..nn.network import Contiguous
+from ..nn.network import Contiguous, constant
 from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
