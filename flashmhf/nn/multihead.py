@@ -56,8 +56,10 @@ def is_ordinary(x: object) -> bool:
     """Return whether x is a tensor or parameter of PyTorch's own type, or one that stands for such a tensor while a graph is traced."""
     if type(x) in (Tensor, nn.Parameter):
         return True
-    # A DTensor and its kin can be flattened. is_traceable_wrapper_subclass() says so too, but not under Dynamo.
-    return torch.compiler.is_compiling() and isinstance(x, Tensor) and not hasattr(type(x), "__tensor_flatten__")
+    # Dynamo shows a plain tensor as one, and its versions of before torch 2.13 cannot ask the class of a DTensor for an attribute.
+    if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
+        return False
+    return isinstance(x, Tensor) and not hasattr(type(x), "__tensor_flatten__")  # a DTensor and its kin can be flattened
 
 
 def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
