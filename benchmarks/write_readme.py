@@ -57,12 +57,14 @@ class Records:
 
     def several_gpus(self, part: str) -> dict[int, dict]:
         """Number of GPUs -> the record of so many GPUs of one host, which `benchmarks.distributed` writes, of those that have ``part``."""
-        for device in DEVICES:
-            records = [json.loads(path.read_text()) for path in self.folder.glob(f"distributed_x*_{device}.json")]
-            found = {record["environment"]["ranks"]: record for record in records if by(record["rows"], "part").get((part,))}
-            if found:
-                return dict(sorted(found.items()))
-        raise FileNotFoundError(f"{self.folder} has no record distributed_xN_DEVICE.json with {part}")
+        found = {}
+        for path in (path for device in reversed(DEVICES) for path in self.folder.glob(f"distributed_x*_{device}.json")):
+            record = json.loads(path.read_text())
+            if by(record["rows"], "part").get((part,)):
+                found[record["environment"]["ranks"]] = record
+        if not found:
+            raise FileNotFoundError(f"{self.folder} has no record distributed_xN_DEVICE.json with {part}")
+        return dict(sorted(found.items()))
 
 
 def gpu(record: dict) -> str:
@@ -78,6 +80,12 @@ def place(record: dict) -> str:
 def machine(what: str, record: dict) -> str:
     """The caption of a table that says where it was measured."""
     return f"*{what}. Measured {place(record)}.*"
+
+
+def software(what: str, records: Iterable[dict]) -> str:
+    """The caption of a table whose lines name their GPUs."""
+    versions = sorted({record["environment"]["packages"]["torch"].partition("+")[0] for record in records})
+    return f"*{what}. Measured with torch {' and '.join(versions)}.*"
 
 
 def measured(records: Records) -> str:
@@ -414,19 +422,18 @@ def trained(record: dict, layout: str = "one") -> dict[str, dict]:
 
 def several_gpus_training(records: Records) -> str:
     found, lines = records.several_gpus("train"), []
-    record = next(iter(found.values()))
     for name, title in (("flashmhf", "FlashMHF-1.3B"), ("swiglu", "SwiGLU-1.3B")):
-        row = trained(record).get(name)
-        if row is None:
-            continue
         for ranks, several in found.items():
-            for other in several["rows"]:
+            row = trained(several).get(name)
+            for other in several["rows"] if row else ():
                 if (other["part"], other["subject"], other["status"]) == ("train", name, "ok") and other["layout"] != "one":
                     layout = other["layout"].replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
                     memory = f"{other['memory_mib'] / row['memory_mib']:.2f}"
-                    lines.append([title, f"{ranks} GPUs, {layout}", f"{other['x_one']:.2f}", memory])
+                    lines.append([title, f"{ranks} {gpu(several)}s, {layout}", f"{other['x_one']:.2f}", memory])
     header = ["model", "layout", "speed ÷ that of as many single GPUs", "memory per GPU ÷ that of one"]
-    note = machine("Compiled blocks, bf16, sequences of 4,096 tokens. Single GPUs train at the same time, each its own copy", record)
+    note = software(
+        "Compiled blocks, bf16, sequences of 4,096 tokens. Single GPUs train at the same time, each its own copy", found.values()
+    )
     return f"{table(header, lines)}\n\n{note}"
 
 
@@ -451,11 +458,11 @@ def several_gpus_module(records: Records) -> str:
         rows = [row for row in record["rows"] if row["status"] == "ok"]
         for row in rows:
             if row["part"] == "module" and row["tp"] == ranks:
-                lines.append([row["direction"], str(ranks), f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"])
+                lines.append([row["direction"], f"{ranks} {gpu(record)}s", f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"])
             if row["part"] == "compiled" and row["tp"] == ranks:
                 way = row["subject"].replace("sequence", "sequence parallel")
-                lines.append([f"forward, compiled, {way}", str(ranks), f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"])
-    note = machine("One FlashMHF network (d_model 2,048, 16 heads), 32,256 tokens, bf16", next(iter(found.values())))
+                lines.append([f"forward, compiled, {way}", f"{ranks} {gpu(record)}s", f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"])
+    note = software("One FlashMHF network (d_model 2,048, 16 heads), 32,256 tokens, bf16", found.values())
     return f"{table(['what', 'GPUs', 'ms', 'times faster than one GPU'], lines)}\n\n{note}"
 
 
@@ -636,20 +643,24 @@ def fp8_networks_table(records: Records) -> str:
 
 def groups_table(records: Records) -> str:
     """The forward with g = H / H_kv heads that share weights: TFLOP/s of many tokens, µs of few from a CUDA graph."""
-    found = [records[name] for name in ("groups", "groups_heads")]  # the first ended within H = 32
-    cells: dict[tuple[str, int, int], dict[int, dict]] = {}
-    for row in (row for record in found for row in record["rows"]):
-        if row["subject"] in ("gated forward", "forward"):
-            cells.setdefault((row["subject"], -row["H"], row["T"]), {})[row["H"] // row["H_kv"]] = row
-    groups = sorted({group for rows in cells.values() for group in rows})
+    paths = [records.folder / f"{name}_{device}.json" for device in reversed(DEVICES) for name in ("groups", "groups_heads")]
+    cells: dict[tuple[str, int, int], dict[str, dict[int, dict]]] = {}
+    notes = []
+    for record in (json.loads(path.read_text()) for path in paths if path.exists()):
+        notes.append(conditions(gpu(record), record))
+        for row in record["rows"]:
+            if row["subject"] in ("gated forward", "forward"):
+                cell = cells.setdefault((row["subject"], -row["H"], row["T"]), {})
+                cell.setdefault(gpu(record), {})[row["H"] // row["H_kv"]] = row
+    groups = sorted({group for cell in cells.values() for rows in cell.values() for group in rows})
     lines = []
-    for (subject, heads, tokens), rows in sorted(cells.items(), reverse=True):
+    for (subject, heads, tokens), cell in sorted(cells.items(), reverse=True):
+        where, rows = list(cell.items())[-1]  # of a device in front of DEVICES where there is one
         few = tokens <= operator.GRAPH_TOKENS
         figures = [f"{1e3 * rows[g]['ms']['p50']:.1f}" if few else f"{rows[g]['tflops']:.0f}" for g in groups]
         gate = "router" if subject == "gated forward" else "R given"
-        lines.append([str(-heads), f"{tokens:,}", gate, "µs" if few else "TFLOP/s", *figures])
-    header = ["H", "T", "gate", "unit", *(f"g = {group}" for group in groups)]
-    notes = [conditions(what, record) for what, record in zip(("H = 16", "H = 32 and 64"), found, strict=True)]
+        lines.append([where, str(-heads), f"{tokens:,}", gate, "µs" if few else "TFLOP/s", *figures])
+    header = ["GPU", "H", "T", "gate", "unit", *(f"g = {group}" for group in groups)]
     return "\n\n".join([table(header, lines), *notes])
 
 
