@@ -35,7 +35,7 @@ RECORD = ROOT / "benchmarks" / "results" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 README = ROOT / "README.md"
 # Oldest and newest of all three (Python 3.10 has no torch 2.15 and no transformers 5.21), and torch 2.14, which serving engines pin.
-SETS = ("2.10/5.17/3.10", "2.10/5.23/3.11", "2.13/5.23/3.12", "2.14/5.17/3.13", "2.15/5.23/3.14")
+SETS = ("2.10/5.17/3.10", "2.10/5.24/3.11", "2.13/5.24/3.12", "2.14/5.17/3.13", "2.15/5.24/3.14")
 IMPORT_TIMES = """
 import json, time
 start = time.process_time()

@@ -6,6 +6,7 @@ queues every kernel of every token from Python, or compiles the model first; wit
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LlamaModel,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -29,6 +31,7 @@ from transformers import (
 from .. import torch_private
 from ..graphs import capturing
 
+_CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"  # its name before transformers 5.24
 WARM_UP = 2  # tokens decoded before the capture: libraries allocate their workspaces in them
 _NOT_FINITE = -1  # in place of a token: the logits were NaN or infinite
 # Functions of the scores alone, without a look at them from the host.
@@ -63,7 +66,7 @@ def takes(
     settings: dict,
 ) -> bool:
     """Return whether :func:`decode` does what these arguments of ``generate`` ask for, and calls all that ``generate`` would call."""
-    cache = settings.get("past_key_values")
+    cache = settings.get(_CACHE)
     return (
         isinstance(cache, StaticCache)
         and not any(layer.is_initialized or layer.is_sliding for layer in cache.layers)
@@ -134,7 +137,7 @@ class _Step:
         self._choose(hidden)
 
     def _hidden(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
-        out = self.model.model(ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        out = self.model.model(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{_CACHE: self.cache})
         return out.last_hidden_state[:, -1]
 
     def _choose(self, hidden: Tensor) -> None:
@@ -204,9 +207,9 @@ def decode(
     end = torch.cat(ends) if ends else input_ids.new_empty(0)
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     count = criteria.max_length - input_ids.shape[1]
-    cache, places = settings["past_key_values"], criteria.max_length - 1  # the last token is not an input
+    cache, places = settings[_CACHE], criteria.max_length - 1  # the last token is not an input
     if cache.layers[0].max_cache_len < places:  # a GPU would end with an assertion, which leaves its context unusable
-        raise ValueError(f"past_key_values has {cache.layers[0].max_cache_len} places; {criteria.max_length} tokens need {places}")
+        raise ValueError(f"{_CACHE} has {cache.layers[0].max_cache_len} places; {criteria.max_length} tokens need {places}")
     prompt = (input_ids, settings.get("attention_mask"), settings["position_ids"])
     step = _Step(model, cache, prompt, choose, end, padding)
     reports, tokens, run = _Reports(step), [], step.run

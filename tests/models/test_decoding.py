@@ -84,7 +84,7 @@ def test_masks_positions_and_ends_of_text(given, device, decoded):
 def test_a_cache_that_is_too_short():
     model, ids = tiny(), prompt()
     settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
-    with pytest.raises(ValueError, match="past_key_values has 17 places; 19 tokens need 18"):
+    with pytest.raises(ValueError, match=" has 17 places; 19 tokens need 18"):
         model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=17), **settings)
     cache = StaticCache(config=model.config, max_cache_len=18)
     assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
