@@ -280,6 +280,7 @@ def test_tables_ratios_and_conditions():
     assert "### Memory" in tables.report(few) and "Training" not in tables.headline(few)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch._scaled_mm on CPUs takes no scales of rows before torch 2.13")
 def test_the_fp8_baseline_is_swiglu():
     network = flashmhf.SwiGLU(64, 128, dtype=torch.bfloat16)
     x = torch.randn(20, 64, dtype=torch.bfloat16)
