@@ -186,19 +186,34 @@ def sizes_block(found: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _rate(row: Row) -> str:
+    """The learning rate, and by which factors parts of the network differ from it."""
+    rates = row.configuration["rates"]
+    parts = {"projections": rates.get("projection", 1.0), "K, U and V": rates.get("k", 1.0)}
+    return f"{row.configuration['learning_rate']:g}" + "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
+
+
+def _speeds(records: Iterable[dict]) -> str:
+    """Millions of tokens per second of training, the mean of the timed runs on each GPU; rates do not change the speed."""
+    found: dict[str, list[int]] = {}
+    for record in records:
+        if record["tokens_per_second"]:
+            found.setdefault(record["device"].removeprefix("NVIDIA ").split()[0], []).append(record["tokens_per_second"])
+    return ", ".join(f"{statistics.mean(speeds) / 1e6:.2f} ({gpu})" for gpu, speeds in sorted(found.items())) or "–"
+
+
 def long_block(found: list[Row]) -> str:
-    """A line per network of the runs that were evaluated on the way: loss, speed and memory of training."""
-    rows = sorted((row for row in found if "evaluations" in row.records[0]), key=lambda row: row.mean)
-    lines = ["| network | learning rate | seeds | loss | code | prose | tokens/s | memory, GiB |", "|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        first = row.records[0]
-        speed, rates = first["tokens_per_second"], row.configuration["rates"]
-        parts = {"projections": rates.get("projection", 1.0), "K, U and V": rates.get("k", 1.0)}
-        rate = f"{row.configuration['learning_rate']:g}"
-        rate += "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
-        cells = [network(row), rate, str(len(row.losses)), f"{row.mean:.3f}"]
-        cells += [f"{first['validation'][kind]:.3f}" for kind in ("code", "prose")]
-        cells += [f"{speed:,}" if speed else "–", f"{first['peak_memory'] / 2**30:.1f}"]
+    """A line per network of the runs that were evaluated on the way: its best rate, loss, speed and memory of training."""
+    networks: dict[str, list[Row]] = {}
+    for row in sorted((row for row in found if "evaluations" in row.records[0]), key=lambda row: row.mean):
+        networks.setdefault(network(row), []).append(row)
+    header = ["network", "best learning rate", "loss", "other rates: loss", "seeds", "million tokens/s", "memory, GiB"]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for name, (best_row, *others) in networks.items():
+        records = [record for row in (best_row, *others) for record in row.records]
+        tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
+        memory = f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"
+        cells = [name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses)), _speeds(records), memory]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
