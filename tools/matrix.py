@@ -65,11 +65,11 @@ def run(*command: object, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def pure_wheel(folder: Path) -> Path:
-    """A wheel of this source tree without the CUDA library."""
+def own_wheel(python: Path, folder: Path) -> Path:
+    """A wheel of this source tree for this interpreter, without the CUDA library."""
     environment = os.environ | {"FLASHMHF_SKIP_CUDA_BUILD": "1"}
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(command, env=environment, check=True)
+    command = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+    subprocess.run(list(map(str, command)), env=environment, check=True)
     return next(folder.glob("flashmhf-*.whl"))
 
 
@@ -87,8 +87,9 @@ def size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel: Path) -> tuple[Path, int]:
-    """A fresh environment with exactly these versions: its interpreter, and the bytes that torch and what it needs take."""
+def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel: Path | None) -> tuple[Path, int]:
+    """A fresh environment with exactly these versions, and ``wheel`` or one made for it: its interpreter, and the bytes that torch and
+    what it needs take."""
     run(interpreter, "-m", "venv", folder)
     python = folder / "bin" / "python"
     constraints = folder / "constraints.txt"
@@ -99,7 +100,7 @@ def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel
     empty = size(folder)
     run(*pip, "torch")
     torch_bytes = size(folder) - empty
-    run(*pip, f"{wheel}[test]")
+    run(*pip, f"{wheel or own_wheel(python, folder / 'wheel')}[test]")
     return python, torch_bytes
 
 
@@ -132,7 +133,7 @@ def passed_tests(python: Path, tests: list[str]) -> dict:
     }
 
 
-def result(program: str, versions: str, wheel: Path, tests: list[str], keep: Path | None) -> dict:
+def result(program: str, versions: str, wheel: Path | None, tests: list[str], keep: Path | None) -> dict:
     torch, transformers, _ = versions.split("/")
     with tempfile.TemporaryDirectory(prefix="flashmhf-matrix-", dir=keep) as scratch:
         python, torch_bytes = install(program, Path(scratch) / "env", torch, transformers, wheel)
@@ -214,16 +215,14 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"--sets {' '.join(options.sets)}: {error}")
     failed = False
-    with tempfile.TemporaryDirectory() as scratch:
-        wheel = options.wheel.resolve() if options.wheel else pure_wheel(Path(scratch))
-        for versions, program in programs.items():
-            row = result(program, versions, wheel, options.tests, options.scratch)
-            whole = row["selection"] == "all"
-            rows = [old for old in rows if old["set"] != versions or not (whole or old["selection"] == row["selection"])]
-            rows = sorted([*rows, row], key=lambda row: (row["selection"], row["set"]))
-            write(rows)
-            print(f"{versions}: torch {row['torch']}, {row['passed']} passed, {len(row['failed'])} failed", flush=True)
-            failed |= bool(row["failed"])
+    for versions, program in programs.items():
+        row = result(program, versions, options.wheel and options.wheel.resolve(), options.tests, options.scratch)
+        whole = row["selection"] == "all"
+        rows = [old for old in rows if old["set"] != versions or not (whole or old["selection"] == row["selection"])]
+        rows = sorted([*rows, row], key=lambda row: (row["selection"], row["set"]))
+        write(rows)
+        print(f"{versions}: torch {row['torch']}, {row['passed']} passed, {len(row['failed'])} failed", flush=True)
+        failed |= bool(row["failed"])
     return int(failed)
 
 
