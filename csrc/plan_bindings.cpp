@@ -109,13 +109,6 @@ py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim
                     "time_us"_a = plan.time * flashmhf::BackwardCostModel{}.tile_us * head_dim);
 }
 
-py::dict forward_costs(int head_dim, bool fp8, int consumers) {
-    const flashmhf::ForwardCostModel cost = fp8 ? flashmhf::forward_fp8_costs : flashmhf::ForwardCostModel{};
-    return py::dict("tile_us"_a = cost.tile_us * head_dim * (fp8 ? flashmhf::forward_fp8_row_tiles(consumers) : 1),
-                    "combine"_a = cost.combine_tiles(head_dim), "next_item"_a = cost.gap_tiles(head_dim),
-                    "stream"_a = static_cast<double>(cost.stream_numerator) / cost.stream_denominator);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
@@ -146,9 +139,5 @@ PYBIND11_MODULE(_plan, m) {
                             "faster"_a = flashmhf::projects_faster(tokens, features, device));
         },
         "tokens"_a, "features"_a, "clusters"_a = h200_clusters);
-    m.def("forward_costs", &forward_costs, "head_dim"_a, "fp8"_a = false, "consumers"_a = 3,
-          "What the forward's planner counts with: the time of an inter tile of a CTA (in FP8, of so many row tiles) in microseconds; in "
-          "such tiles, adding parts in a\n"
-          "second kernel, going on to another item, and the time in which the memory brings a tile for every SM.");
     m.def("policies", &policies, "Shared memory and registers at launch of the main kernels.");
 }

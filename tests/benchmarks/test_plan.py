@@ -1,13 +1,10 @@
-"""``python -m benchmarks.plan``: what it prints agrees with the planner, and its expected times with what was measured."""
+"""``python -m benchmarks.plan``: what it prints agrees with the planner, and the planner's times with what was measured."""
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import plan
-from benchmarks.suites.fp8 import HEADS
 
 FLAGSHIP = ["16", "22", "384", "128"]
 
@@ -20,7 +17,7 @@ def planner():
 def printed(arguments: list[str], capsys) -> dict[str, str]:
     """The rows of the output, by name; "" is the title, "compared" the ways to launch that the planner compared."""
     assert plan.main(arguments) == 0
-    text, _, compared = capsys.readouterr().out.partition("what the planner compares:\n")
+    text, _, compared = capsys.readouterr().out.partition("what the planner compares; ")
     title, *lines = text.splitlines()
     rows = {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in lines if not line.startswith("   ")}
     return {"": title, "compared": compared} | rows
@@ -55,34 +52,12 @@ def test_the_backward(planner, capsys, extra, sums):
 
 
 @pytest.mark.parametrize(("tokens", "forward_ms", "backward_ms"), [(32256, 4.33, 15.47), (129024, 17.52, 61.43)])
-def test_expected_times_are_near_the_measured_ones(planner, tokens, forward_ms, backward_ms):
-    """Measured on an H200 (README, "The operator alone"); the backward there includes what the model leaves out."""
-    p, costs = plan.plan_forward(plan.Problem(1, tokens, 16, 128, 22, 384, kv_heads=16))
-    assert plan.forward_us(p, costs, 16) / 1000 == pytest.approx(forward_ms, rel=0.05)
+def test_the_planners_times_are_near_the_measured_ones(planner, tokens, forward_ms, backward_ms, capsys):
+    """Measured on an H200; the backward there includes what the model leaves out."""
+    compared = printed([*FLAGSHIP, str(tokens)], capsys)["compared"]
+    taken = next(line for line in compared.splitlines() if line.startswith("* "))
+    assert float(taken.partition("|")[2].split()[4]) / 1000 == pytest.approx(forward_ms, rel=0.05)
     assert planner.plan_head_groups(1, tokens, 16, 128, 22, 384)["time_us"] / 1000 == pytest.approx(backward_ms, rel=0.12)
-
-
-@pytest.mark.parametrize("length", [1, 64, 512, 3072, 12288, 32256])
-@pytest.mark.parametrize(("heads", "head_dim", "subnets", "subnet_dim"), [(16, 128, 22, 384), (6, 96, 8, 256), (8, 256, 22, 704)])
-def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subnet_dim):
-    for fp8, tflops in ((False, plan.MATRIX_TFLOPS), (True, plan.FP8_TFLOPS)):
-        problem = plan.Problem(1, length, heads, head_dim, subnets, subnet_dim, heads, fp8)
-        p, costs = plan.plan_forward(problem)
-        products, _ = plan.least_us(3 * problem.product_flops, 0, tflops)
-        assert plan.forward_us(p, costs, heads) > products
-
-
-def test_fp8_times_are_those_of_the_record(planner):
-    """Within 2 %; the record may be longer where few items leave the kernel's start and the sums of parts visible: 1,536 tokens."""
-    record = json.loads((Path(__file__).parents[2] / "benchmarks/results/fp8_h200.json").read_text())
-    rows = [row for row in record["rows"] if (row["part"], row["subject"]) == ("operator", "fp8")]
-    assert {row["d_h"] for row in rows} == set(plan.FP8_SUSTAINED)
-    for row in rows:
-        heads, subnets, subnet_dim = HEADS[row["d_h"]]
-        p, costs = plan.plan_forward(plan.Problem(1, row["T"], heads, row["d_h"], subnets, subnet_dim, heads, fp8=True))
-        expected = plan.forward_us(p, costs, heads) / 1000
-        assert expected < 1.02 * row["ms"]["p50"]
-        assert row["T"] < 30000 or expected > 0.98 * row["ms"]["p50"]
 
 
 def test_heads_that_share_weights(planner, capsys):
