@@ -58,7 +58,8 @@ class Run:
 
     rates: a role of flashmhf.nn.optim.roles to the factor on its learning rate; its weight decay is divided by it.
     decays: a role to its weight decay, before that division. router_std, value_scale, projections: on top of ``init``; "orthogonal"
-    projections are random orthogonal matrices times the standard deviation that ``init`` gives them. optimizer "muon": Muon for all
+    projections are random orthogonal matrices times the standard deviation that ``init`` gives them. gates: "normalised", the paper's, or
+    "sigmoid", which do not lower each other. optimizer "muon": Muon for all
     matrices but the embedding, which AdamW trains with the rest.
     """
 
@@ -77,6 +78,7 @@ class Run:
     router_std: float | None = None
     value_scale: float = 1.0
     projections: str = "gaussian"
+    gates: str = "normalised"
     backend: str = "auto"
     learning_rate: float = 2e-3
     min_rate: float = 0.1
@@ -153,14 +155,23 @@ def finished_runs(files: Iterable[Path]) -> dict[str, dict]:
     return {line["run"]: line for path in files if path.exists() for line in read_runs(path)}
 
 
+class SigmoidGates(flashmhf.FlashMHF):
+    """FlashMHF with R = 2 sigma(P) / E, which begins like R = sigma(P) / sum sigma(P), near 1 / E."""
+
+    def _mix(self, q: Tensor) -> Tensor:
+        q = self.normalise(q)
+        with torch.autocast(q.device.type, enabled=False):
+            p = torch.einsum("...hd,hde->...he", q.float(), self.router.float())
+        return flashmhf.flash_mhf(q, *self._weights(), 2 / self.num_subnets * p.sigmoid(), backend=self.backend)
+
+
 def feed_forward(run: Run) -> nn.Module:
     match run.ffn:
         case "swiglu":
             module = flashmhf.SwiGLU(run.d_model, run.width)
         case "flashmhf":
-            module = flashmhf.FlashMHF(
-                run.d_model, run.heads, run.subnets, run.width // run.subnets, q_norm=run.q_norm, backend=run.backend
-            )
+            kind = {"normalised": flashmhf.FlashMHF, "sigmoid": SigmoidGates}[run.gates]
+            module = kind(run.d_model, run.heads, run.subnets, run.width // run.subnets, q_norm=run.q_norm, backend=run.backend)
         case "mh_ffn":
             module = flashmhf.MHFFN(run.d_model, run.heads, run.width, backend=run.backend)
         case "pkv":

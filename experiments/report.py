@@ -157,7 +157,7 @@ def network(row: Row) -> str:
     settings = row.configuration
     sizes = [f"d_h {settings['d_model'] // settings['heads']}"] if settings["heads"] else []
     sizes += [f"E {settings['subnets']}"] if settings["subnets"] else []
-    sizes += ["q_norm"] if settings["q_norm"] else []
+    sizes += ["q_norm"] * settings["q_norm"] + ["sigmoid gates"] * (settings["gates"] == "sigmoid")
     return " ".join([NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])])
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+import flashmhf
+
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 pytest.importorskip("tokenizers")
@@ -297,6 +299,20 @@ def test_every_run_of_the_committed_queues_has_its_size(path):
             model = compare.Model(run, 16384)
         compare.check_size(run, model)
         compare.optimizer_groups(run, model)
+
+
+@torch.no_grad()
+def test_sigmoid_gates():
+    """With a router of zero they are the paper's gates; with any, R = 2 sigma(P) / E."""
+    like = {"ffn": "flashmhf", "heads": 2, "width": 64, "subnets": 2, **SMALL}
+    paper, ours = (compare.feed_forward(compare.Run("a", gates=gates, router_std=0.0, **like)) for gates in ("normalised", "sigmoid"))
+    ours.load_state_dict(paper.state_dict())
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(ours(x), paper(x))
+    ours.router.normal_()
+    q = ours.split_heads(x)
+    r = torch.einsum("thd,hde->the", q, ours.router).sigmoid()
+    torch.testing.assert_close(ours(x), ours.join_heads(flashmhf.flash_mhf(q, ours.k, ours.u, ours.v, r)))
 
 
 @pytest.mark.parametrize("ffn", ["swiglu", "flashmhf"])
