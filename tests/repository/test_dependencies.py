@@ -66,7 +66,9 @@ print(json.dumps(results))
     )
     for line, (status, out, err) in json.loads(printed).items():
         if COMMANDS[line] is None:
-            assert status == 0 and out.count(" ok") == 18 and not err
+            # PyTorch before 2.13 says so where nvcc is, but no GPU.
+            complaints = [text for text in err.splitlines() if "No CUDA runtime is found" not in text]
+            assert status == 0 and out.count(" ok") == 18 and not complaints
         else:
             assert status == 2 and not out and len(err.splitlines()) == 1, (line, err)
             assert f"pip install 'flashmhf[{COMMANDS[line]}]'" in err
