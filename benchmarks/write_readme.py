@@ -438,18 +438,24 @@ def several_gpus_training(records: Records) -> str:
 
 
 def expected_memory(records: Records) -> str:
-    """What FSDP2 leaves of the largest model's memory on one GPU, computed."""
+    """The largest model's memory per GPU with FSDP2 over all, measured or computed from that on one."""
     record, models = whole_models(records, "compiled")
     if not models:
         return "Not measured."
     scale, rows = list(models.items())[-1]
     row = rows["flashmhf"]
-    sizes = {ranks: row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30 for ranks in (1, 2, 4, 8)}
-    header = ["GPUs", *map(str, sizes)]
+    gib = {ranks: row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30 for ranks in (1, 2, 4, 8)}
+    places, more = [f"one {gpu(record)}"], []
+    for ranks, several in records.several_gpus("train").items():
+        if sharded := trained(several, f"fsdp2 {ranks}").get("flashmhf"):
+            more.append(sharded["memory_mib"] / 1024 - gib[ranks])
+            gib[ranks] += more[-1]
+            places.append(f"{ranks} {gpu(several)}s")
+    header = ["GPUs", *map(str, gib)]
     batch = f"{row.get('batch', 4)} sequences of {row.get('length', 4096):,} tokens"
-    where = f"One GPU was measured (an {gpu(record)}), the others are computed"
+    where = f"Measured on {', '.join(places)}; the others are computed, and what was measured took {span(more, 0)} GiB more than computed"
     note = f"*FlashMHF-{scale.upper()} with AdamW, {batch} per GPU at once. {where}.*"
-    return f"{table(header, [['memory per GPU', *(f'{gib:.0f} GiB' for gib in sizes.values())]])}\n\n{note}"
+    return f"{table(header, [['memory per GPU', *(f'{each:.0f} GiB' for each in gib.values())]])}\n\n{note}"
 
 
 def several_gpus_module(records: Records) -> str:
