@@ -187,10 +187,11 @@ def sizes_block(found: list[Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    """The learning rate, and by which factors parts of the network differ from it."""
-    rates = row.configuration["rates"]
-    parts = {"projections": rates.get("projection", 1.0), "K, U and V": rates.get("k", 1.0)}
-    return f"{row.configuration['learning_rate']:g}" + "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
+    """The learning rate, by which factors parts of the network differ from it, and where it ends."""
+    settings = row.configuration
+    parts = {"projections": settings["rates"].get("projection", 1.0), "K, U and V": settings["rates"].get("k", 1.0)}
+    factors = "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
+    return f"{settings['learning_rate']:g}{factors}" + ("" if settings["min_rate"] else ", ending at zero")
 
 
 def _speeds(records: Iterable[dict]) -> str:
