@@ -207,8 +207,11 @@ def piece_of(name: str, kind: str, pieces: int) -> int:
 
 
 def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 # What a client's download command is called with, and the name of the file that it leaves.
