@@ -59,8 +59,7 @@ class Run:
     rates: a role of flashmhf.nn.optim.roles to the factor on its learning rate; its weight decay is divided by it.
     decays: a role to its weight decay, before that division. router_std, value_scale, projections: on top of ``init``; "orthogonal"
     projections are random orthogonal matrices times the standard deviation that ``init`` gives them. gates: "normalised", the paper's, or
-    "sigmoid", which do not lower each other. optimizer "muon": Muon for all
-    matrices but the embedding, which AdamW trains with the rest.
+    "sigmoid", which do not lower each other. optimizer "muon": Muon for all matrices but the embedding, which AdamW trains with the rest.
     """
 
     name: str
@@ -165,13 +164,17 @@ class SigmoidGates(flashmhf.FlashMHF):
         return flashmhf.flash_mhf(q, *self._weights(), 2 / self.num_subnets * p.sigmoid(), backend=self.backend)
 
 
+GATES = {"normalised": flashmhf.FlashMHF, "sigmoid": SigmoidGates}
+
+
 def feed_forward(run: Run) -> nn.Module:
+    if run.gates not in GATES or (run.ffn != "flashmhf" and run.gates != "normalised"):
+        raise ValueError(f"{run.name}: gates is {run.gates!r}; supported: {', '.join(GATES)}, the second for ffn 'flashmhf' only")
     match run.ffn:
         case "swiglu":
             module = flashmhf.SwiGLU(run.d_model, run.width)
         case "flashmhf":
-            kind = {"normalised": flashmhf.FlashMHF, "sigmoid": SigmoidGates}[run.gates]
-            module = kind(run.d_model, run.heads, run.subnets, run.width // run.subnets, q_norm=run.q_norm, backend=run.backend)
+            module = GATES[run.gates](run.d_model, run.heads, run.subnets, run.width // run.subnets, q_norm=run.q_norm, backend=run.backend)
         case "mh_ffn":
             module = flashmhf.MHFFN(run.d_model, run.heads, run.width, backend=run.backend)
         case "pkv":

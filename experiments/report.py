@@ -205,16 +205,16 @@ def _speeds(records: Iterable[dict]) -> str:
 
 def long_block(found: list[Row]) -> str:
     """A line per network of the runs that were evaluated on the way: its best rate, loss, speed and memory of training."""
-    networks: dict[str, list[Row]] = {}
+    networks: dict[tuple[str, str], list[Row]] = {}
     for row in sorted((row for row in found if "evaluations" in row.records[0]), key=lambda row: row.mean):
-        networks.setdefault(network(row), []).append(row)
-    header = ["network", "best learning rate", "loss", "other rates: loss", "seeds", "million tokens/s", "memory, GiB"]
+        networks.setdefault((row.configuration["size"].partition(",")[0], network(row)), []).append(row)
+    header = ["size", "network", "best learning rate", "loss", "other rates: loss", "seeds", "million tokens/s", "memory, GiB"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for name, (best_row, *others) in networks.items():
+    for (size, name), (best_row, *others) in networks.items():
         records = [record for row in (best_row, *others) for record in row.records]
         tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
         memory = f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"
-        cells = [name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses)), _speeds(records), memory]
+        cells = [size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses)), _speeds(records), memory]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

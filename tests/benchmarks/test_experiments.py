@@ -272,6 +272,7 @@ def test_a_missing_piece_is_waited_for_while_the_clock_of_a_run_stands(tokens, t
         ({"rates": {"gate": 1.0}}, "unknown roles: gate"),
         ({"ffn": "mlp"}, "ffn is 'mlp'"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
+        ({"gates": "sigmoid"}, "gates is 'sigmoid'; supported: normalised, sigmoid, the second for ffn 'flashmhf' only"),
         ({"steps": 100_000}, "a: steps is 100000, .* at most 4"),
     ],
 )
