@@ -20,7 +20,7 @@ MEMORY_GB_PER_S, MEMORY_GB = 4800, 141  # its HBM3e
 SMS = 132
 LARGE_CLUSTERS = 7  # of 16 CTAs at once: one in each GPC that has room for two of 8
 FITTED = "the constants are fitted to an H200 at d_h = 128"
-FITTED_FP8 = "an H200's times in short runs; in long ones its clock falls and they are 1.1 (d_h = 256) to 1.9 times (64) as long"
+FITTED_FP8 = "times of short runs on an H200; long ones took 1.1 (d_h = 256) to 1.9 times (64) as long"
 BYTES = 2  # of an element of Q and the output, and of K, U, V in 16 bits
 _FLOAT = 4
 _MIB = 1 << 20

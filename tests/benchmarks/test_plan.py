@@ -23,6 +23,12 @@ def printed(arguments: list[str], capsys) -> dict[str, str]:
     return {"": title, "compared": compared} | rows
 
 
+def taken_us(rows: dict[str, str]) -> float:
+    """The planner's time of the way to launch that it takes."""
+    line = next(line for line in rows["compared"].splitlines() if line.startswith("* "))
+    return float(line.partition("|")[2].split()[4])
+
+
 @pytest.mark.parametrize(("fp8", "title", "bound"), [(False, "forward", "3.39 ms"), (True, "forward in FP8", "1.69 ms")])
 def test_a_long_forward(planner, fp8, title, bound, capsys):
     rows = printed([*FLAGSHIP, "32256", *["--fp8"] * fp8], capsys)
@@ -54,10 +60,18 @@ def test_the_backward(planner, capsys, extra, sums):
 @pytest.mark.parametrize(("tokens", "forward_ms", "backward_ms"), [(32256, 4.33, 15.47), (129024, 17.52, 61.43)])
 def test_the_planners_times_are_near_the_measured_ones(planner, tokens, forward_ms, backward_ms, capsys):
     """Measured on an H200; the backward there includes what the model leaves out."""
-    compared = printed([*FLAGSHIP, str(tokens)], capsys)["compared"]
-    taken = next(line for line in compared.splitlines() if line.startswith("* "))
-    assert float(taken.partition("|")[2].split()[4]) / 1000 == pytest.approx(forward_ms, rel=0.05)
+    assert taken_us(printed([*FLAGSHIP, str(tokens)], capsys)) / 1000 == pytest.approx(forward_ms, rel=0.05)
     assert planner.plan_head_groups(1, tokens, 16, 128, 22, 384)["time_us"] / 1000 == pytest.approx(backward_ms, rel=0.12)
+
+
+@pytest.mark.parametrize("length", [1, 64, 512, 3072, 12288, 32256])
+@pytest.mark.parametrize(("heads", "head_dim", "subnets", "subnet_dim"), [(16, 128, 22, 384), (6, 96, 8, 256), (8, 256, 22, 704)])
+def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subnet_dim, capsys):
+    for fp8, tflops in ((False, plan.MATRIX_TFLOPS), (True, plan.FP8_TFLOPS)):
+        problem = plan.Problem(1, length, heads, head_dim, subnets, subnet_dim, heads, fp8)
+        products, _ = plan.least_us(3 * problem.product_flops, 0, tflops)
+        sizes = (heads, subnets, subnet_dim, head_dim, length)
+        assert taken_us(printed([*map(str, sizes), *["--fp8"] * fp8], capsys)) > products
 
 
 def test_heads_that_share_weights(planner, capsys):
