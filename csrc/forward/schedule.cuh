@@ -7,8 +7,8 @@
 // summed in a fixed order of the clusters, so a result depends on the shape and the device only.
 //
 // Whole items go first, wave by wave; the combine kernel adds the parts. With one wave or none, and few enough parts (most_behind_wave,
-// most_gathered), the clusters add them at their end where the policy may. A cluster that does waits for parts of earlier clusters only, which signal them without waiting (rule 9 of
-// csrc/README.md).
+// most_gathered), the clusters add them at their end where the policy may. A cluster that does waits for parts of earlier clusters only,
+// which signal them without waiting (rule 9 of csrc/README.md).
 //
 // With one wave a cluster takes its span first and then its whole item, so that all parts are in memory when it adds them. Adding takes the
 // time of `tail` tiles, which are a part of `gap` and also lie behind the last item: the cluster that holds their middle adds, and has so

@@ -56,7 +56,7 @@ def is_ordinary(x: object) -> bool:
     """Return whether x is a tensor or parameter of PyTorch's own type, or one that stands for such a tensor while a graph is traced."""
     if type(x) in (Tensor, nn.Parameter):
         return True
-    # Dynamo shows a plain tensor as one, and before torch 2.13 it cannot ask the class of a DTensor for an attribute.
+    # Dynamo shows a plain tensor as one, and that of torch 2.11 cannot ask the class of a DTensor for an attribute.
     if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
         return False
     return isinstance(x, Tensor) and not hasattr(type(x), "__tensor_flatten__")  # a DTensor and its kin can be flattened

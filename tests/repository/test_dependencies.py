@@ -66,7 +66,7 @@ print(json.dumps(results))
     )
     for line, (status, out, err) in json.loads(printed).items():
         if COMMANDS[line] is None:
-            # PyTorch before 2.13 says so where nvcc is, but no GPU.
+            # torch 2.10 and 2.11 say so where nvcc is, but no GPU.
             complaints = [text for text in err.splitlines() if "No CUDA runtime is found" not in text]
             assert status == 0 and out.count(" ok") == 18 and not complaints
         else:
