@@ -60,6 +60,7 @@ class Run:
     decays: a role to its weight decay, before that division. router_std, value_scale, projections: on top of ``init``; "orthogonal"
     projections are random orthogonal matrices times the standard deviation that ``init`` gives them. gates: "normalised", the paper's, or
     "sigmoid", which do not lower each other. optimizer "muon": Muon for all matrices but the embedding, which AdamW trains with the rest.
+    stacks: what of K, U and V is one matrix to Muon, a sub-network, "subnets", or a head's sub-networks side by side, "heads".
     """
 
     name: str
@@ -88,6 +89,7 @@ class Run:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     optimizer: str = "adamw"
+    stacks: str = "subnets"
     steps: int = 900
     batch: int = 64
     micro_batch: int = 64
@@ -282,13 +284,33 @@ def optimizer_groups(run: Run, model: Model) -> list[dict[str, object]]:
     return groups
 
 
+class MuonByHeads(flashmhf.Muon):
+    """Muon to which K, U and V [H, E, d_e, d_h] are a matrix a head, [E d_e, d_h]."""
+
+    def _step_alike(self, group: dict, parameters: list[Tensor]) -> None:
+        if parameters[0].dim() < 4:
+            return super()._step_alike(group, parameters)
+        joined = [nn.Parameter(each.detach().flatten(1, 2)) for each in parameters]  # views: what changes them changes the parameters
+        for whole, parameter in zip(joined, parameters, strict=True):
+            whole.grad = parameter.grad.flatten(1, 2)
+            self.state[whole] = {name: value.flatten(1, 2) for name, value in self.state[parameter].items()}
+        super()._step_alike(group, joined)
+        for whole, parameter in zip(joined, parameters, strict=True):
+            self.state[parameter] = {name: value.view_as(parameter) for name, value in self.state.pop(whole).items()}
+
+
+MUON = {"subnets": flashmhf.Muon, "heads": MuonByHeads}
+
+
 def make_optimizer(run: Run, model: Model, device: str) -> torch.optim.Optimizer:
     groups = optimizer_groups(run, model)
+    if run.stacks not in MUON or (run.stacks != "subnets" and (run.optimizer, run.ffn) != ("muon", "flashmhf")):
+        raise ValueError(f"{run.name}: stacks is {run.stacks!r}; supported: {', '.join(MUON)}, the second for flashmhf with muon only")
     match run.optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, betas=run.betas, fused=device == "cuda")
         case "muon":
-            return flashmhf.Muon(muon_groups(groups, vocabulary_weights(model)), betas=run.betas)
+            return MUON[run.stacks](muon_groups(groups, vocabulary_weights(model)), betas=run.betas)
     raise ValueError(f"{run.name}: optimizer is {run.optimizer!r}; supported: adamw, muon")
 
 

@@ -24,6 +24,7 @@ from compare import Run, finished_runs, write_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT, PLOT = "experiments/results/runs.jsonl", "docs/quality.md", "docs/quality.png"
+LONG_DECAY = 0.1  # the weight decay of a long run where nothing else is said
 MARK = "(experiments/report.py)"
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
 
@@ -187,11 +188,13 @@ def sizes_block(found: list[Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    """The learning rate, by which factors parts of the network differ from it, and where it ends."""
+    """The learning rate, by which factors parts of the network differ from it, and what else differs from most long runs."""
     settings = row.configuration
     parts = {"projections": settings["rates"].get("projection", 1.0), "K, U and V": settings["rates"].get("k", 1.0)}
     factors = "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
-    return f"{settings['learning_rate']:g}{factors}" + ("" if settings["min_rate"] else ", ending at zero")
+    rest = [f"weight decay {settings['weight_decay']:g}"] * (settings["weight_decay"] != LONG_DECAY)
+    rest += ["Muon by heads"] * (settings["stacks"] == "heads") + ["ending at zero"] * (not settings["min_rate"])
+    return ", ".join([f"{settings['learning_rate']:g}{factors}", *rest])
 
 
 def _speeds(records: Iterable[dict]) -> str:

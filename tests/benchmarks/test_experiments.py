@@ -72,6 +72,20 @@ def test_optimizer_of_a_parameter():
     assert chosen[id(block.ffn.k)] == (True, run.learning_rate) and chosen[id(block.ffn.in_proj.weight)] == (True, run.learning_rate / 2)
 
 
+def test_muon_by_heads_takes_a_heads_subnetworks_as_one_matrix():
+    run = compare.Run("muon", "flashmhf", 148, heads=4, subnets=2, optimizer="muon", stacks="heads", **SMALL)
+    model = compare.Model(run, 300)
+    optimizer, k = compare.make_optimizer(run, model, "cpu"), model.blocks[0].ffn.k
+    whole = torch.nn.Parameter(k.detach().flatten(1, 2).clone())
+    reference = flashmhf.Muon([{"params": [whole], "lr": run.learning_rate, "weight_decay": run.weight_decay, "muon": True}])
+    for _ in range(2):
+        k.grad = torch.randn_like(k)
+        whole.grad = k.grad.flatten(1, 2)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(k.flatten(1, 2), whole) and len(optimizer.state) == 1
+
+
 def run_queue(tokens, out, *arguments):
     queue = out.with_suffix(".json")
     queue.write_text(json.dumps(QUEUE))
@@ -273,6 +287,7 @@ def test_a_missing_piece_is_waited_for_while_the_clock_of_a_run_stands(tokens, t
         ({"ffn": "mlp"}, "ffn is 'mlp'"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
         ({"gates": "sigmoid"}, "gates is 'sigmoid'; supported: normalised, sigmoid, the second for ffn 'flashmhf' only"),
+        ({"stacks": "heads"}, "stacks is 'heads'; supported: subnets, heads, the second for flashmhf with muon only"),
         ({"steps": 100_000}, "a: steps is 100000, .* at most 4"),
     ],
 )
