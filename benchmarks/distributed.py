@@ -202,6 +202,7 @@ def compiled(job: Job) -> Iterator[dict]:
     """``fused_operators`` are those of symmetric memory that the compiled code calls. On CPUs there is none of them."""
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
+    from torch.distributed import _symmetric_memory
 
     one, sharded, tokens = module_setup(job)
     mine = tokens.tensor_split(job.ranks)[job.rank].contiguous()
@@ -216,7 +217,7 @@ def compiled(job: Job) -> Iterator[dict]:
         if pipelined and job.gpu:
             with warnings.catch_warnings():  # deprecated from torch 2.11 on, but Inductor still asks whether it was called
                 warnings.simplefilter("ignore", FutureWarning)
-                torch.distributed._symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+                _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
         with config.patch(_micro_pipeline_tp=pipelined and job.gpu):
             # Not the module alone: its hooks, which hold the collectives, would be graphs of their own.
             call = forward(torch.compile(lambda x, many=many: many(x), fullgraph=True, dynamic=False), x)
