@@ -47,7 +47,7 @@ def train(name: str, steps: int, warmup: int, rate: float, micro_batch: int, acc
 
     optimizer = flashmhf.Muon(flashmhf.param_groups(model, lr=rate, weight_decay=0.1, muon=True))
     share = lambda step: (step - warmup) / max(1, steps - warmup)  # noqa: E731
-    cosine = lambda step: 0.1 + 0.45 * (1 + math.cos(math.pi * share(step)))  # noqa: E731  from 1 to 0.1
+    cosine = lambda step: 0.5 * (1 + math.cos(math.pi * share(step)))  # noqa: E731  from 1 to 0
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else cosine(step))
 
     losses = []

@@ -188,13 +188,14 @@ def sizes_block(found: list[Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    """The learning rate, by which factors parts of the network differ from it, and what else differs from most long runs."""
+    """The learning rate, whether it ends at zero, by which factors parts of the network differ from it, and what else is unusual."""
     settings = row.configuration
     parts = {"projections": settings["rates"].get("projection", 1.0), "K, U and V": settings["rates"].get("k", 1.0)}
     factors = "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
     rest = [f"weight decay {settings['weight_decay']:g}"] * (settings["weight_decay"] != LONG_DECAY)
-    rest += ["Muon by heads"] * (settings["stacks"] == "heads") + ["ending at zero"] * (not settings["min_rate"])
-    return ", ".join([f"{settings['learning_rate']:g}{factors}", *rest])
+    rest += ["Muon by heads"] * (settings["stacks"] == "heads")
+    end = "" if settings["min_rate"] else " → 0"
+    return ", ".join([f"{settings['learning_rate']:g}{end}{factors}", *rest])
 
 
 def _speeds(records: Iterable[dict]) -> str:
@@ -209,7 +210,7 @@ def _speeds(records: Iterable[dict]) -> str:
 def long_block(found: list[Row]) -> str:
     """A line per network of the runs that were evaluated on the way: its best rate, loss, speed and memory of training."""
     networks: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted((row for row in found if "evaluations" in row.records[0]), key=lambda row: row.mean):
+    for row in (row for row in found if "evaluations" in row.records[0]):
         networks.setdefault((row.configuration["size"].partition(",")[0], network(row)), []).append(row)
     header = ["size", "network", "best learning rate", "loss", "other rates: loss", "seeds", "million tokens/s", "memory, GiB"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
