@@ -286,7 +286,7 @@ def speed_answer(records: Records) -> str:
 # Whole models
 
 UNKNOWN = "not measured"
-SCALES = ("tiny", "128m", "370m", "1.3b")
+SCALES = ("tiny", "26m", "57m", "128m", "370m", "1.3b")
 Cells = dict[tuple[str, bool], dict[tuple, dict[str, dict]]]
 
 
@@ -385,7 +385,8 @@ def decision_table(records: Records) -> str:
         names = ("flashmhf" + way, "swiglu" + way)
         pairs = {key: [cell[name] for name in names] for key, cell in found.items() if cell.keys() >= set(names)}
         speeds = [theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs.values()]
-        lines.append([f"whole model, prefill, {way.strip() or 'eager'}", *_compared(prompts, [key[0] for key in pairs], speeds)])
+        less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs.values() if "memory_mib" in ours]
+        lines.append([f"whole model, prefill, {way.strip() or 'eager'}", *_compared(prompts, [key[0] for key in pairs], speeds, less)])
     generated = generation(records["generate"])
     speeds = [cell["flashmhf"]["x_swiglu"] for cell in generated.values()]
     lines.append(["whole model, generation", *_compared(records["generate"], [key[0] for key in generated], speeds)])

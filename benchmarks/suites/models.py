@@ -1,20 +1,27 @@
-"""Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation with a static cache, training."""
+"""Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation with a static cache, training.
+
+Beside the presets' scales, prefill and generation take "26m" and "57m": the pairs whose losses docs/quality.md compares.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from flashmhf import quantize
+from flashmhf.models import FlashMHFConfig
 from flashmhf.models.presets import preset
 from flashmhf.testing import relative_l2
 
+from ..harness import timing
 from ..harness.measure import Cell, Context, Prepared, attempt, clear, require
 from ..harness.training import Training
 from .fp8 import Fp8SwiGLU
@@ -25,11 +32,38 @@ BATCHES = {"prefill": (1, 8), "generate": (1, 8, 64, 256), "train": (8,)}
 SMALLER = {("train", "1.3b"): (4,)}  # what fits into 80 GB without checkpointing
 COMPILED_TOKENS = 64  # at most, of a compiled FP8 network
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
+RUNS = Path(__file__).resolve().parents[2] / "experiments/results/runs.jsonl"
+TRAINED = {  # models of RUNS
+    "flashmhf-26m": "long-flash128-8L-zero-lr5",
+    "swiglu-26m": "long-swiglu-9L-zero-lr5",
+    "flashmhf-57m": "long-57m-flash128-8L",
+    "swiglu-57m": "long-57m-swiglu",
+}
+VOCABULARY = 16_384  # of the models of RUNS
+
+
+def configuration(name: str, **sizes: object) -> FlashMHFConfig:
+    """The configuration of a preset, or of a model that experiments/compare.py trained."""
+    if name not in TRAINED:
+        return preset(name).config(**sizes)
+    run = next(line for line in map(json.loads, RUNS.read_text().splitlines()) if line["run"] == TRAINED[name])["configuration"]
+    return FlashMHFConfig(
+        ffn_type=run["ffn"],
+        vocab_size=VOCABULARY,
+        hidden_size=run["d_model"],
+        intermediate_size=run["width"],
+        num_hidden_layers=run["layers"],
+        num_attention_heads=run["attention_heads"],
+        ffn_num_heads=run["heads"],
+        ffn_num_subnets=run["subnets"],
+        tie_word_embeddings=True,
+        **sizes,
+    )
 
 
 def build(name: str, context: Context, **sizes):
     with context.device:
-        return AutoModelForCausalLM.from_config(preset(name).config(**sizes), dtype=context.dtype).eval()
+        return AutoModelForCausalLM.from_config(configuration(name, **sizes), dtype=context.dtype).eval()
 
 
 def prompt(context: Context, batch: int, length: int) -> torch.Tensor:
@@ -50,6 +84,8 @@ def prefill_cell(scale: str, batch: int, length: int, blocks: tuple[str, ...]) -
             for block in model.model.layers:
                 block.compile(dynamic=False)
             row["error"] = require({"logits": relative_l2(run().logits, expected.double())}, 0.05)
+        if (beyond := timing.peak_memory(run, context.device)) is not None:
+            row["memory_mib"] = (sum(p.nbytes for p in model.parameters()) + beyond) / 2**20
         return Prepared(run, 1, row)
 
     kinds = [(ffn, way == "compiled") for way in blocks for ffn in FFNS]
@@ -186,7 +222,7 @@ class TrainCell:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets")
+    parser.add_argument("--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets; 26m, 57m")
     parser.add_argument("--batches", type=int, nargs="+", metavar="N")
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a training sequence")
     parser.add_argument("--fp8", action="store_true", help="generate: also with feed-forward networks in FP8")

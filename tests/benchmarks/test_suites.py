@@ -249,6 +249,18 @@ def test_whole_models(capsys, monkeypatch):
         assert " flashmhf |" in out and " swiglu |" in out and "failed" not in out and "÷ swiglu" in out
 
 
+def test_models_of_experiments():
+    """They have the parameters that the training counted."""
+    transformers = pytest.importorskip("transformers")
+    from benchmarks.suites import models
+
+    found = {line["run"]: line["non_embedding"] for line in map(json.loads, models.RUNS.read_text().splitlines())}
+    for name, trained in models.TRAINED.items():
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(models.configuration(name))
+        assert model.num_parameters(exclude_embeddings=True) == found[trained], name
+
+
 def test_tables_ratios_and_conditions():
     """Of a run of the tiny shape as one of a GPU: with rates, sensors and memory."""
     some = ("flashmhf_eager", "swiglu", "swiglu_liger", "mhffn_naive", "dense_moe")
