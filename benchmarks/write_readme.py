@@ -399,7 +399,7 @@ def decision_table(records: Records) -> str:
             speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
             less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs]
             lines.append([f"whole model, training step, {blocks}{name}", *_compared(record, [key[0] for key in keys], speeds, less)])
-    lines.append(["loss at equal parameters", "[equal](quality.md)", "", ""])
+    lines.append(["loss at equal parameters", "[equal at 26M and 57M](quality.md)", "", ""])
     header = ["what", "speed ÷ SwiGLU's", "SwiGLU's memory ÷ FlashMHF's", "measured"]
     note = (
         "*Above 1 FlashMHF is better. Layers alone are compared with compiled SwiGLU; their memory is the peak of one layer beyond weights "
@@ -446,17 +446,17 @@ def expected_memory(records: Records) -> str:
     scale, rows = list(models.items())[-1]
     row = rows["flashmhf"]
     gib = {ranks: row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30 for ranks in (1, 2, 4, 8)}
-    places, more = [f"one {gpu(record)}"], []
+    places, more, cells = [f"one {gpu(record)}"], [], {1: f"{gib[1]:.0f} GiB"}
     for ranks, several in records.several_gpus("train").items():
         if sharded := trained(several, f"fsdp2 {ranks}").get("flashmhf"):
             more.append(sharded["memory_mib"] / 1024 - gib[ranks])
-            gib[ranks] += more[-1]
+            cells[ranks] = f"{gib[ranks] + more[-1]:.0f} GiB"
             places.append(f"{ranks} {gpu(several)}s")
-    header = ["GPUs", *map(str, gib)]
+    cells = {ranks: cells.get(ranks) or f"{span([each + over for over in more or [0.0]], 0)} GiB, estimated" for ranks, each in gib.items()}
     batch = f"{row.get('batch', 4)} sequences of {row.get('length', 4096):,} tokens"
-    where = f"Measured on {', '.join(places)}; the others are computed, and what was measured took {span(more, 0)} GiB more than computed"
+    where = f"Measured on {', '.join(places)}; estimates are computed, with the {span(more, 0)} GiB added by which these exceeded it"
     note = f"*FlashMHF-{scale.upper()} with AdamW, {batch} per GPU at once. {where}.*"
-    return f"{table(header, [['memory per GPU', *(f'{each:.0f} GiB' for each in gib.values())]])}\n\n{note}"
+    return f"{table(['GPUs', *map(str, cells)], [['memory per GPU', *cells.values()]])}\n\n{note}"
 
 
 def several_gpus_module(records: Records) -> str:
@@ -608,7 +608,7 @@ def generate_fp8_table(records: Records) -> str:
             fixed(row.get("x_swiglu"), 2),
         ]
         lines.append([str(row["batch"]), f"{row['context']:,}", row["subject"], *figures])
-    header = ["batch", "context", "model", "tokens/s", "ms a step", "÷ SwiGLU in FP8", "÷ SwiGLU in 16 bits"]
+    header = ["batch", "context", "model", "tokens/s", "ms per step", "÷ SwiGLU in FP8", "÷ SwiGLU in 16 bits"]
     return f"{table(header, lines)}\n\n{conditions('`generate`', record)}"
 
 

@@ -46,9 +46,13 @@ def train(name: str, steps: int, warmup: int, rate: float, micro_batch: int, acc
     fully_shard(model, mesh=mesh, shard_placement_fn=shard_placement(size))
 
     optimizer = flashmhf.Muon(flashmhf.param_groups(model, lr=rate, weight_decay=0.1, muon=True))
-    share = lambda step: (step - warmup) / max(1, steps - warmup)  # noqa: E731
-    cosine = lambda step: 0.5 * (1 + math.cos(math.pi * share(step)))  # noqa: E731  from 1 to 0
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else cosine(step))
+
+    def factor(step: int) -> float:
+        """Rise to 1 within the warm-up, then fall to 0 along a cosine."""
+        after = (step - warmup) / max(1, steps - warmup)
+        return (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * after))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     losses = []
     for step in range(steps):

@@ -133,6 +133,20 @@ def per_parameter(row: Row) -> float:
     return Run(**row.configuration, name="").tokens / row.non_embedding
 
 
+def title(row: Row) -> str:
+    """Return the size and the tokens of its training, such as "26M, 59M tokens"."""
+    return f"{row.configuration['size'].partition(',')[0]}, {Run(**row.configuration, name='').tokens / 1e6:.0f}M tokens"
+
+
+def on_the_way(record: dict) -> dict[int, float]:
+    """Tokens seen -> loss, whose kinds of text count as they do in the final loss; the samples have as much of each."""
+    if not record.get("evaluations"):
+        return {}
+    kinds = record["validation"]
+    share = (record["validation_loss"] - kinds["prose"]) / (kinds["code"] - kinds["prose"])
+    return {each["tokens"]: share * each["code"] + (1 - share) * each["prose"] for each in record["evaluations"]}
+
+
 def plot(found: list[Row], path: Path) -> None:
     """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter: a point per size, a line where runs were evaluated on the way."""
     from matplotlib.figure import Figure
@@ -140,14 +154,16 @@ def plot(found: list[Row], path: Path) -> None:
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0, color="#9e9e9e", linewidth=1)
-    for size, ours, theirs in pairs(found):
+    for _, ours, theirs in pairs(found):
         differences = [ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))]
-        point = axes.errorbar(per_parameter(ours), statistics.mean(differences), yerr=interval(differences), fmt="o", capsize=3, label=size)
-        ways = [{each["tokens"]: each["all"] for each in row.records[0].get("evaluations", ())} for row in (ours, theirs)]
+        like = {"fmt": "o", "capsize": 3, "label": title(ours)}
+        point = axes.errorbar(per_parameter(ours), statistics.mean(differences), yerr=interval(differences), **like)
+        ways = [on_the_way(row.records[0]) for row in (ours, theirs)]
         common = sorted(ways[0].keys() & ways[1].keys())
         if common:
             axes.plot([t / ours.non_embedding for t in common], [ways[0][t] - ways[1][t] for t in common], color=point[0].get_color())
     axes.set(xscale="log", xlabel="training tokens per parameter", ylabel="FlashMHF − SwiGLU, nats")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
@@ -163,7 +179,7 @@ def network(row: Row) -> str:
 
 
 def size_order(found: Iterable[Row]) -> list[str]:
-    sizes = {row.configuration["size"]: row.non_embedding for row in found}
+    sizes = {row.configuration["size"]: (row.configuration["non_embedding"], per_parameter(row)) for row in found}
     return sorted(sizes, key=sizes.__getitem__)
 
 
@@ -177,13 +193,13 @@ def against(row: Row, base: Row | None) -> tuple[str, str]:
 def sizes_block(found: list[Row]) -> str:
     """A line per size: both networks' best rows, and what lies between them."""
     lines = ["| parameters, tokens | tokens per parameter | FlashMHF | SwiGLU | difference, nats | seeds |", "|---|---|---|---|---|---|"]
-    for size, ours, theirs in pairs(found):
+    for _, ours, theirs in pairs(found):
         difference, half = against(ours, theirs)
         losses = [
             f"{row.mean:.3f} ({network(row).partition(' ')[2]}; rate {row.configuration['learning_rate']:g})" for row in (ours, theirs)
         ]
         seeds = len(set(ours.losses) & set(theirs.losses))
-        lines.append(f"| {size} | {per_parameter(ours):.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |")
+        lines.append(f"| {title(ours)} | {per_parameter(ours):.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |")
     return "\n".join(lines)
 
 
@@ -212,7 +228,7 @@ def long_block(found: list[Row]) -> str:
     networks: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in found if "evaluations" in row.records[0]):
         networks.setdefault((row.configuration["size"].partition(",")[0], network(row)), []).append(row)
-    header = ["size", "network", "best learning rate", "loss", "other rates: loss", "seeds", "million tokens/s", "memory, GiB"]
+    header = ["size", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds", "million tokens/s", "memory, GiB"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for (size, name), (best_row, *others) in networks.items():
         records = [record for row in (best_row, *others) for record in row.records]
