@@ -71,7 +71,7 @@ def takes(
         isinstance(cache, StaticCache)
         and not any(layer.is_initialized or layer.is_sliding for layer in cache.layers)
         and not cache.offloading
-        and all(isinstance(processor, (*_CAPTURED, RefuseNotFinite)) for processor in processors)
+        and all(type(processor) in (*_CAPTURED, RefuseNotFinite) for processor in processors)
         and all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
         and criteria.max_length is not None
         and not any(getattr(config, name) for name in _OUTPUTS)
@@ -131,10 +131,9 @@ class _Step:
 
     def run(self) -> None:
         self.mask.index_fill_(3, self.slot, 0)
-        hidden = self._hidden(self.token, self.mask, self.position)
+        self._choose(self._hidden(self.token, self.mask, self.position))
         self.slot += 1
         self.position += 1
-        self._choose(hidden)
 
     def _hidden(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         out = self.model.model(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{_CACHE: self.cache})
@@ -210,8 +209,7 @@ def decode(
     cache, places = settings[_CACHE], criteria.max_length - 1  # the last token is not an input
     if cache.layers[0].max_cache_len < places:  # a GPU would end with an assertion, which leaves its context unusable
         raise ValueError(f"{_CACHE} has {cache.layers[0].max_cache_len} places; {criteria.max_length} tokens need {places}")
-    prompt = (input_ids, settings.get("attention_mask"), settings["position_ids"])
-    step = _Step(model, cache, prompt, choose, end, padding)
+    step = _Step(model, cache, (input_ids, settings.get("attention_mask"), settings["position_ids"]), choose, end, padding)
     reports, tokens, run = _Reports(step), [], step.run
     reports.queue()
     for number in range(1, count + 1):
@@ -229,6 +227,9 @@ def decode(
             streamer.put(chosen)
         if ended:
             break
+    if number < count:  # the step after the end is queued: a caller who goes on with the cache must not find its token there
+        for layer in cache.layers:
+            layer.cumulative_length.sub_(1)
     if streamer is not None:
         streamer.end()
     return torch.cat([input_ids, torch.stack(tokens, 1).to(input_ids.device)], 1)

@@ -7,7 +7,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, CompileConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StaticCache,
+    TemperatureLogitsWarper,
+)
 
 from flashmhf.models import FFN_TYPES, FlashMHFForCausalLM, decoding
 from flashmhf.models.presets import preset
@@ -90,6 +97,17 @@ def test_a_cache_that_is_too_short():
     assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
 
 
+def test_a_cache_that_its_owner_goes_on_with(decoded):
+    """After an early end it holds the tokens before the last one, as transformers leaves it."""
+    model, ids = tiny(), prompt(1)
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "disable_compile": True}
+    end = int(model.generate(ids, eos_token_id=None, **settings)[0, 9 + 4])
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    said = torch.cat([model.generate(ids, past_key_values=cache, eos_token_id=end, **settings), prompt(1, 3)], 1)
+    assert decoded == [1] and said.shape[1] == 9 + 5 + 3
+    assert torch.equal(model.generate(said, past_key_values=cache, **settings), model.generate(said, **settings))
+
+
 def test_one_token_and_a_streamer(decoded):
     model, ids = tiny(), prompt(1)
     for count in (1, 2, 7):
@@ -118,12 +136,18 @@ def test_samples_follow_the_probabilities(device, decoded):
     assert len(first[:, 10:].unique()) > 3 and decoded == [300, 300]
 
 
+class Unrepeated(TemperatureLogitsWarper):
+    def __call__(self, input_ids, scores):
+        return super().__call__(input_ids, scores.scatter(1, input_ids[:, -1:], -1e9))
+
+
 def test_what_transformers_loop_keeps(decoded):
     """Arguments that a captured step cannot honour go to transformers."""
     model, ids = tiny(), prompt()
     settings = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True, "eos_token_id": None}
     model.generate(ids, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2)]), **settings)
     model.generate(ids, return_dict_in_generate=True, output_scores=True, **settings)
+    model.generate(ids, logits_processor=LogitsProcessorList([Unrepeated(2.0)]), **settings)
     model.generate(ids, max_time=100.0, **settings)
     model.generate(ids, compile_config=CompileConfig(), **settings)
     assert not decoded
