@@ -125,7 +125,8 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
         # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding token, too.
-        self.padding_idx = None if config.pad_token_id == config.eos_token_id else config.pad_token_id
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        self.padding_idx = None if config.pad_token_id in ends else config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
@@ -147,11 +148,10 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **model_kwargs):
         """Run transformers' loop over tokens, or with a static cache :func:`flashmhf.models.decoding.decode`."""
-        if decoding.takes(self, FlashMHFForCausalLM, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs):
-            return decoding.decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-        return super()._sample(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
-        )
+        given = (logits_processor, stopping_criteria, generation_config)
+        if decoding.takes(self, FlashMHFForCausalLM, *given, synced_gpus, model_kwargs):
+            return decoding.decode(self, input_ids, *given, streamer, model_kwargs)
+        return super()._sample(input_ids, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
 
 class FlashMHFForSequenceClassification(GenericForSequenceClassification, FlashMHFPreTrainedModel):

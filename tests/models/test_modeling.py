@@ -59,10 +59,10 @@ def test_loss_and_every_gradient(ffn):
 
 def test_padding_that_is_end_of_text_is_learnt():
     ids = torch.tensor([[0, 5, 0, 7]])
-    for pad in (0, 1, None):
-        model = tiny("flashmhf", pad_token_id=pad, tie_word_embeddings=False)
+    for pad, end in ((0, 0), (1, 0), (None, 0), (0, [3, 0])):
+        model = tiny("flashmhf", pad_token_id=pad, eos_token_id=end, tie_word_embeddings=False)
         model(ids, labels=ids).loss.backward()
-        assert bool(model.model.embed_tokens.weight.grad[0].any()), pad
+        assert bool(model.model.embed_tokens.weight.grad[0].any()), (pad, end)
 
 
 def test_swiglu_equals_llama():
