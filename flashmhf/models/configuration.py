@@ -115,7 +115,7 @@ class FlashMHFConfig(LlamaConfig):
         super().validate_architecture()
         if self.head_dim is not None and self.head_dim % 2:  # transformers itself says so only in later versions than 5.17
             raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
-        for name in ("hidden_size", "intermediate_size"):
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:

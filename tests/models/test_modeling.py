@@ -262,6 +262,7 @@ def test_block_without_its_norm():
         ({"ffn_router_eps": "0"}, "ffn_router_eps.* expected float, got str"),
         ({"intermediate_size": 0, "ffn_num_subnets": None}, "intermediate_size is 0; it must be at least 1"),
         ({"hidden_size": 0, "ffn_num_heads": None}, "hidden_size is 0; it must be at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads = 4"),
     ],
 )
