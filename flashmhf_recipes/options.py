@@ -58,6 +58,7 @@ _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 # What is supported of a number, and whether a value is. NaN is nowhere.
 _RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
+    "length": ("integers from 2 on, a token and the next", lambda x: x is None or (isinstance(x, int) and x >= 2)),
     "warmup": ("a share of the steps below 1, or steps from 1 on", lambda x: 0 <= x < math.inf),
     "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
     "betas": ("two numbers from 0 on and below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),

@@ -116,6 +116,7 @@ def test_refused_settings(settings, message):
     ("name", "values"),
     [
         *((name, (0, -3, 2.5, "5")) for name in ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every", "save_every")),
+        ("length", (1,)),
         ("learning_rate", (0.0, math.inf, math.nan, "high")),
         ("warmup", (-1.0, math.nan, math.inf, "long")),
         ("weight_decay", (-0.1, math.nan, math.inf)),
