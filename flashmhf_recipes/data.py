@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from .documents import find_files, read
 from .errors import DataError
+from .tokenizer import token_numbers
 
 PIECE, GROUP = 1 << 16, 256  # characters tokenised as one text, and such texts at once: bounds memory for documents of any size
 BUFFERED_RECORDS = 10_000  # of a streamed data set, from which the next record is drawn at random
@@ -116,7 +117,7 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
 
     Raises DataError where there is no text.
     """
-    dtype, count = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32), 0
+    dtype, count = np.dtype(np.uint16 if token_numbers(tokenizer) <= 1 << 16 else np.uint32), 0
     with (directory / TOKENS).open("wb") as out, tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress:
         for ids in encode(documents, tokenizer):
             ids = ids[: max_tokens - count]

@@ -13,6 +13,7 @@ from flashmhf.models.quantization import quantise
 from . import checkpoints
 from .arguments import chosen_device
 from .tokenizer import load as load_tokenizer
+from .tokenizer import token_numbers
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,7 +34,7 @@ def load(
     wanted = (torch.bfloat16 if chosen.type == "cuda" else torch.float32) if dtype == "auto" else _DTYPES[dtype]
     model = loading.load(location, wanted)
     tokenizer = load_tokenizer(tokenizer_name or location)
-    largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape[0]
+    largest, rows = token_numbers(tokenizer) - 1, model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise ValueError(
             f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; the vocabulary of {name!r} has {rows:,}"

@@ -95,3 +95,8 @@ def load(name: str):
     if tokenizer.pad_token_id is None and PADDING in tokenizer.get_vocab():  # a bare tokenizer.json names no roles
         tokenizer.pad_token = PADDING
     return tokenizer
+
+
+def token_numbers(tokenizer) -> int:
+    """Return the largest token number plus 1. It is more than the number of tokens where some numbers stand for none."""
+    return max(tokenizer.get_vocab().values()) + 1

@@ -31,7 +31,7 @@ from .errors import DataError, OptionError
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, empty_model, naming, schedule, training_arguments
 from .stopping import Stopped, StopSignals
-from .tokenizer import chat_template
+from .tokenizer import chat_template, token_numbers
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
@@ -298,7 +298,7 @@ def _first_model(options: Options, tokenizer) -> PreTrainedModel:
     if options.init_from:
         return loading.load(Path(options.output) / INIT, torch.float32)
     config = empty_model(options).config
-    config.vocab_size = max(options.vocab_size, len(tokenizer))
+    config.vocab_size = max(options.vocab_size, token_numbers(tokenizer))
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = None  # an embedding with a padding token trains that row differently
     model = AutoModelForCausalLM.from_config(config)

@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 
 from lm_runs import HELD_OUT, Batches, StopAt, environment, options, same_run, torchrun
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import flashmhf
@@ -311,6 +312,17 @@ def test_tokens_of_another_run(uninterrupted, text, tmp_path):
     assert (tmp_path / "run" / "data" / "tokens.bin").samefile(expected.output / "data" / "tokens.bin")  # a link takes no space
     with pytest.raises(DataError, match="holds no tokens: there is no data/manifest.json"):
         training.start(options(tmp_path / "other", text, data=[], tokens=str(tmp_path)), bar=False)
+
+
+def test_token_numbers_that_are_not_all_taken(text, tmp_path):
+    """A tokenizer of few tokens may have numbers beyond 16 bits."""
+    words = {"<|endoftext|>": 0, "the": 70_000, "other": 7}
+    made = Tokenizer(models.WordLevel(words, unk_token="other"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    run = training.start(options(tmp_path / "run", text, tokenizer=str(tmp_path / "tokenizer.json"), steps=1), bar=False).output
+    assert set(data.load(run / "data")[:].tolist()) == {7, 70_000}
+    assert json.loads((run / "config.json").read_text())["vocab_size"] == 70_001
 
 
 def test_a_diverging_run_stops_with_its_step(text, tmp_path):
