@@ -74,7 +74,9 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
         _refuse_occupied(output, options)
     find_files(options.data)
     if options.chat_template is not None:
-        chat_template(options.chat_template)
+        template = chat_template(options.chat_template)
+        if (output / TOKENIZER).exists() and load_tokenizer(str(output / TOKENIZER)).chat_template != template:
+            raise OptionError(f"chat_template is {options.chat_template!r}; the tokenizer that is in {output} has another or none")
     trained = _load_trained(options) if options.init_from else None
     model = trained[0] if trained else empty_model(options)
     arguments = training_arguments(options)
@@ -88,7 +90,7 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
             return _train(options, arguments, bar, callbacks, signals, None, trained)
         except Exception as error:
             if first_process() and not metrics.read_rows(output) and not checkpoints.numbered_checkpoints(output):
-                _release(output, keep_tokens=not isinstance(error, DataError))
+                _release(output, keep_tokens=not isinstance(error, DataError) or options.tokens == str(output.absolute()))
             raise
 
 
