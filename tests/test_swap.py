@@ -8,6 +8,8 @@ import flashmhf
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP  # noqa: E402
+
 from flashmhf.models import load_replaced  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,19 +162,19 @@ def test_replace_ffn_refuses_and_leaves_the_model_as_it_was(model, arguments, er
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_subnets", [1, 4])
-def test_warm_start_is_exact(num_subnets, bias):
-    """Identity projections and a gate of exactly 1/E: the same function, in float64 to its rounding."""
+@pytest.mark.parametrize(("num_subnets", "eps"), [(1, 1e-20), (4, 1e-20), (4, 0.5)])
+def test_warm_start_is_exact(num_subnets, eps, bias):
+    """Identity projections and a gate of exactly 1 / (E + 2 eps): the same function, in float64 to its rounding."""
     swiglu = flashmhf.SwiGLU(64, 192, dtype=torch.float64)
     if bias:
         swiglu.down_proj.bias = nn.Parameter(torch.randn(64, dtype=torch.float64))
     nn.init.normal_(swiglu.gate_proj.weight)
-    module = flashmhf.FlashMHF.from_swiglu(swiglu, num_subnets, q_norm=False)
+    module = flashmhf.FlashMHF.from_swiglu(swiglu, num_subnets, q_norm=False, router_eps=eps)
     x = torch.randn(5, 7, 64, dtype=torch.float64)
     torch.testing.assert_close(module(x), swiglu(x), atol=1e-14, rtol=1e-12)
     assert torch.equal(module.in_proj.weight, torch.eye(64, dtype=torch.float64)) and torch.equal(module.split_heads(x).flatten(-2), x)
-    gate = flashmhf.gate(module.split_heads(x).float(), module.router.float())
-    assert torch.equal(gate, torch.full_like(gate, 1 / num_subnets))
+    gate = flashmhf.gate(module.split_heads(x).float(), module.router.float(), eps)
+    assert torch.equal(gate, torch.full_like(gate, 1 / (num_subnets + 2 * eps)))
 
 
 def test_warm_started_gate_stays_one_under_training():
@@ -196,12 +198,26 @@ def adapted() -> nn.Module:
     return swiglu
 
 
+def biased() -> nn.Module:
+    swiglu = flashmhf.SwiGLU(64, 192)
+    swiglu.down_proj.bias = nn.Parameter(torch.randn(64))
+    return swiglu
+
+
+def scaled() -> nn.Module:
+    config = transformers.FalconH1Config(hidden_size=64, intermediate_size=192, mlp_multipliers=[0.5, 2.0])
+    return FalconH1MLP(config)
+
+
 @pytest.mark.parametrize(
     ("swiglu", "arguments", "error", "message"),
     [
         (lambda: flashmhf.SwiGLU(8, 16, bias=True), {}, ValueError, "gate_proj has a bias"),
         (lambda: flashmhf.SwiGLU(8, 16), {"num_subnets": 3}, ValueError, "num_subnets is 3; it must divide the width 16"),
         (lambda: flashmhf.SwiGLU(8, 16), {"q_norm": True}, ValueError, "q_norm is True; .*supports q_norm=False"),
+        (lambda: flashmhf.SwiGLU(8, 16), {"activation": "relu"}, ValueError, "activation is 'relu'; .*supports activation='silu'"),
+        (biased, {"bias": False}, ValueError, "bias is False; .*supports bias=True"),
+        (scaled, {}, ValueError, "swiglu.gate_multiplier is 0.5; supported: networks without factors"),
         (lambda: foreign(hidden_act="gelu").model.layers[0].mlp, {}, ValueError, "act_fn is"),
         (lambda: nn.Linear(64, 64), {}, TypeError, "swiglu.gate_proj must be a torch.nn.Linear, got none"),
         (lambda: None, {}, TypeError, "swiglu.gate_proj must be a torch.nn.Linear, got none"),

@@ -114,32 +114,33 @@ class FlashMHF(GroupedHeads):
         """Return a network of one head that computes what ``swiglu`` (gate_proj, up_proj, down_proj linear layers) does, to rounding.
 
         W_in = W_out = identity; K and U are the gate's and the up projection's weights, V the down projection's transposed. W_router =
-        0 makes every gate value sigma / (E sigma + eps) = 1/E, exactly 1 for E = 1 since eps vanishes beside sigma = 1/2 in float32;
-        for E > 1 V carries the factor E. With one sub-network the gate stays 1 under training.
+        0 makes every gate value sigma / (E sigma + eps) = 1 / (E + 2 eps), for sigma = 1/2; V carries the factor E + 2 eps. With one
+        sub-network and the default eps, which vanishes beside sigma in float32, the gate stays 1 under training.
 
         Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
         dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
         Raises TypeError if one of the three is not a plain linear layer (an adapter is not), ValueError for another activation, biases in
-        gate_proj or up_proj, a width that num_subnets does not divide, and q_norm=True, which has no exact start either.
+        gate_proj or up_proj, floats among the attributes of ``swiglu`` (factors and limits), a width that num_subnets does not divide,
+        q_norm=True, which has no exact start either, and bias=False where down_proj has one.
         """
-        if kwargs.get("q_norm"):
-            raise ValueError("q_norm is True; a SwiGLU does not normalise its input, so from_swiglu supports q_norm=False only")
-        if kwargs.get("activation", "silu") != "silu":
-            raise ValueError(f"activation is {kwargs['activation']!r}; a SwiGLU has SiLU, so from_swiglu supports 'silu' only")
         for name in ("gate_proj", "up_proj", "down_proj"):
             layer = getattr(swiglu, name, None)
             if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:  # an adapter adds to its linear layer
                 raise TypeError(f"swiglu.{name} must be a torch.nn.Linear, got {'none' if layer is None else type(layer).__name__}")
+            if layer.bias is not None and name != "down_proj":
+                raise ValueError(f"swiglu.{name} has a bias; supported: a bias in down_proj only")
         if not uses_silu(swiglu):
             raise ValueError(f"swiglu.act_fn is {type(swiglu.act_fn).__name__}; supported: SiLU")
-        for name in ("gate_proj", "up_proj"):
-            if getattr(swiglu, name).bias is not None:
-                raise ValueError(f"swiglu.{name} has a bias; supported: a bias in down_proj only")
-        (width, d_model), bias = swiglu.gate_proj.weight.shape, swiglu.down_proj.bias
-        num_subnets = positive("num_subnets", num_subnets)
+        for name, value in vars(swiglu).items():  # Falcon-H1 multiplies by some, DeepSeek-V4 cuts off at one
+            if isinstance(value, float) and "dropout" not in name:
+                raise ValueError(f"swiglu.{name} is {value}; supported: networks without factors and limits of their own")
+        weight, bias = swiglu.gate_proj.weight, swiglu.down_proj.bias
+        for name, value in {"q_norm": False, "activation": "silu", "bias": bias is not None or kwargs.get("bias", False)}.items():
+            if kwargs.get(name, value) != value:
+                raise ValueError(f"{name} is {kwargs[name]!r}; from_swiglu supports {name}={value!r} only: it computes what swiglu does")
+        num_subnets, (width, d_model) = positive("num_subnets", num_subnets), weight.shape
         if width % num_subnets:
             raise ValueError(f"num_subnets is {num_subnets}; it must divide the width {width}")
-        weight = swiglu.gate_proj.weight
         settings = {"device": weight.device, "dtype": weight.dtype, "bias": bias is not None, **kwargs}
         module = cls(d_model, 1, num_subnets, width // num_subnets, **settings)
         for projection in () if module.skip_linear else (module.in_proj, module.out_proj):
@@ -147,10 +148,9 @@ class FlashMHF(GroupedHeads):
         if bias is not None:
             module.in_proj.bias.zero_()
             module.out_proj.bias.copy_(bias)
-        shape = (1, num_subnets, width // num_subnets, d_model)
-        module.k.copy_(swiglu.gate_proj.weight.view(shape))
-        module.u.copy_(swiglu.up_proj.weight.view(shape))
-        module.v.copy_(num_subnets * swiglu.down_proj.weight.T.reshape(shape))
+        module.k.copy_(weight.view(module.weight_shape))
+        module.u.copy_(swiglu.up_proj.weight.view(module.weight_shape))
+        module.v.copy_((num_subnets + 2 * module.router_eps) * swiglu.down_proj.weight.T.reshape(module.weight_shape))
         module.router.zero_()
         return module
 
