@@ -35,7 +35,7 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     SwiGLU networks. Here nothing is drawn.
 
     Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for missing weights;
-    OSError if the directory holds no model.
+    OSError if the directory holds no model, NotImplementedError for official settings without a counterpart.
     """
     try:
         if is_official(directory):
@@ -43,7 +43,7 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         config = AutoConfig.from_pretrained(directory)
         load_any = load_replaced if has_replaced(config) else AutoModelForCausalLM.from_pretrained
         model, report = load_any(directory, config=config, dtype=dtype or "auto", output_loading_info=True)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise
     except (StrictDataclassError, json.JSONDecodeError) as error:
         raise ValueError(f"the configuration in {directory} is not that of a model: {error.__cause__ or error}") from error

@@ -108,6 +108,7 @@ DAMAGED = {  # kind, what is done to its directory, and the error
     "official, another size": ("official", lambda path: configured(path, mhffnmoe_num_experts=1), ValueError, "do not load|expected"),
     "official, no pickle": ("official", unpickled, ValueError, "not load"),
     "official, no number": ("official", lambda path: configured(path, hidden_size="64"), ValueError, "'hidden_size' expected int, got str"),
+    "official, no activation": ("official", lambda path: configured(path, hidden_act="tanh"), NotImplementedError, "^hidden_act='tanh'"),
     "no model's sizes": ("own", lambda path: configured(path, ffn_num_heads=5), ValueError, "configuration in .* ffn_num_heads is 5"),
     "no JSON": ("own", lambda path: (path / "config.json").write_text("{"), ValueError, "configuration in .* is not that of a model"),
     "no weights": ("own", lambda path: (path / "model.safetensors").unlink(), OSError, "model.safetensors"),
