@@ -100,6 +100,31 @@ def test_replacement_by_layer_is_loaded_as_it_was(tmp_path):
     assert torch.equal(inner(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
 
 
+def test_a_model_whose_weights_transformers_renames_in_its_files(tmp_path):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**sizes, vocab_size=64)
+    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=vision)).eval()
+    assert flashmhf.replace_ffn(model) == ["model.language_model.layers.0.mlp"]
+    model.save_pretrained(tmp_path)
+    again, report = load_replaced(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_arguments_of_from_pretrained(tmp_path):
+    """Where the files come from holds for the configuration too, and its settings are taken."""
+    model = foreign()
+    flashmhf.replace_ffn(model, num_heads=2)
+    model.save_pretrained(tmp_path / "inside")
+    given = dict(subfolder="inside", num_labels=3, pad_token_id=0, dtype="auto")
+    again = load_replaced(tmp_path, transformers.LlamaForSequenceClassification, **given)
+    assert again.score.out_features == 3 and again.config.pad_token_id == 0 and again.dtype == torch.float32
+    assert torch.equal(again.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    with pytest.raises(TypeError, match="model_class is AutoModel; supported: subclasses of transformers.PreTrainedModel"):
+        load_replaced(tmp_path / "inside", transformers.AutoModel)
+
+
 def test_init_weights_draws_all_of_the_replaced_networks():
     """On the meta device and then on the CPU, where memory holds anything: as replace_ffn draws them, each time again."""
     settings = dict(num_heads=2, q_norm=True, num_subnets=2, subnet_dim=48)

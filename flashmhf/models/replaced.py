@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..nn import FlashMHF
@@ -15,6 +15,7 @@ from ..nn.init import INITIALIZER_RANGE, Projection, Scheme
 from ..nn.multihead import HeadRMSNorm
 
 NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced networks and their arguments of FlashMHF
+_SOURCE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # where files come from
 
 
 def has_replaced(config: PreTrainedConfig) -> bool:
@@ -55,12 +56,6 @@ def _settings(network: FlashMHF) -> dict[str, Any]:
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
 
 
-def _rebuild(settings: dict[str, Any], like: Tensor) -> FlashMHF:
-    """Return the network of recorded settings, with fresh weights of the device and dtype of ``like``."""
-    settings = {name: value for name, value in settings.items() if name != "accumulate_main_grad"}  # which 0.1 recorded
-    return FlashMHF(**settings, device=like.device, dtype=like.dtype)
-
-
 def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs):
     """Load a model that was saved after :func:`flashmhf.replace_ffn`, which transformers' own ``from_pretrained`` cannot.
 
@@ -69,42 +64,41 @@ def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | No
     Args:
         directory: the directory that ``save_pretrained`` wrote, or a name of the Hugging Face hub.
         model_class: the class to load; None for the one that saved it.
-        kwargs: further arguments of ``from_pretrained`` (dtype, device_map, …).
+        kwargs: further arguments of ``from_pretrained`` (dtype, device_map, revision, …), settings of the configuration too.
 
     Returns what ``from_pretrained`` does: a model of transformers' class in eval mode. Raises ValueError for a model without replaced
-    networks and for recorded names that it lacks, NotImplementedError for a class that is not transformers' own.
+    networks and for recorded names that it lacks, NotImplementedError for a class that is not transformers' own, TypeError for a
+    ``model_class`` that is no model's.
     """
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(directory)
+    if model_class is not None and not issubclass(model_class, PreTrainedModel):
+        raise TypeError(f"model_class is {model_class.__name__}; supported: subclasses of transformers.PreTrainedModel, and None")
+    source = {name: kwargs[name] for name in _SOURCE if name in kwargs}
+    config = kwargs.get("config") or AutoConfig.from_pretrained(directory, **source)
     if not has_replaced(config):
         raise ValueError(f"the configuration of {directory} records no networks that replace_ffn put there; load it with from_pretrained")
-    base = model_class or _saving_class(config)
+    name = (config.architectures or ["none"])[0]
+    base = model_class or getattr(transformers, name, None)
+    if base is None:
+        raise NotImplementedError(f"architectures of the configuration is {name!r}; supported: transformers' own; give model_class")
 
     class Replaced(base):
         def __init__(self, config: PreTrainedConfig, *args, **settings):
             super().__init__(config, *args, **settings)
             _put_networks(self, getattr(config, NETWORKS))
 
-    Replaced.__name__ = base.__name__  # transformers chooses by the name what it converts in stored weights
-    loaded = Replaced.from_pretrained(directory, config=config, **kwargs)
+    Replaced.__name__, Replaced.__module__ = base.__name__, base.__module__  # by which transformers converts stored weights
+    loaded = Replaced.from_pretrained(directory, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.__class__ = base
     return loaded
 
 
-def _saving_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    name = (config.architectures or ["none"])[0]
-    found = getattr(transformers, name, None)
-    if found is None:
-        raise NotImplementedError(
-            f"architectures of the configuration is {name!r}; supported: classes of transformers, or give model_class"
-        )
-    return found
-
-
 def _put_networks(model: PreTrainedModel, networks: dict[str, dict]) -> None:
     for recorded, settings in networks.items():
         name = _name_in(model, recorded)
-        network = _rebuild(settings, like=next(model.get_submodule(name).parameters()))
+        settings = {key: value for key, value in settings.items() if key != "accumulate_main_grad"}  # which 0.1 recorded
+        like = next(model.get_submodule(name).parameters())
+        network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
         initializer_range = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
         network.set_scheme(Scheme(num_layers=len(networks), initializer_range=initializer_range))
         parent, _, attribute = name.rpartition(".")
