@@ -42,6 +42,8 @@ def generate(
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if seed is not None and not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed is {seed}; supported: integers from 0 to 2^32 - 1")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

@@ -129,6 +129,9 @@ def test_generation(trained):
     for temperature in (-1, 1e-40, math.inf, math.nan):
         with pytest.raises(ValueError, match=f"temperature is {temperature}; supported: 0, and finite numbers from 1e-06 on"):
             generation.generate(model, tokenizer, "x", temperature=temperature)
+    for seed in (-1, 1 << 32):
+        with pytest.raises(ValueError, match=f"seed is {seed}; supported: integers from 0 to"):
+            generation.generate(model, tokenizer, "x", seed=seed)
     assert generation.generate(model, tokenizer, "the cat number", temperature=1e-6, **settings) == greedy
     with pytest.raises(ValueError, match="the model has 128 positions"):
         generation.generate(model, tokenizer, "cat dog " * 200)
