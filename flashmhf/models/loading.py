@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..nn.convert import PREFIXES
 from . import conversion
-from .modeling import check_complete
+from .modeling import FlashMHFForCausalLM, check_complete
 from .replaced import has_replaced, load_replaced
 
 
@@ -32,7 +32,7 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         dtype: the dtype that the weights are loaded in; None for the stored one. Packed weights keep theirs.
 
     transformers' own ``from_pretrained`` draws a missing weight at random and warns; for a model that ``replace_ffn`` has changed it draws
-    SwiGLU networks. Here nothing is drawn.
+    SwiGLU networks. Here nothing is drawn, and no stored weight of a model of this package is left out.
 
     Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for missing weights;
     OSError if the directory holds no model, NotImplementedError for official settings without a counterpart.
@@ -50,4 +50,6 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # RuntimeError: tensors of other shapes
         raise ValueError(f"the weights in {directory} do not load: {str(error) or 'a file is empty'}") from error
     check_complete(directory, report["missing_keys"])
+    if isinstance(model, FlashMHFForCausalLM) and report["unexpected_keys"]:
+        raise ValueError(f"{directory} does not fit its config.json: unexpected {sorted(report['unexpected_keys'])}")
     return model

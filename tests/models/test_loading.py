@@ -105,6 +105,7 @@ DAMAGED = {  # kind, what is done to its directory, and the error
     "truncated, official": ("official", lambda path: truncated(path, 0.5), ValueError, "weights in .* do not load"),
     "empty": ("quantised", lambda path: truncated(path, 0), ValueError, "weights in .* do not load"),
     "another size": ("own", lambda path: configured(path, intermediate_size=64), ValueError, "weights in .* do not load"),
+    "fewer layers": ("own", lambda path: configured(path, num_hidden_layers=1), ValueError, "does not fit .* unexpected .*layers.1"),
     "official, another size": ("official", lambda path: configured(path, mhffnmoe_num_experts=1), ValueError, "do not load|expected"),
     "official, no pickle": ("official", unpickled, ValueError, "not load"),
     "official, no number": ("official", lambda path: configured(path, hidden_size="64"), ValueError, "'hidden_size' expected int, got str"),
