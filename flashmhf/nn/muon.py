@@ -107,7 +107,7 @@ class Muon(torch.optim.Optimizer):
         eps: AdamW's term in the denominator.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
 
-    Raises ValueError for a group without "muon" and for a vector in a Muon group, TypeError for a Muon group with integers or complex
+    Raises ValueError for a group without "muon", a vector in a Muon group and its maximize=True, TypeError for one with integers or complex
     numbers. ``load_state_dict`` raises ValueError for the state of another optimizer.
     """
 
@@ -149,6 +149,8 @@ class Muon(torch.optim.Optimizer):
             if not parameter.is_floating_point():
                 supported = ", ".join(map(name_of, FLOAT_DTYPES))
                 raise TypeError(f"params: a group with muon=True holds a {name_of(parameter.dtype)} parameter; supported: {supported}")
+        if group["muon"] and group["maximize"]:
+            raise ValueError("params: a group with muon=True has maximize=True; supported: False")
         if group["fused"] is None:
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 

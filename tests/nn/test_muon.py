@@ -119,6 +119,8 @@ def test_refusals():
         flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": True}])
     with pytest.raises(TypeError, match="muon=True holds a complex64 parameter; supported: bfloat16"):
         flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))], "muon": True}])
+    with pytest.raises(ValueError, match="maximize=True; supported: False"):
+        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], "muon": True, "maximize": True}])
     for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0)):
         with pytest.raises(ValueError, match=f"{name} is"):
             flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": False}], **{name: value})
