@@ -110,25 +110,20 @@ def damage(checkpoint: Path) -> str | None:
             if path.stat().st_size != size:
                 raise ValueError(f"it has {path.stat().st_size:,} bytes instead of {size:,}")
         for path in sorted(path for path in checkpoint.iterdir() if path.name != "training_args.bin"):
-            _read(path)
+            match path.suffix:
+                case ".safetensors":
+                    with safe_open(path, "pt"):
+                        pass
+                case ".json":
+                    json.loads(path.read_text())
+                case ".pt" | ".pth" | ".bin":
+                    with safe_globals():  # numpy's random state is among the pickled types
+                        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except PermissionError:
         raise
     except Exception as error:  # torch and safetensors raise whatever their parsers do
         return f"{path.name} does not load ({' '.join(str(error).split())[:200]})"
     return None
-
-
-def _read(path: Path) -> None:
-    """Raise whatever the parser of a checkpoint's file raises. Tensors are mapped, not read."""
-    match path.suffix:
-        case ".safetensors":
-            with safe_open(path, "pt"):
-                pass
-        case ".json":
-            json.loads(path.read_text())
-        case ".pt" | ".pth" | ".bin":
-            with safe_globals():  # numpy's random state is among the pickled types
-                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:

@@ -54,7 +54,8 @@ def _status(arguments: list[str]) -> int:
     """Run the command and print what it raises."""
     try:
         command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("", arguments)
-        description, action = COMMANDS.get(command, (_overview(), _everything))
+        overview = DESCRIPTION + "\n".join(f"  {name:9} {text.partition('.')[0]}" for name, (text, _) in COMMANDS.items())
+        description, action = COMMANDS.get(command, (overview, _everything))
         parser = Parser(prog=f"flashmhf {command}".strip(), description=description)
         return action(parser, rest)
     except KeyboardInterrupt as stopped:
@@ -78,10 +79,6 @@ def _status(arguments: list[str]) -> int:
         message = str(error)
     print(f"flashmhf: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-def _overview() -> str:
-    return DESCRIPTION + "\n".join(f"  {name:9} {description.partition('.')[0]}" for name, (description, _) in COMMANDS.items())
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
