@@ -88,6 +88,11 @@ def target(request) -> Target:
     return chosen
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    return request.param
+
+
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "hopper")])
 def gpu_backend(request) -> str:
     """Each fused GPU back end that is usable here."""

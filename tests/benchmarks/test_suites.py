@@ -323,7 +323,6 @@ def test_the_length_of_a_union_of_intervals():
 # On a GPU
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_operator_on_the_gpu(gpu_backend, direction):
     for size in (operator.Size(3000, 4, 128, 3, 128), operator.Size(16, 4, 128, 3, 128)):

@@ -262,7 +262,6 @@ def compare_shard(rank: int, place: torch.device) -> None:
                 torch.testing.assert_close(y, module(x), **tolerance)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_ranks(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU")

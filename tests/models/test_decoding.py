@@ -20,7 +20,6 @@ from flashmhf.models import FFN_TYPES, FlashMHFForCausalLM, decoding
 from flashmhf.models.presets import preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def tiny(ffn: str = "flashmhf", **overrides):
@@ -49,7 +48,6 @@ def decoded(monkeypatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ffn", FFN_TYPES)
 def test_greedy_equals_transformers(ffn, device, decoded):
     model, ids = tiny(ffn).to(device), prompt(6).to(device)
@@ -71,7 +69,6 @@ GIVEN = {  # what a caller of three prompts gives, for a mask of the second's pa
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", GIVEN)
 def test_masks_positions_and_ends_of_text(given, device, decoded):
     """transformers' positions of a padded prompt, and those that a caller gives; every prompt has its own end."""
@@ -119,7 +116,6 @@ def test_one_token_and_a_streamer(decoded):
     assert decoded == [1, 1, 1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_samples_follow_the_probabilities(device, decoded):
     """300 draws of the first token after one prompt, and the same draws with the same seed."""
     model, ids = tiny().to(device), prompt(1).expand(300, -1).to(device)

@@ -351,7 +351,6 @@ def into_one_buffer(module: nn.Module) -> None:
         parameter.data = piece[: parameter.numel()].view(parameter.shape)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tokens", [2, 100, 300])
 @pytest.mark.parametrize("what", ["tokens", "tokens of fp8", "weights"])
 def test_what_lies_behind_other_values(monkeypatch, device, tokens, what):

@@ -13,7 +13,6 @@ from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.fp8_layout import E4M3, E4M3_MAX, permutation, to_e4m3
 from flashmhf.testing import SMALL, relative_l2
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 EXACT_FACTOR = 1.05  # of the error that the quantisation points alone cause
 KERNEL_DISTANCE = 1.2e-2  # from exact sums of the same quantised operands: fp16 roundings
 ONE_SIGN = 1.2e-2
@@ -108,7 +107,6 @@ def test_the_largest_of_a_row_of_q8_is_a_power_of_two():
     assert (q8 == 0).all() and 0 < unit < 1e-17
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("head_dim, subnet_dim, group", [(64, 80, 1), (96, 48, 2), (128, 384, 1), (256, 16, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gate", ["r", "ones", "w"])
@@ -126,13 +124,11 @@ def test_error(device, head_dim, subnet_dim, group, dtype, gate):
         assert_as_its_points(out, q, k, u, v, r)
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_sums_of_one_sign(device):
     q, k, u, v, r = problem(300, 2, 22, 384, 128, device=device, signs=True)
     assert relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r)) <= ONE_SIGN
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_magnitudes_outliers_and_strides(device):
     q, k, u, v, r = problem(device=device)
     packed = quantize.pack_fp8(k, u, v)
@@ -145,7 +141,6 @@ def test_magnitudes_outliers_and_strides(device):
     torch.testing.assert_close(out[1], quantize.forward(q, packed, r), atol=0, rtol=0 if device == "cpu" else 2e-2)
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_values_that_are_not_finite_stay_in_their_rows(device):
     q, k, u, v, r = problem(device=device)
     q[3, 1, 0], q[5, 0, 2], q[9] = math.nan, math.inf, 0
@@ -169,7 +164,6 @@ def test_weights_that_are_not_finite_leave_the_outputs_finite_that_the_definitio
     assert relative_l2(out.where(finite, 0), exact.where(finite, 0)) < 0.08
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_error_is_that_of_an_fp8_swiglu(device):
     """Of equal size (the 370M model's layer), rows scaled by their largest value: the usual FP8 recipe."""
     generator = torch.Generator().manual_seed(3)
@@ -297,7 +291,6 @@ def test_quantize_a_model():
     assert sum(x.numel() * x.element_size() for x in packed.tensors) < 0.51 * bytes_before
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_compile_and_export(device):
     q, k, u, v, r = problem(device=device)
     packed = quantize.pack_fp8(k, u, v)
@@ -315,7 +308,6 @@ def test_compile_and_export(device):
     torch.library.opcheck(torch.ops.flashmhf.fp8_forward, (q, *packed.tensors, r), test_utils=("test_faketensor",))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 64, 700])
 def test_the_kernel_gives_equal_bits_each_time(needs_hopper, tokens):
     q, k, u, v, r = problem(tokens, 4, 5, 384, 128, device="cuda")

@@ -13,7 +13,6 @@ from flashmhf.backends.contract import Router
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.testing import poisoned_memory, relative_l2
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 HALVES = [torch.bfloat16, torch.float16]
 layer = torch.ops.flashmhf.fp8_layer
 
@@ -36,7 +35,6 @@ def defined(served: quantize.Fp8FlashMHF, x: Tensor) -> Tensor:
     return linear(mixed.flatten(-2), served.out_proj.weight, served.out_proj.bias)
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}, {"num_kv_heads": 1, "q_norm": True, "bias": True}], ids=str)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_module_values(device, options, dtype):
@@ -57,7 +55,6 @@ def test_module_values(device, options, dtype):
             assert relative_l2(actual, truth) <= 1.05 * relative_l2(expected, truth)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 100, 300])
 def test_the_module_is_one_operator_of_the_library(needs_hopper, monkeypatch, tokens):
     """Called and compiled: the same kernels and bits. By its parts: other products, nearly the same values."""
@@ -75,7 +72,6 @@ def test_the_module_is_one_operator_of_the_library(needs_hopper, monkeypatch, to
         assert len(calls) == 4
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_layouts_and_odd_sizes(device):
     """Views, one token without leading dimensions, d_model that no kernel takes, none at all."""
     served, odd = quantize.to_fp8(network(device)), quantize.to_fp8(network(device, d_model=192, heads=2, dtype=torch.bfloat16))
@@ -92,7 +88,6 @@ def test_layouts_and_odd_sizes(device):
         assert served(wide[:0, :, :256]).shape == (0, 3, 256)
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_compile_export_and_autocast(device):
     torch._dynamo.reset()
     served = quantize.to_fp8(network(device))
@@ -119,7 +114,6 @@ def test_compile_export_and_autocast(device):
         assert relative_l2(out, wide(x.float()).double()) < 0.05
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_opcheck(device):
     served, x = quantize.to_fp8(network(device)), torch.randn(6, 256, device=device).bfloat16()
     ends = (served.in_proj.weight, None), (served.out_proj.weight, None)
