@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import TrainerCallback
 
-from flashmhf_recipes import metrics
-from flashmhf_recipes.training import Options
+pytest.importorskip("transformers")  # skips every file of tests that imports this one
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from flashmhf_recipes import metrics  # noqa: E402
+from flashmhf_recipes.training import Options  # noqa: E402
 
 WORDS = "the head mixes what each sub network finds and the gate weighs it for every token".split()
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from lm_runs import options, same_run, torchrun
 
 from flashmhf_recipes import training

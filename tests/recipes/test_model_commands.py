@@ -6,10 +6,6 @@ import re
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from lm_runs import options
 from transformers import trainer
 

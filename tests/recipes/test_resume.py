@@ -14,10 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from lm_runs import HELD_OUT, StopAt, environment, interrupt, options, same_run
 from transformers import TrainerCallback
 

@@ -9,10 +9,6 @@ import sys
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from lm_runs import HELD_OUT, Batches, StopAt, environment, options, same_run, torchrun
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
