@@ -71,13 +71,17 @@ def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
     same_run(output, expected)
 
 
-def test_a_resumed_run_needs_no_source_of_its_tokens(text, expected, tmp_path):
+def test_tokens_of_another_run(text, expected, tmp_path):
+    """Several networks on one set of tokens: the same batches, the text tokenised once. A resumed run needs their source no more."""
     source = tmp_path / "source"
     shutil.copytree(expected, source)
     output = interrupted(options(tmp_path / "run", text, data=[], tokens=str(source), **HELD_OUT), 12)
+    assert (output / "data" / "tokens.bin").samefile(source / "data" / "tokens.bin")  # a link takes no space
     shutil.rmtree(source)
     training.resume(output, bar=False)
     same_run(output, expected)
+    with pytest.raises(DataError, match="holds no tokens: there is no data/manifest.json"):
+        training.start(options(tmp_path / "other", text, data=[], tokens=str(tmp_path)), bar=False)
 
 
 class SignalAt(TrainerCallback):
