@@ -105,7 +105,8 @@ MODULES = {
     "parametric_kv": lambda: flashmhf.ParametricKV(D_MODEL, HEADS, 20),
     "dense_moe": lambda: flashmhf.DenseMoE(D_MODEL, SUBNETS, SUBNET_DIM),
 }
-every_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+STORED = MODULES | {"fp8": lambda: flashmhf.quantize.to_fp8(flashmhf.FlashMHF(D_MODEL, 3, 2, 16))}
+every_module = pytest.mark.parametrize("make", STORED.values(), ids=STORED)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -173,10 +174,7 @@ def test_padded_subnets_are_the_same_function_and_stay_padded():
 # The memory of parameters
 
 
-STORED = MODULES | {"fp8": lambda: flashmhf.quantize.to_fp8(flashmhf.FlashMHF(D_MODEL, 3, 2, 16))}
-
-
-@pytest.mark.parametrize("make", STORED.values(), ids=STORED)
+@every_module
 def test_a_state_dict_is_the_parameters_memory(make):
     """Weight averages, pruning and restored snapshots write into it."""
     module = make()
