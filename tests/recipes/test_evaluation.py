@@ -254,8 +254,6 @@ def test_train_command_and_resume(text, tmp_path, capsys):
     assert "3 steps" in capsys.readouterr().out
     assert cli.main([*command, *settings]) == 2
     assert "holds a run already; continue it with resume" in capsys.readouterr().err
-    assert cli.main(["train", "--output", str(output), "--resume", "--steps", "2"]) == 2
-    assert "steps is 2; the run has done 3 steps" in capsys.readouterr().err
     assert cli.main(["train", "--output", str(output), "--resume", "--steps", "5"]) == 0
     assert "5 steps, loss" in capsys.readouterr().out
 

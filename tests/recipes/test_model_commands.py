@@ -15,27 +15,15 @@ from flashmhf_recipes import cli, pretrained, tokenizer, training
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def run(text, tmp_path_factory):
-    output = tmp_path_factory.mktemp("run") / "run"
-    return training.start(options(output, text, steps=2, arguments={"report_to": []}), bar=False).output
-
-
 @pytest.fixture
-def given(monkeypatch):
-    """The options that ``train`` would start a run with."""
-    seen = []
-
-    def start(options):
-        seen.append(options)
-        return training.Result(options.output, 1, 1, 1.0, None)
-
-    monkeypatch.setattr(training, "start", start)
-    return seen
+def run(uninterrupted):
+    return uninterrupted[0].output
 
 
-def test_every_option_has_a_flag(given):
+def test_every_option_has_a_flag(monkeypatch):
     """Flags are made from the fields: values arrive with their types, and what is not given keeps its default."""
+    given = []
+    monkeypatch.setattr(training, "start", lambda options: given.append(options) or training.Result(options.output, 1, 1, 1.0, None))
     flags = "--data a b --steps 5 --betas 0.8 0.9 --no-param-groups --compile --optimizer muon --warmup 0.5 --set adam_epsilon=1e-6"
     assert cli.main(["train", "--output", "run", *flags.split(), "--set", "report_to=none", "--model-set", "ffn_q_norm=true"]) == 0
     expected = dict(data=["a", "b"], steps=5, betas=[0.8, 0.9], param_groups=False, compile=True, optimizer="muon", warmup=0.5)
@@ -79,8 +67,8 @@ def test_help_of_train_is_true(capsys):
 def test_a_resumed_tied_model_warns_of_nothing(text, tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr(trainer.logger, "warning", warnings.append)
-    output = training.start(options(tmp_path / "run", text, steps=2, arguments={"report_to": []}), bar=False).output
-    training.resume(output, bar=False)
+    training.start(options(tmp_path / "run", text, steps=2, arguments={"report_to": []}), bar=False)
+    training.resume(tmp_path / "run", bar=False)
     assert not warnings
 
 
