@@ -37,8 +37,10 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
+from flashmhf.graphs import capturing  # noqa: E402
 from flashmhf.integrations.megatron import accumulate_main_grad  # noqa: E402
 from flashmhf.integrations.peft import stack_weights  # noqa: E402
+from flashmhf.integrations.shards import Rank, shard  # noqa: E402
 from flashmhf.quantize import to_fp8  # noqa: E402
 
 DEVICE = os.environ.get("DISTRIBUTED_DEVICE", "cpu")
@@ -211,6 +213,39 @@ def compiled_module() -> None:
     mesh, whole = init_device_mesh(DEVICE, (dist.get_world_size(),)), network(q_norm=True)
     torch.set_default_device(None)  # torch 2.11 compiles no DTensor under one
     compare_module(mesh, whole, wrap=lambda module: torch.compile(module, fullgraph=True, dynamic=False, backend="aot_eager"))
+
+
+def served_shard() -> None:
+    """The shard of a rank that an engine serves with a real all-reduce, compiled, too, and on a GPU in a CUDA graph, against the module."""
+    torch.set_default_device(None)  # an engine sets none
+    torch.manual_seed(0)
+    on_gpu = DEVICE == "cuda"
+    sizes = (2048, 16, 22, 384) if on_gpu else (256, 4, 3, 32)
+    settings = {"device": DEVICE, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+    module = flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings)
+    nn.init.normal_(module.out_proj.bias)
+
+    def all_reduce(y: Tensor) -> Tensor:
+        collectives = torch.distributed._functional_collectives
+        # A capture fails that ends before the stream of the all-reduce has joined it.
+        return collectives.wait_tensor(collectives.all_reduce(y, "sum", dist.group.WORLD))
+
+    layer = shard(copy.deepcopy(module), Rank(dist.get_rank(), dist.get_world_size(), all_reduce))
+    assert len(layer.k) == sizes[1] // dist.get_world_size()
+    functions = [layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="inductor" if on_gpu else "eager")]
+    with torch.no_grad():
+        for tokens, function in ((tokens, function) for tokens in (1, 16, 64, 256) for function in functions):
+            x = torch.randn(tokens, sizes[0], **settings)
+            tolerance = {"rtol": 2e-2, "atol": 2e-2} if on_gpu else {}
+            equal(function(x), module(x), **tolerance)
+            if on_gpu:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with capturing(graph):
+                    y = function(x)
+                x.copy_(torch.randn(tokens, sizes[0], **settings))
+                graph.replay()
+                equal(y, module(x), **tolerance)
 
 
 def mixed_precision() -> None:

@@ -1,4 +1,7 @@
-"""Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs; the plug-in for vLLM."""
+"""Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs; the plug-in for vLLM.
+
+Two ranks with an all-reduce are a case of tests/distributed/distributed_runs.py.
+"""
 
 import copy
 import importlib.util
@@ -216,53 +219,3 @@ def test_the_plugin_for_vllm(monkeypatch):
         kind.from_config({**stored, "layout": 7})
     with pytest.raises(ValueError, match="the checkpoint has no packed weights"):
         kind()  # vLLM's call for --quantization flashmhf_fp8 on plain weights
-
-
-def two_ranks(rank: int, folder: str, device: str) -> None:
-    """One process of two: its shard of FlashMHF with a real all-reduce, on a GPU compiled and in a CUDA graph, against the module."""
-    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(place)
-    torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    compare_shard(rank, place)
-    # NCCL waits here for the other rank, which may have failed (hence no finally), and for the end of every graph with its operations.
-    torch.distributed.destroy_process_group()
-
-
-def compare_shard(rank: int, place: torch.device) -> None:
-    on_gpu = place.type == "cuda"
-    torch.manual_seed(0)
-    sizes = (2048, 16, 22, 384) if on_gpu else (D_MODEL, HEADS, SUBNETS, WIDTH)
-    settings = {"device": place, "dtype": torch.bfloat16 if on_gpu else torch.float32}
-    module = flashmhf.FlashMHF(*sizes, q_norm=True, bias=True, **settings)
-    torch.nn.init.normal_(module.out_proj.bias)
-
-    def all_reduce(y: torch.Tensor) -> torch.Tensor:
-        collectives = torch.distributed._functional_collectives
-        # A capture fails that ends before the stream of the all-reduce has joined it.
-        return collectives.wait_tensor(collectives.all_reduce(y, "sum", torch.distributed.group.WORLD))
-
-    layer = shard(copy.deepcopy(module), Rank(rank, 2, all_reduce))
-    assert len(layer.k) == sizes[1] // 2
-    functions = [layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="inductor" if on_gpu else "eager")]
-    with torch.no_grad():
-        for tokens, function in ((tokens, function) for tokens in (1, 16, 64, 256) for function in functions):
-            x = torch.randn(tokens, sizes[0], **settings)
-            tolerance = {"rtol": 2e-2, "atol": 2e-2} if on_gpu else {}
-            torch.testing.assert_close(function(x), module(x), **tolerance)
-            if on_gpu:
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with capturing(graph):
-                    y = function(x)
-                x.copy_(torch.randn(tokens, sizes[0], **settings))
-                graph.replay()
-                torch.testing.assert_close(y, module(x), **tolerance)
-
-
-def test_two_ranks(device, tmp_path):
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), device), nprocs=2)
