@@ -17,7 +17,6 @@ from flashmhf import quantize
 from flashmhf.models import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.models.presets import MIB, PRESETS, preset
 from flashmhf_recipes import pretrained, tokenizer
-from flashmhf_recipes.flops import training_flops_per_token
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -369,8 +368,3 @@ def test_a_trained_language_model_gives_a_classifier_its_weights(tmp_path):
     causal.save_pretrained(tmp_path)
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     torch.testing.assert_close(classifier.model.state_dict(), causal.model.state_dict(), rtol=0, atol=0)
-
-
-def test_training_operations_of_grouped_heads():
-    """Every head of a group multiplies the weights it shares: as many operations as without groups."""
-    assert training_flops_per_token(tiny("flashmhf", ffn_num_kv_heads=1), 128) == training_flops_per_token(tiny("flashmhf"), 128)

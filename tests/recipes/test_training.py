@@ -18,6 +18,7 @@ import flashmhf
 from flashmhf.models.presets import preset
 from flashmhf_recipes import checkpoints, data, metrics, tokenizer, training
 from flashmhf_recipes.errors import TrainingError
+from flashmhf_recipes.flops import training_flops_per_token
 from flashmhf_recipes.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -313,14 +314,13 @@ def test_a_diverging_run_stops_with_its_step(text, tmp_path):
 
 
 def test_operations_a_token():
-    """6 N and the causal half of attention; an untied input embedding is no product."""
-    from flashmhf_recipes.flops import training_flops_per_token
+    """6 N and the causal half of attention; an untied input embedding is no product; a group's heads each multiply what they share."""
 
-    def flops(name: str) -> float:
+    def flops(name: str, **settings: int) -> float:
         with torch.device("meta"):
-            return training_flops_per_token(AutoModelForCausalLM.from_config(preset(name).config()), 4096)
+            return training_flops_per_token(AutoModelForCausalLM.from_config(preset(name).config(**settings)), 4096)
 
     layer = 4 * 768**2 + 3 * 768 * 2048
     assert flops("swiglu-128m") == 6 * (12 * layer + 50_432 * 768) + 6 * 12 * 768 * 4096
     layer = 4 * 1024**2 + 2 * 1024**2 + 3 * 1024 * 2688 + 1024 * 7
-    assert flops("flashmhf-370m") == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
+    assert flops("flashmhf-370m", ffn_num_kv_heads=1) == flops("flashmhf-370m") == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
