@@ -46,22 +46,6 @@ def test_what_a_run_decides_or_cannot_have_is_not_passed_on():
     assert not module.PASSED_ARGUMENTS & (decided | unfit)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr_scheduler_type": "warmup_stable_decay"}, "arguments: .*num_decay_steps"),
-        ({"lr_scheduler_type": "nosuch"}, "arguments: nosuch is not a valid SchedulerType"),
-        ({"optim": "nosuch"}, "arguments: nosuch is not a valid OptimizerNames"),
-        ({"report_to": "nosuch"}, "arguments: nosuch is not supported"),
-        pytest.param({"report_to": "wandb"}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
-    ],
-)
-def test_values_that_transformers_refuses(arguments, message):
-    """Before anything is written, also where it would refuse them in the middle of a start."""
-    with pytest.raises(ValueError, match=message):
-        training_arguments(resolved(arguments=arguments))
-
-
 def test_paths_in_python(tmp_path):
     """One path is one path, not its letters."""
     for given in ("file.txt", Path("file.txt"), ["file.txt"], (Path("file.txt"),)):
@@ -105,11 +89,20 @@ def test_presets_and_networks_combine(settings, name):
         ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; use tokenizer"),
         ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
         ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
+        *(({"model": x}, "^model: ") for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})),
+        ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
+        ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
+        ({"arguments": {"optim": "nosuch"}}, "arguments: nosuch is not a valid OptimizerNames"),
+        ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
+        pytest.param({"arguments": {"report_to": "wandb"}}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
     ],
 )
 def test_refused_settings(settings, message):
+    """All of them before anything is written, also where transformers would refuse them in the middle of a start."""
     with pytest.raises(ValueError, match=message):
-        resolved(**settings)
+        options = resolved(**settings)
+        empty_model(options)
+        training_arguments(options)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +125,6 @@ def test_numbers_out_of_range_are_named(name, values):
     for value in values:
         with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; supported: "):
             resolved(**{name: value})
-
-
-@pytest.mark.parametrize("settings", [{"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3}])
-def test_sizes_that_no_model_has(settings):
-    with pytest.raises(ValueError, match="^model: "):
-        empty_model(resolved(model=settings))
 
 
 def test_another_schedule():
