@@ -114,6 +114,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_dynamo() -> None:
+    """Nothing is compiled yet: neither graphs nor sizes of earlier tests count."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -19,15 +19,9 @@ from flashmhf import quantize
 from flashmhf.graphs import capturing
 from flashmhf.integrations.shards import Rank, shard
 
-D_MODEL, HEADS, SUBNETS, WIDTH = 256, 4, 3, 32
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-
-
-SIZES = (D_MODEL, HEADS, SUBNETS, WIDTH)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+D_MODEL, HEADS = 256, 4
+SIZES = (D_MODEL, HEADS, 3, 32)  # and E, d_e
 KINDS = {
     "flashmhf": lambda: flashmhf.FlashMHF(*SIZES),
     "q_norm and bias": lambda: flashmhf.FlashMHF(*SIZES, q_norm=True, bias=True),

@@ -41,9 +41,8 @@ def loss_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
-def test_loss_and_every_gradient(ffn):
+def test_loss_and_every_gradient(ffn, fresh_dynamo):
     """Eagerly, compiled without a graph break (the AOT trace is what breaks, so the cheap back end suffices), and with checkpointing."""
-    torch._dynamo.reset()
     model = tiny(ffn).train()
     loss, gradients = loss_and_gradients(model)
     assert abs(loss.item() - torch.tensor(512.0).log().item()) < 0.3  # nearly uniform before training

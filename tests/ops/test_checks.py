@@ -126,8 +126,7 @@ def test_bad_input(call, spoil, exception, message):
 
 
 @pytest.mark.parametrize(("call", "spoil", "exception", "message"), CASES[:: len(CASES) // 12])
-def test_bad_input_under_compile(call, spoil, exception, message):
-    torch._dynamo.reset()
+def test_bad_input_under_compile(call, spoil, exception, message, fresh_dynamo):
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=message):
         compiled(spoil(good()))

@@ -10,12 +10,8 @@ from targets import RESULTS, arguments, call, leaves
 import flashmhf
 from flashmhf.testing import problem
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 ops = torch.ops.flashmhf
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
 
 
 def small(target, **kwargs):

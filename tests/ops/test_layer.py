@@ -198,8 +198,7 @@ def test_vmap_of_the_operator():
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_layer_is_one_node(dynamic, fp8):
-    torch._dynamo.reset()
+def test_a_compiled_layer_is_one_node(dynamic, fp8, fresh_dynamo):
     module, graphs = (make_fp8 if fp8 else make)(q_norm=True), []
     compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=lambda graph, _: graphs.append(graph) or graph)
     with torch.no_grad():
@@ -213,8 +212,7 @@ def test_a_compiled_layer_is_one_node(dynamic, fp8):
 
 
 @pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection", "function mode"])
-def test_a_compiled_changed_module_runs_its_parts(change):
-    torch._dynamo.reset()
+def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
     module = make(q_norm=True)
     CHANGED.get(change, lambda module: None)(module)
     x, compiled = tokens_of(module, TOKENS), torch.compile(module, fullgraph=change in CHANGED, backend="aot_eager")

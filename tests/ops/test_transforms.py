@@ -196,8 +196,7 @@ def test_export_holds_plain_operations_only(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_compile_of_the_reference(name):
-    torch._dynamo.reset()
+def test_compile_of_the_reference(name, fresh_dynamo):
     module = make(name, backend="reference").float()
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (6, 3):

@@ -88,8 +88,7 @@ def test_layouts_and_odd_sizes(device):
         assert served(wide[:0, :, :256]).shape == (0, 3, 256)
 
 
-def test_compile_export_and_autocast(device):
-    torch._dynamo.reset()
+def test_compile_export_and_autocast(device, fresh_dynamo):
     served = quantize.to_fp8(network(device))
     backend = "aot_eager" if device == "cpu" else "inductor"
     compiled = torch.compile(served, fullgraph=True, dynamic=True, backend=backend)
