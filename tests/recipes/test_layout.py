@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from lm_runs import options, same_run, torchrun
 
-from flashmhf_recipes import training
+from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
 from flashmhf_recipes.layout import Layout, layout_of
 
 FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1 --save-every 4"
-FLAGS += " --eval-fraction 0.1 --eval-every 6 --device cpu"
+FLAGS += " --eval-fraction 0.08 --eval-every 6 --device cpu --set eval_on_start=true"
+ONE_PROCESS = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.08, eval_every=6, arguments={"eval_on_start": True})
 LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 
 
@@ -70,8 +71,23 @@ def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(t
 
 @pytest.fixture(scope="module")
 def one_process(text, tmp_path_factory) -> Path:
-    small = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.1, eval_every=6)
-    return training.start(options(tmp_path_factory.mktemp("one") / "run", text, **small), bar=False).output
+    return training.start(options(tmp_path_factory.mktemp("one") / "run", text, **ONE_PROCESS), bar=False).output
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(one_process, text, tmp_path):
+    """Data parallel over gloo: the same batches in total, so the same losses to rounding; one process writes.
+
+    The held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one shorter.
+    """
+    run = tmp_path / "run"
+    done = torchrun(2, *FLAGS.split(), "--data", text, "--output", run)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("12 steps, loss") == 1
+    same_run(run, one_process, rel=1e-5)
+    first, expected = (metrics.read_rows(output)[0] for output in (run, one_process))
+    assert first == expected and first.keys() == {"step", "eval_loss"} and first["step"] == 0
+    assert len(data.split(data.load(run / "data"), 0.08, 32, 0)[1]) == 9 * 32
 
 
 @pytest.mark.slow
@@ -103,8 +119,8 @@ def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp
 @pytest.mark.slow
 def test_replicas_of_shards_train_with_muon_as_one_process(one_process, tmp_path):
     """Two replicas of two shards, whose held-out batches have different lengths; then one process from a checkpoint of theirs."""
-    settings = dict(data=[], tokens=str(one_process), optimizer="muon", micro_batch=2, steps=12, log_every=1, save_every=4)
-    whole = training.start(options(tmp_path / "one", "", eval_fraction=0.1, eval_every=6, **settings), bar=False).output
+    settings = ONE_PROCESS | dict(data=[], tokens=str(one_process), optimizer="muon")
+    whole = training.start(options(tmp_path / "one", "", **settings), bar=False).output
     run = tmp_path / "run"
     done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--optimizer", "muon", "--output", run, "--dp-shard", 2)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from lm_runs import Batches, StopAt, environment, options, same_run, torchrun
+from lm_runs import Batches, StopAt, environment, options, same_run
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -269,27 +269,6 @@ def test_a_short_warmup_at_the_papers_rate_is_warned_of(preset, settings, warns,
     monkeypatch.setattr(training, "_train", lambda *_: None)
     training.start(Options(output=str(tmp_path / "run"), preset=preset, data=[str(text)], device="cpu", **settings), bar=False)
     assert [record.message.startswith("the warm-up is ") for record in caplog.records] == [True] * warns
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(text, tmp_path):
-    """Data parallel over gloo: the same batches in total, so the same losses to rounding; one process writes.
-
-    The held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one shorter.
-    """
-    settings = dict(eval_fraction=0.1, eval_every=10, arguments={"eval_on_start": True})
-    single = metrics.read_rows(training.start(options(tmp_path / "single", text, **settings), bar=False).output)
-    settings = "train --preset tiny --ffn flashmhf --vocab-size 300 --length 32 --batch 8 --micro-batch 4 --steps 20 --log-every 5".split()
-    settings += ["--save-every", "10", "--eval-fraction", "0.1", "--eval-every", "10", "--device", "cpu", "--set", "eval_on_start=true"]
-    done = torchrun(2, *settings, "--data", text, "--output", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("20 steps, loss") == 1
-    rows = metrics.read_rows(tmp_path / "run")
-    assert [row["step"] for row in rows] == [row["step"] for row in single]
-    held_out = len(data.split(data.load(tmp_path / "run" / "data"), 0.1, 32, 0)[1]) // 32
-    assert held_out % 8 not in (0, 4) and rows[0] == single[0] and rows[0]["step"] == 0
-    for key in ("loss", "eval_loss"):
-        assert [row[key] for row in rows if key in row] == pytest.approx([row[key] for row in single if key in row], rel=1e-4)
 
 
 def test_token_numbers_that_are_not_all_taken(text, tmp_path):
