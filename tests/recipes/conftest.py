@@ -10,9 +10,11 @@ import torch
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    from lm_runs import write_text
-
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+    """Sentences with a pattern to learn."""
+    words = "the head mixes what each sub network finds and the gate weighs it for every token".split()
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{' '.join(words[i % 5 : i % 5 + 9])} {i % 10}.\n" for i in range(3000)))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Tiny training runs for tests: text, options, callbacks, and when two runs are the same."""
+"""Tiny training runs for tests: options, callbacks, and when two runs are the same."""
 
 from __future__ import annotations
 
@@ -19,15 +19,8 @@ from transformers import TrainerCallback  # noqa: E402
 from flashmhf_recipes import metrics  # noqa: E402
 from flashmhf_recipes.training import Options  # noqa: E402
 
-WORDS = "the head mixes what each sub network finds and the gate weighs it for every token".split()
 ROOT = Path(__file__).parents[2]
 HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
-
-
-def write_text(path: Path) -> Path:
-    """Sentences with a pattern to learn."""
-    path.write_text("".join(f"{' '.join(WORDS[i % 5 : i % 5 + 9])} {i % 10}.\n" for i in range(3000)))
-    return path
 
 
 def options(output: Path, text: Path, **settings) -> Options:

@@ -9,12 +9,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from lm_runs import HELD_OUT, StopAt, environment, interrupt, options, same_run
+from processes import run_python
 from transformers import TrainerCallback
 
 from flashmhf.models import conversion
@@ -201,10 +201,9 @@ for where, times in (("step", 1), ("step", 2), ("tokenising", 1)):
 
 @pytest.mark.slow
 def test_the_command_stops_on_signals(text, tmp_path):
-    settings = ["--preset", "tiny", "--vocab-size", 300, "--length", 32, "--steps", 5, "--device", "cpu", "--data", text]
-    command = [sys.executable, "-c", SIGNALLED, *map(str, (tmp_path, *settings))]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
-    assert done.stdout.splitlines() == ["step 1 143", "step 2 143", "tokenising 1 143"], done.stderr
+    settings = "--preset", "tiny", "--vocab-size", 300, "--length", 32, "--steps", 5, "--device", "cpu", "--data", text
+    printed = run_python("-c", SIGNALLED, tmp_path, *settings, **environment())
+    assert printed.splitlines() == ["step 1 143", "step 2 143", "tokenising 1 143"]
     for name, message in (
         ("step-1", "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
         ("step-2", "a second signal ends at once"),

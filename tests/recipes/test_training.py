@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from lm_runs import Batches, StopAt, environment, options, same_run
+from processes import run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -111,11 +110,9 @@ def test_killed_runs_resume_to_the_same_bits(uninterrupted, text, tmp_path):
     """
     expected, seen = uninterrupted
     output = tmp_path / "run"
-    command = [sys.executable, "-c", KILLED, str(output), str(text)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = {line.split()[0]: line.split()[2:] for line in done.stdout.splitlines()}
-    assert [line.split()[:2] for line in done.stdout.splitlines()] == [[death, "-9"] for death in ("start", "step", "save", "again")]
+    lines = run_python("-c", KILLED, output, text, **environment()).splitlines()
+    found = {line.split()[0]: line.split()[2:] for line in lines}
+    assert [line.split()[:2] for line in lines] == [[death, "-9"] for death in ("start", "step", "save", "again")]
     assert "run.json" in found["start"] and "manifest.json" not in found["start"]
     assert "manifest.json" in found["step"] and "checkpoint-10" not in found["step"]
     assert "checkpoint-10" in found["save"] and (output / "incomplete-checkpoint-10" / "model.safetensors").exists()
