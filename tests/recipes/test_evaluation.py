@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import transformers
+from lm_runs import options
 
 import flashmhf
 from flashmhf.models import FFN_TYPES, conversion, decoding, generation
@@ -36,10 +37,8 @@ def text(tmp_path_factory) -> Path:
 def runs(text, tmp_path_factory) -> dict[str, Path]:
     """A short run of every network."""
     parent = tmp_path_factory.mktemp("runs")
-    settings = dict(
-        preset="tiny", device="cpu", data=[str(text)], vocab_size=300, length=64, batch=8, steps=40, log_every=20, save_every=40
-    )
-    return {ffn: training.start(training.Options(output=str(parent / ffn), ffn=ffn, **settings), bar=False).output for ffn in FFN_TYPES}
+    settings = dict(length=64, micro_batch=8, steps=40, log_every=20, save_every=40)
+    return {ffn: training.start(options(parent / ffn, text, ffn=ffn, **settings), bar=False).output for ffn in FFN_TYPES}
 
 
 @pytest.fixture(scope="module")
