@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,30 +43,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-class Batches(TrainerCallback):
-    """Notes the tokens that a run's model sees."""
+class At(TrainerCallback):
+    """Calls ``action`` with the Trainer's keyword arguments (model, optimizer, ...) at an ``event`` after ``step`` steps; None: always."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, event: str, step: int | None, action: Callable):
+        def call(args, state, control, **kwargs) -> None:
+            if step in (None, state.global_step):
+                action(**kwargs)
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        model.register_forward_pre_hook(lambda module, _, inputs: self.seen.append(inputs["input_ids"].clone()), with_kwargs=True)
+        setattr(self, event, call)
 
 
 def interrupt(*_, **__):
-    """Stands for a function in which the process is killed."""
+    """Stands for a function in which the process is killed, and ends a run without saving, as a crash does."""
     raise KeyboardInterrupt
 
 
-class StopAt(TrainerCallback):
-    """Ends the run without saving, as a crash does."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
+def noting(batches: list[torch.Tensor]) -> At:
+    """A callback that notes the tokens that a run's model sees."""
+    hook = lambda module, _, inputs: batches.append(inputs["input_ids"].clone())  # noqa: E731
+    return At("on_train_begin", None, lambda model, **_: model.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def same_run(output: Path, expected: Path, rel: float = 0.0) -> None:

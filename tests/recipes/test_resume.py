@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from lm_runs import HELD_OUT, StopAt, environment, interrupt, options, same_run
+from lm_runs import HELD_OUT, At, environment, interrupt, options, same_run
 from processes import run_python
-from transformers import TrainerCallback
 
 from flashmhf.models import conversion
 from flashmhf_recipes import cli, data, metrics, pretrained, training
@@ -51,7 +50,7 @@ def run(expected, tmp_path) -> Path:
 def interrupted(options, step: int) -> Path:
     """A run that ends at ``step`` without saving."""
     with pytest.raises(KeyboardInterrupt):
-        training.start(options, bar=False, callbacks=[StopAt(step)])
+        training.start(options, bar=False, callbacks=[At("on_step_end", step, interrupt)])
     return Path(options.output)
 
 
@@ -65,7 +64,7 @@ def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
     with pytest.raises(KeyboardInterrupt):
-        training.resume(output, bar=False, callbacks=[StopAt(12)])
+        training.resume(output, bar=False, callbacks=[At("on_step_end", 12, interrupt)])
     copy.unlink()
     training.resume(output, bar=False)
     same_run(output, expected)
@@ -84,50 +83,32 @@ def test_tokens_of_another_run(text, expected, tmp_path):
         training.start(options(tmp_path / "other", text, data=[], tokens=str(tmp_path)), bar=False)
 
 
-class SignalAt(TrainerCallback):
-    """Sends this process a signal in a step, in an evaluation or while it saves."""
-
-    def __init__(self, number: int, event: str, step: int):
-        self.number, self.event, self.step = number, event, step
-
-    def _signal(self, event: str, state) -> None:
-        if (event, state.global_step) == (self.event, self.step):
-            os.kill(os.getpid(), self.number)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._signal("step", state)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self._signal("evaluated", state)
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        self._signal("evaluation", state)
-
-    def on_save(self, args, state, control, **kwargs):
-        self._signal("save", state)
+def signals(number: int, event: str, step: int) -> At:
+    """A callback that sends this process a signal."""
+    return At(event, step, lambda **_: os.kill(os.getpid(), number))
 
 
 @pytest.mark.parametrize(
     ("number", "event", "step", "saved"),
     [
-        (signal.SIGTERM, "step", 6, 7),
-        (signal.SIGINT, "step", 6, 7),
-        (signal.SIGTERM, "step", 9, 10),  # an evaluation is due
-        (signal.SIGTERM, "evaluation", 10, 10),
-        (signal.SIGTERM, "save", 10, 11),
-        (signal.SIGTERM, "evaluation", 20, 20),  # the last step
+        (signal.SIGTERM, "on_step_begin", 6, 7),
+        (signal.SIGINT, "on_step_begin", 6, 7),
+        (signal.SIGTERM, "on_step_begin", 9, 10),  # an evaluation is due
+        (signal.SIGTERM, "on_prediction_step", 10, 10),
+        (signal.SIGTERM, "on_save", 10, 11),
+        (signal.SIGTERM, "on_prediction_step", 20, 20),  # the last step
     ],
 )
 def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, text, expected, tmp_path):
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
     output = tmp_path / "run"
     with pytest.raises(training.Stopped, match=f"stopped by {number.name} after step {saved}, which is saved") as stopped:
-        training.start(options(output, text, **HELD_OUT), bar=False, callbacks=[SignalAt(number, event, step)])
+        training.start(options(output, text, **HELD_OUT), bar=False, callbacks=[signals(number, event, step)])
     assert stopped.value.signum == number and (output / f"checkpoint-{saved}" / "complete").exists()
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers
-    if event == "evaluation":  # the resumed run makes it again, and is stopped in it, too
+    if event == "on_prediction_step":  # the resumed run makes it again, and is stopped in it, too
         with pytest.raises(training.Stopped, match=f"after step {saved}"):
-            training.resume(output, bar=False, callbacks=[SignalAt(number, event, step)])
+            training.resume(output, bar=False, callbacks=[signals(number, event, step)])
     training.resume(output, bar=False)
     same_run(output, expected)
 
@@ -136,18 +117,15 @@ def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, text, 
 def test_a_signal_to_the_process_group_leaves_data_loaders_alive(text, expected, tmp_path):
     """Batch systems signal every process of a job."""
 
-    class SignalWorkers(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 6:
-                workers = [str(process.pid) for process in multiprocessing.active_children()]
-                subprocess.run(["kill", "-TERM", *workers, str(os.getpid())], check=True)  # torch's workers heed who sends it
-                assert len(workers) == 2
-                time.sleep(0.5)
+    def signal_all(**_):
+        workers = [str(process.pid) for process in multiprocessing.active_children()]
+        subprocess.run(["kill", "-TERM", *workers, str(os.getpid())], check=True)  # torch's workers heed who sends it
+        assert len(workers) == 2
+        time.sleep(0.5)
 
-    output = tmp_path / "run"
-    arguments = {"dataloader_num_workers": 2}
+    output, run = tmp_path / "run", options(tmp_path / "run", text, arguments={"dataloader_num_workers": 2}, **HELD_OUT)
     with pytest.raises(training.Stopped, match="after step 7"):
-        training.start(options(output, text, arguments=arguments, **HELD_OUT), bar=False, callbacks=[SignalWorkers()])
+        training.start(run, bar=False, callbacks=[At("on_step_begin", 6, signal_all)])
     training.resume(output, bar=False)
     same_run(output, expected)
 
@@ -156,7 +134,7 @@ def test_an_ignored_signal_stays_ignored(text, tmp_path):
     """As SIGINT in a background job of a shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        result = training.start(options(tmp_path / "run", text, steps=3), bar=False, callbacks=[SignalAt(signal.SIGINT, "step", 1)])
+        result = training.start(options(tmp_path / "run", text, steps=3), bar=False, callbacks=[signals(signal.SIGINT, "on_step_begin", 1)])
     finally:
         signal.signal(signal.SIGINT, before)
     assert result.steps == 3
@@ -398,14 +376,13 @@ def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path, monkeypa
 def test_two_processes_do_not_train_one_run(text, tmp_path, monkeypatch):
     """As a job that the scheduler starts again while the first one runs: the second is refused and names the first."""
 
-    class Again(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            for again in (lambda: training.resume(output, bar=False), lambda: training.start(options(output, text), bar=False)):
-                with pytest.raises(FileExistsError, match=f"{output} (is in use by process {os.getpid()} on .|holds a run already)"):
-                    again()
+    def run_again(**_):
+        for again in (lambda: training.resume(output, bar=False), lambda: training.start(options(output, text), bar=False)):
+            with pytest.raises(FileExistsError, match=f"{output} (is in use by process {os.getpid()} on .|holds a run already)"):
+                again()
 
     output = tmp_path / "run"
-    assert training.start(options(output, text, steps=1), bar=False, callbacks=[Again()]).steps == 1
+    assert training.start(options(output, text, steps=1), bar=False, callbacks=[At("on_step_end", 1, run_again)]).steps == 1
     assert training.resume(output, bar=False).steps == 1
 
 
@@ -465,7 +442,7 @@ def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
         training.start(further(output, copy, source), bar=False)
     shutil.rmtree(source)
     with pytest.raises(KeyboardInterrupt):
-        training.resume(output, bar=False, callbacks=[StopAt(2)])
+        training.resume(output, bar=False, callbacks=[At("on_step_end", 2, interrupt)])
     copy.unlink()
     training.resume(output, bar=False)
     same_run(output, whole.output)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from lm_runs import Batches, StopAt, environment, options, same_run
+from lm_runs import At, environment, interrupt, noting, options, same_run
 from processes import run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -55,20 +55,12 @@ KILLED = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
-from lm_runs import HELD_OUT, options
-from transformers import Trainer, TrainerCallback
+from lm_runs import HELD_OUT, At, options
+from transformers import Trainer
 from flashmhf_recipes import data, training
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
-
-class DieAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            die()
 
 def start():
     encode = data.encode
@@ -81,14 +73,14 @@ def start():
     training.start(options(output, text, **HELD_OUT), bar=False)
 
 def step():
-    training.resume(output, bar=False, callbacks=[DieAt(7)])
+    training.resume(output, bar=False, callbacks=[At("on_step_end", 7, die)])
 
 def save():
     Trainer._save_rng_state = die  # weights and optimiser are written by then
     training.resume(output, bar=False)
 
 def again():
-    training.resume(output, bar=False, callbacks=[DieAt(17)])
+    training.resume(output, bar=False, callbacks=[At("on_step_end", 17, die)])
 
 output, text = sys.argv[1:]
 for death in (start, step, save, again):
@@ -120,11 +112,10 @@ def test_killed_runs_resume_to_the_same_bits(uninterrupted, text, tmp_path):
     assert metrics.read_rows(output)[-1]["step"] == 15
     with (output / "metrics.jsonl").open("a") as out:
         out.write('{"step": 16, "lo')  # torn by a kill
-    batches = Batches()
-    result = training.resume(output, bar=False, callbacks=[batches])
+    batches = []
+    result = training.resume(output, bar=False, callbacks=[noting(batches)])
     same_run(result.output, expected.output)
-    remaining = len(batches.seen)
-    assert [x.tolist() for x in batches.seen] == [x.tolist() for x in seen[-remaining:]] and remaining < len(seen)
+    assert [x.tolist() for x in batches] == [x.tolist() for x in seen[-len(batches) :]] and len(batches) < len(seen)
     again = training.resume(output, bar=False)  # a finished run: nothing left to do
     assert again.steps == 20 and again.loss == result.loss
 
@@ -213,12 +204,11 @@ def test_groups_of_the_optimizer(ffn, grouped, text, tmp_path):
     """param_groups' rates, decays and schedule reach the optimizer; without them there are transformers' two groups."""
     seen = []
 
-    class Groups(TrainerCallback):
-        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-            seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+    def note(optimizer, **_):
+        seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
 
     settings = dict(ffn=ffn, steps=3, warmup=1, learning_rate=2e-3, weight_decay=0.3, param_groups=grouped)
-    output = training.start(options(tmp_path / "run", text, **settings), bar=False, callbacks=[Groups()]).output
+    output = training.start(options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]).output
     decays, ratio = ([0.3, 1.0, 0.0], [1, 0.3, 1]) if grouped and ffn == "flashmhf" else ([0.3, 0.0], [1, 1])
     for groups in seen:
         assert [decay for _, decay in groups] == pytest.approx(decays)
@@ -230,16 +220,15 @@ def test_muon_trains_and_resumes(text, tmp_path):
     """Its groups have param_groups' rates; a run that was interrupted ends with the weights of one that was not."""
     seen = []
 
-    class Groups(TrainerCallback):
-        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-            assert isinstance(optimizer.optimizer, flashmhf.Muon)  # in accelerate's wrapper
-            seen.append({(group["muon"], round(group["lr"] / optimizer.param_groups[0]["lr"], 6)) for group in optimizer.param_groups})
+    def note(optimizer, **_):
+        assert isinstance(optimizer.optimizer, flashmhf.Muon)  # in accelerate's wrapper
+        seen.append({(group["muon"], round(group["lr"] / optimizer.param_groups[0]["lr"], 6)) for group in optimizer.param_groups})
 
     settings = dict(optimizer="muon", steps=4, warmup=1, learning_rate=2e-3, save_every=2)
-    whole = training.start(options(tmp_path / "whole", text, **settings), bar=False, callbacks=[Groups()]).output
+    whole = training.start(options(tmp_path / "whole", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]).output
     assert all(rules == {(True, 1.0), (False, 1.0), (True, 0.3)} for rules in seen) and seen
     with pytest.raises(KeyboardInterrupt):
-        training.start(options(tmp_path / "parts", text, **settings), bar=False, callbacks=[StopAt(3)])
+        training.start(options(tmp_path / "parts", text, **settings), bar=False, callbacks=[At("on_step_end", 3, interrupt)])
     training.resume(tmp_path / "parts", bar=False)
     same_run(tmp_path / "parts", whole)
 
@@ -280,13 +269,11 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
 
 
 def test_a_diverging_run_stops_with_its_step(text, tmp_path):
-    class Spoil(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 3:
-                model.lm_head.weight.data.fill_(float("nan"))
+    def spoil(model, **_):
+        model.lm_head.weight.data.fill_(float("nan"))
 
     with pytest.raises(TrainingError, match="the loss is nan at step 5; try a lower learning_rate or a longer warmup"):
-        training.start(options(tmp_path / "run", text), bar=False, callbacks=[Spoil()])
+        training.start(options(tmp_path / "run", text), bar=False, callbacks=[At("on_step_begin", 3, spoil)])
 
 
 def test_operations_a_token():
