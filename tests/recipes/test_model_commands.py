@@ -81,6 +81,7 @@ def test_chat_template(text, tmp_path, capsys):
         result = training.start(options(output, text, steps=1, chat_template=given, arguments={"report_to": []}), bar=False)
         loaded = pretrained.load(str(result.output), device="cpu")[1]
         assert loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True) == expected
+    capsys.readouterr()  # progress bars of the runs
     for content, message in (("{% for", "chat.jinja"), ("{{ bos_token }}", "it leaves the messages out")):
         template.write_text(content)
         arguments = ["train", "--output", str(tmp_path / "new"), "--preset", "tiny", "--data", str(text), "--chat-template", str(template)]
