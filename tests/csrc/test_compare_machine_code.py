@@ -1,24 +1,19 @@
 """csrc/compare_machine_code.py: which kernels of two builds count as equal, and its refusals."""
 
-import pytest
 from processes import script
 
 
-@pytest.fixture(scope="module")
-def compare_machine_code():
-    return script("csrc/compare_machine_code.py")
-
-
-def test_names_do_not_count_but_code_does(compare_machine_code):
+def test_names_do_not_count_but_code_does():
     old = {"kept": "MOV", "renamed": "ADD", "changed": "MUL", "removed": "SUB"}
     new = {"kept": "MOV", "new_name": "ADD", "changed": "FMA", "added": "DIV"}
-    equal, different, only_old, only_new = compare_machine_code.compare(old, new)
+    equal, different, only_old, only_new = script("csrc/compare_machine_code.py").compare(old, new)
     assert sorted(equal) == [("kept", "kept"), ("renamed", "new_name")]
     assert different == [("changed", "changed")]
     assert only_old == ["removed"] and only_new == ["added"]
 
 
-def test_exit_status(compare_machine_code, monkeypatch, capsys):
+def test_exit_status(monkeypatch, capsys):
+    compare_machine_code = script("csrc/compare_machine_code.py")
     builds = {"a.so": {"k": "MOV"}, "b.so": {"k": "ADD"}, "none.so": {}}
     monkeypatch.setattr(compare_machine_code, "kernels", builds.__getitem__)
     assert compare_machine_code.main(["a.so", "a.so"]) == 0

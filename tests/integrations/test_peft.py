@@ -67,13 +67,9 @@ class Block(nn.Module):
         return self.head(x + self.ffn(x))
 
 
-@pytest.fixture
-def peft():
-    return pytest.importorskip("peft")
-
-
-def test_lora_of_every_weight_is_stored_and_merged(peft, tmp_path):
+def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
     """That it learns is what examples/lora.py shows."""
+    peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     base, x = Block(), torch.randn(64, 32)
     model = copy.deepcopy(base)
@@ -108,8 +104,9 @@ def test_lora_of_every_weight_is_stored_and_merged(peft, tmp_path):
         assert all(torch.linalg.matrix_rank(change[h, e], rtol=1e-4) == 4 for h in range(2) for e in range(3))
 
 
-def test_lora_of_mhffn(peft):
+def test_lora_of_mhffn():
     """Its weights [H, intermediate_dim, d_h] have three dimensions as they are."""
+    peft = pytest.importorskip("peft")
     model = nn.Sequential(flashmhf.MHFFN(32, 2, 16))
     x = torch.randn(5, 32)
     before = model(x)
