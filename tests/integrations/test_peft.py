@@ -4,21 +4,16 @@ import copy
 
 import pytest
 import torch
+from targets import randomised
 from torch import nn
 
 import flashmhf
 from flashmhf import convert
 from flashmhf.integrations.peft import stack_weights
 
-SIZES = (32, 2, 3, 16)  # d_model, H, E, d_e
 
-
-def make(**options) -> flashmhf.FlashMHF:
-    module = flashmhf.FlashMHF(*SIZES, **options)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.3)
-    return module
+def make() -> flashmhf.FlashMHF:
+    return randomised(flashmhf.FlashMHF(32, 2, 3, 16), 0.3)  # d_model, H, E, d_e
 
 
 def test_stacked_weights_are_the_same_memory_and_function():

@@ -121,10 +121,6 @@ def official_model(config: dict, kind: type = LlamaForCausalLM) -> PreTrainedMod
     return model.eval()
 
 
-def official_state(config: dict) -> dict[str, Tensor]:
-    return official_model(config).state_dict()
-
-
 def write(directory, config: dict, state: dict[str, Tensor]) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: w.contiguous().clone() for name, w in state.items()}, directory / "model.safetensors")
@@ -227,7 +223,7 @@ def test_shipped_configurations_are_presets(name, ffn, d_model, heads, subnets, 
 
 def test_a_16_bit_checkpoint_of_either_format(tmp_path):
     """Rotary frequencies stay float32: rounded ones put the angles of positions 2048-4096 wrong by more than a radian."""
-    write(tmp_path, OFFICIAL, {name: w.bfloat16() for name, w in official_state(OFFICIAL).items()})
+    write(tmp_path, OFFICIAL, {name: w.bfloat16() for name, w in official_model(OFFICIAL).state_dict().items()})
     exact, model = conversion.load_official(tmp_path, torch.float32), conversion.load_official(tmp_path)
     assert exact.dtype == torch.float32 and model.dtype == torch.bfloat16
     for name, buffer in exact.named_buffers():
@@ -302,7 +298,7 @@ def test_unsupported_settings_are_refused_by_name(convert, error, message):
 )
 def test_incomplete_or_contradictory_checkpoints(tied, dropped, message, tmp_path):
     """What any missing weight gives, by every door, is in test_loading.py."""
-    state = {name: w for name, w in official_state(OFFICIAL).items() if name not in dropped}
+    state = {name: w for name, w in official_model(OFFICIAL).state_dict().items() if name not in dropped}
     write(tmp_path, OFFICIAL | {"tie_word_embeddings": tied}, state)
     with pytest.raises(ValueError, match=message):
         conversion.load_official(tmp_path)

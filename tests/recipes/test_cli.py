@@ -152,11 +152,6 @@ def test_interruption_is_short(monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def command(*arguments: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess:
-    program = " ".join([sys.executable, "-m flashmhf_recipes", *arguments, shell])
-    return subprocess.run(program, shell=True, executable="/bin/bash", env=environment() | variables, capture_output=True, timeout=200)
-
-
 @pytest.mark.parametrize(
     ("shell", "variables", "status", "error"),
     [
@@ -165,7 +160,8 @@ def command(*arguments: str, shell: str = "", **variables: str) -> subprocess.Co
     ],
 )
 def test_output_that_cannot_be_written(shell, variables, status, error):
-    done = command("info", shell=shell, **variables)
+    program = f"{sys.executable} -m flashmhf_recipes info {shell}"
+    done = subprocess.run(program, shell=True, executable="/bin/bash", env=environment() | variables, capture_output=True, timeout=200)
     assert (done.returncode, done.stderr.decode()) == (status, error)
 
 

@@ -213,20 +213,6 @@ metadata:
 """
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Path:
-    """A local task in lm-eval's own format: which continuation the training text had."""
-    pytest.importorskip("lm_eval")
-    tmp_path = tmp_path_factory.mktemp("task")
-    rows = [{"question": "the cat number 3 sat on the", "choices": ["mat", "xqz"], "answer": 0} for _ in range(4)]
-    rows.append({"question": "the dog ran away from the", "choices": ["QQQQ", "cat"], "answer": 1})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "tiny_choice.yaml").write_text(TASK.format(path=tmp_path / "rows.jsonl"))
-    return folder
-
-
 # Commands
 
 
@@ -258,14 +244,22 @@ def test_train_command_and_resume(text, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_eval_command_with_tasks_and_json(runs, text, task, tmp_path, capsys):
-    """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks."""
+def test_eval_command_with_tasks_and_json(runs, text, tmp_path, capsys):
+    """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks.
+
+    A local task in lm-eval's own format: which continuation the training text had.
+    """
+    pytest.importorskip("lm_eval")
+    rows = [{"question": "the cat number 3 sat on the", "choices": ["mat", "xqz"], "answer": 0} for _ in range(4)]
+    rows.append({"question": "the dog ran away from the", "choices": ["QQQQ", "cat"], "answer": 1})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tiny_choice.yaml").write_text(TASK.format(path=tmp_path / "rows.jsonl"))
     figures = tmp_path / "figures.json"
-    model = ["--model", str(runs["swiglu"]), "--device", "cpu", "--include-path", str(task)]
+    model = ["--model", str(runs["swiglu"]), "--device", "cpu", "--include-path", str(tmp_path)]
     assert cli.main(["eval", *model, "--tasks", "tiny_choice", "--data", str(text), "--window", "64", "--json", str(figures)]) == 0
     written = json.loads(figures.read_text())
     assert written["tasks"]["tiny_choice"]["acc"] == 1.0
     assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in capsys.readouterr().out
     assert cli.main(["eval", *model, "--tasks", "tiny_chioce"]) == 2
     assert "lm-eval has no tasks ['tiny_chioce']" in capsys.readouterr().err
-    assert set(evaluation.PAPER_TASKS) <= set(evaluation.task_manager(str(task)).all_tasks)
+    assert set(evaluation.PAPER_TASKS) <= set(evaluation.task_manager(str(tmp_path)).all_tasks)
