@@ -76,14 +76,11 @@ GROUP_SHAPES = [
 ]
 
 
-def may_fuse(shape, task):
-    return task.get("tokens", True) and task.get("weights", True) and shape["head_dim"] < 256
-
-
 def buffers_of(shape, task, heads, p, ordered):
     """Floats that the kernels of a launch use of each buffer."""
     head_dim = shape["head_dim"]
-    fused = may_fuse(shape, task) and (ordered or not task.get("deterministic"))
+    may_fuse = task.get("tokens", True) and task.get("weights", True) and head_dim < 256
+    fused = may_fuse and (ordered or not task.get("deterministic"))
     tiles = shape["batch"] * p["row_tiles"] * heads
     tokens = shape["batch"] * shape["length"] * heads
     return {

@@ -33,14 +33,8 @@ SHAPES = [  # batch, length, heads, head_dim, subnets, subnet_dim
     (1, 1 << 20, 16, 128, 22, 384),
     (1, 100, 1, 128, 1, 100_000),
 ]
-DEVICES = [  # clusters of 1, 2, ... 8 CTAs that run at once
-    (132, 66, 39, 30, 22, 17, 15, 15),
-    (132, 66, 44, 33, 26, 22, 18, 16),
-    (114, 57, 36, 28, 21, 18, 14, 13),
-    (132, 0, 0, 0, 0, 0, 0, 0),
-    (1, 0, 0, 0, 0, 0, 0, 0),
-    (2, 1, 0, 0, 0, 0, 0, 0),
-]
+CHIPS = {name: clusters for name, (clusters, _) in forward_plans.DEVICES.items()}
+DEVICES = [*CHIPS.values(), (1, 0, 0, 0, 0, 0, 0, 0), (2, 1, 0, 0, 0, 0, 0, 0)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -211,7 +205,7 @@ def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(featu
 
 
 def test_a_chip_that_runs_fewer_clusters_takes_the_projection_kernel_for_fewer_features():
-    small = (78, 39, 24, 18, 13, 10, 9, 8)
+    small = CHIPS["78"]
     assert plan.plan_project(200, 1216, small)["faster"] and not plan.plan_project(200, 1280, small)["faster"], "19 pairs of pairs"
     assert plan.plan_project(128, 1792, small)["faster"] and not plan.plan_project(128, 1920, small)["faster"], "14 of 18 fours"
 
@@ -232,11 +226,7 @@ def test_the_candidates_are_listed_with_the_one_that_is_taken():
     [
         ((1, 64, 4, 80, 2, 64), 1, "d_h = 80"),
         ((1, 1 << 40, 64, 128, 2, 64), 1, "index range"),
-        (
-            (1, 1, (1 << 23) + 1, 256, 2, 64),
-            (1 << 23) + 1,
-            r"H \* d_h exceeds",
-        ),  # columns of the output, of heads that share one of K, U and V
+        ((1, 1, (1 << 23) + 1, 256, 2, 64), (1 << 23) + 1, r"H \* d_h exceeds"),  # of the output, of heads that share one of K, U and V
     ],
 )
 def test_refusals(shape, group, message):

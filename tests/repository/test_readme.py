@@ -21,11 +21,6 @@ ids = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
 
 
-def prose(text: str) -> str:
-    """Without fenced code."""
-    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-
-
 def test_tables_agree_with_the_records():
     assert write_readme.main(["--check"]) == 0
 
@@ -67,7 +62,8 @@ def test_every_record_says_how_it_was_made(path):
 
 @each_document
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text())):
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)  # without fenced code
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if "://" not in target and re.search("[./#]", target):  # [M|N](i+1) is a formula
             name, _, anchor = target.partition("#")
             found = path.parent / name if name else path
