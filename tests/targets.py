@@ -67,6 +67,11 @@ def randomised(module: nn.Module, std: float | None = None) -> nn.Module:
     return module
 
 
+def doubled(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that computes twice what ``kind`` does."""
+    return type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+
+
 class Calls(TorchDispatchMode):
     """The operators that reach the dispatcher, with their arguments, in ``seen``."""
 

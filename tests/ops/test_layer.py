@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from targets import Calls, randomised
+from targets import Calls, doubled, randomised
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
@@ -95,11 +95,6 @@ class Doubling(TorchFunctionMode):
         return 2 * out if function is nn.functional.linear else out
 
 
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
 class Tagged(Tensor):
     pass
 
@@ -119,7 +114,7 @@ CHANGED: dict[str, Callable[[nn.Module], object]] = {
     "forward pre-hook": lambda m: m.out_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     "hook on q_norm": lambda m: m.q_norm.register_forward_hook(double_output),
     "replaced projection": lambda m: setattr(m, "out_proj", nn.Sequential(m.out_proj)),
-    "subclassed projection": lambda m: replace(m, "in_proj", Doubled(D_MODEL, D_MODEL)),
+    "subclassed projection": lambda m: replace(m, "in_proj", doubled(nn.Linear)(D_MODEL, D_MODEL)),
     "replaced q_norm": lambda m: setattr(m, "q_norm", nn.Identity()),
     "patched projection": lambda m: setattr(m.in_proj, "forward", lambda x: 2 * x),
     "patched part": lambda m: setattr(m, "_mix", lambda q: 2 * q),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from targets import doubled
 from torch import Tensor, nn
 
 import flashmhf
@@ -195,22 +196,12 @@ def test_state_dict_and_safetensors(tmp_path):
         quantize.PackedWeights.from_state_dict({name: state[name] for name in ("k8", "u8", "layout")})
 
 
-class Doubled(flashmhf.FlashMHF):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Adapted(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 def test_what_a_subclass_computes_is_not_lost():
     with pytest.raises(NotImplementedError, match="network is a Doubled with a forward of its own"):
-        quantize.quantize_(nn.Sequential(Doubled(128, 2, 3, 32)))
+        quantize.quantize_(nn.Sequential(doubled(flashmhf.FlashMHF)(128, 2, 3, 32)))
     network, x = flashmhf.FlashMHF(128, 2, 3, 32), torch.randn(5, 128)
     adapted = copy.deepcopy(network)
-    adapted.out_proj = Adapted(128, 128, bias=False)
+    adapted.out_proj = doubled(nn.Linear)(128, 128, bias=False)
     adapted.out_proj.weight = network.out_proj.weight
     with torch.no_grad():
         served = quantize.to_fp8(adapted)

@@ -35,12 +35,8 @@ def model():
     return nn.Sequential(Block(), Block()).eval()
 
 
-@pytest.fixture
-def ao():
-    return pytest.importorskip("torchao.quantization")
-
-
-def test_is_what_to_fp8_makes(model, ao):
+def test_is_what_to_fp8_makes(model):
+    ao = pytest.importorskip("torchao.quantization")
     expected = [quantize.to_fp8(block.ffn) for block in model]
     ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
     x = torch.randn(5, 64)
@@ -50,7 +46,8 @@ def test_is_what_to_fp8_makes(model, ao):
             assert torch.equal(block.ffn(x), network(x))
 
 
-def test_beside_a_configuration_of_torchao(model, ao):
+def test_beside_a_configuration_of_torchao(model):
+    ao = pytest.importorskip("torchao.quantization")
     x = torch.randn(5, 64)
     with torch.no_grad():
         exact = model(x)
@@ -64,6 +61,7 @@ def test_beside_a_configuration_of_torchao(model, ao):
         assert (model(x) - exact).norm() <= 0.2 * exact.norm()
 
 
-def test_linear_layers_are_refused(model, ao):
+def test_linear_layers_are_refused(model):
+    ao = pytest.importorskip("torchao.quantization")
     with pytest.raises(ValueError, match="Fp8Config got a Linear; supported: FlashMHF, by quantize_"):
         ao.quantize_(model, quantize.Fp8Config())
