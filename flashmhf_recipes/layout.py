@@ -23,7 +23,6 @@ from flashmhf.distributed import parallelize, plan, shard_placement
 from .errors import OptionError
 
 _LAUNCHER = dict(os.environ)  # as the launcher set it: RunTrainer takes accelerate's variables away
-REPLICATE, SHARD, HEADS = "dp_replicate", "dp_shard", "tp"
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,10 @@ class Layout:
 
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
         """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights before."""
-        mesh = init_device_mesh(device_type, (self.replicas, self.shards, self.tp), mesh_dim_names=(REPLICATE, SHARD, HEADS))
+        mesh = init_device_mesh(device_type, (self.replicas, self.shards, self.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
         if self.tp > 1:
-            parallelize(model, mesh[HEADS])
-        data = mesh[SHARD] if self.replicas == 1 else mesh[REPLICATE, SHARD]
+            parallelize(model, mesh["tp"])
+        data = mesh["dp_shard"] if self.replicas == 1 else mesh["dp_replicate", "dp_shard"]
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         for module in (*blocks, model):
             if compile_blocks and module is not model:

@@ -9,7 +9,6 @@ import time
 
 import torch
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # torchrun passes on a signal that its workers have received already, as from Ctrl-C in a terminal.
 REPEAT_SECONDS = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
@@ -43,7 +42,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             # A shell makes its background jobs ignore SIGINT; that stays.
-            taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            taken = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 

@@ -263,7 +263,7 @@ def _train(
             if checkpoint:
                 raise DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
             prepare(options, bar)
-    tokenizer, tokens = _stored(output)
+    tokenizer, tokens = load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
     set_seed(options.seed)
     model = trained[0] if trained else _first_model(options, tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
@@ -308,11 +308,6 @@ def _first_model(options: Options, tokenizer) -> PreTrainedModel:
     return model
 
 
-def _stored(output: Path):
-    """Return (tokenizer, tokens) of a run that has stored them."""
-    return load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
-
-
 @contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
     """Give a directory to fill, which gets its name when the block has ended; a kill leaves no half of it."""
@@ -348,7 +343,8 @@ def _take_tokens(source: Path, output: Path, template: str | None) -> None:
     """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no more."""
     if not (source / DATA / data.MANIFEST).exists():
         raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-    tokenizer, _ = _stored(source)
+    tokenizer = load_tokenizer(str(source / TOKENIZER))
+    data.load(source / DATA)  # refuses what is damaged
     _save_tokenizer(tokenizer, output, template)
     if load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab():
         raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
