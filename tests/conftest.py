@@ -121,13 +121,9 @@ def fresh_dynamo() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _float32_products():
+def _as_in_a_fresh_process():
     """transformers' TrainingArguments(torch_compile=True) sets TF32 for the process, and the next test's float32 would have ten bits."""
+    torch.manual_seed(0)
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)

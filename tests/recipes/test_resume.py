@@ -144,27 +144,20 @@ SIGNALLED = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
-from transformers import Trainer
-from flashmhf_recipes import cli, data
+from lm_runs import At
+from flashmhf_recipes import cli, data, training
 
-training_step, encode = Trainer.training_step, data.encode
-
-def send(times):
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGTERM)
+start, encode = training.start, data.encode
 
 def train(where, times, output):
-    def signalled_step(self, *args, **kwargs):
-        if (where, self.state.global_step) == ("step", 2):
-            send(times)
-        return training_step(self, *args, **kwargs)
+    def send(**kwargs):
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def signalled_encode(*args):
-        if where == "tokenising":
-            send(times)
-        return encode(*args)
-
-    Trainer.training_step, data.encode = signalled_step, signalled_encode
+    if where == "step":
+        training.start = lambda options: start(options, callbacks=[At("on_step_begin", 2, send)])
+    else:
+        data.encode = lambda *args: send() or encode(*args)
     os.dup2(os.open(output + ".err", os.O_WRONLY | os.O_CREAT), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return cli.main(["train", "--output", output, *sys.argv[2:]])
@@ -351,17 +344,15 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
     assert cli.main(command) == 0
 
 
-def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path, monkeypatch):
+def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path):
     """An error in the first step, as of memory, does not cost the tokens."""
 
-    def fail(*_, **__):
+    def fail(**_):
         raise RuntimeError("out of memory")
 
     output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(training.RunTrainer, "training_step", fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            training.start(options(output, text, **HELD_OUT), bar=False)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        training.start(options(output, text, **HELD_OUT), bar=False, callbacks=[At("on_step_begin", 0, fail)])
     assert sorted(path.name for path in output.iterdir() if path.name != "runs") == ["data", "tokenizer"]
     with pytest.raises(FileExistsError, match=f"holds tokenizer, data, .* or train on its tokens with tokens={output}"):
         training.start(options(output, text), bar=False)
