@@ -39,12 +39,7 @@ def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
 def decoded(monkeypatch) -> list[int]:
     """The numbers of prompts that :func:`decoding.decode` got."""
     calls, decode = [], decoding.decode
-
-    def counting(model, input_ids, *args):
-        calls.append(len(input_ids))
-        return decode(model, input_ids, *args)
-
-    monkeypatch.setattr(decoding, "decode", counting)
+    monkeypatch.setattr(decoding, "decode", lambda model, ids, *args: calls.append(len(ids)) or decode(model, ids, *args))
     return calls
 
 

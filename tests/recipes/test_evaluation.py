@@ -158,13 +158,8 @@ def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
 
 def test_streaming_prints_as_tokens_come(runs, monkeypatch):
     """Whoever reads the output sees the prompt and words before the model is done; a terminal does by default."""
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    out = Terminal()
-    seen = []
+    out, seen = io.StringIO(), []
+    out.isatty = lambda: True
     step = decoding.RefuseNotFinite.__call__
     monkeypatch.setattr(decoding.RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args))
     monkeypatch.setattr(sys, "stdout", out)
