@@ -157,20 +157,11 @@ def test_normal_initialisation_starts_hundreds_of_times_smaller():
     assert stds["swiglu"] > 100 * stds["flashmhf"]
 
 
-class Layers(nn.Module):
-    """All networks behind an embedding that the head shares, norms and biases between."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(100, D_MODEL)
-        self.norm = nn.RMSNorm(D_MODEL)
-        self.networks = nn.ModuleDict(networks())
-        self.head = nn.Linear(D_MODEL, 100, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 def test_groups_hold_every_trainable_parameter_once():
-    model = Layers()
+    """Of all networks beside an embedding, whose weight the head shares, and a norm."""
+    parts = {"embedding": nn.Embedding(100, D_MODEL), "norm": nn.RMSNorm(D_MODEL), "head": nn.Linear(D_MODEL, 100, bias=False)}
+    model = nn.ModuleDict(parts | {"networks": nn.ModuleDict(networks())})
+    model.head.weight = model.embedding.weight
     model.networks["swiglu"].requires_grad_(False)
     groups = flashmhf.param_groups(model, 1e-3, 0.1)
     grouped = [id(parameter) for group in groups for parameter in group["params"]]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -66,21 +67,13 @@ def test_other_groups_move_as_with_adamw():
         torch.testing.assert_close(a, b)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.ffn, self.head = (
-            nn.Embedding(50, 64),
-            flashmhf.FlashMHF(64, 2, 2, 16, q_norm=True, backend="eager"),
-            nn.Linear(64, 50),
-        )
-
-    def forward(self, ids):
-        return self.head(self.ffn(self.embedding(ids)))
+def make_model() -> nn.Sequential:
+    ffn = flashmhf.FlashMHF(64, 2, 2, 16, q_norm=True, backend="eager")
+    return nn.Sequential(OrderedDict(embedding=nn.Embedding(50, 64), ffn=ffn, head=nn.Linear(64, 50)))
 
 
 def test_groups_of_a_model():
-    model = Model()
+    model = make_model()
     model.ffn.u.requires_grad_(False)
     rule = {id(p): (group["muon"], group["lr"]) for group in flashmhf.param_groups(model, 1.0, 0.1, muon=True) for p in group["params"]}
     assert rule[id(model.embedding.weight)] == rule[id(model.head.weight)] == rule[id(model.head.bias)] == (False, 1.0)
@@ -91,7 +84,7 @@ def test_groups_of_a_model():
 
 
 def test_training_continues_from_a_state_dict_with_equal_bits():
-    model, ids = Model(), torch.randint(50, (3, 40))
+    model, ids = make_model(), torch.randint(50, (3, 40))
 
     def train(model, optimizer, steps):
         for step in steps:
@@ -143,7 +136,7 @@ def test_a_refused_group_is_not_kept():
 
 @pytest.mark.gpu
 def test_a_step_on_the_gpu_is_that_of_the_cpu():
-    model = Model()
+    model = make_model()
     there = copy.deepcopy(model).cuda()
     ids = torch.randint(50, (40,))
     for each, chosen in ((model, ids), (there, ids.cuda())):

@@ -1,6 +1,7 @@
 """FP8 through torchao's ``quantize_``, alone and beside torchao's own configurations."""
 
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -21,18 +22,10 @@ def test_torchao_is_no_dependency(monkeypatch):
         quantize.Fp8Configuration  # noqa: B018
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.ffn = nn.Linear(64, 64), flashmhf.FlashMHF(64, 2, 3, 32)
-
-    def forward(self, x):
-        return self.ffn(self.attention(x))
-
-
 @pytest.fixture
 def model():
-    return nn.Sequential(Block(), Block()).eval()
+    blocks = (OrderedDict(attention=nn.Linear(64, 64), ffn=flashmhf.FlashMHF(64, 2, 3, 32)) for _ in range(2))
+    return nn.Sequential(*map(nn.Sequential, blocks)).eval()
 
 
 def test_is_what_to_fp8_makes(model):
