@@ -15,7 +15,7 @@ def run(case: str, processes: int, *arguments: object, device: str = "cpu") -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", "rules uneven_tokens kernels module_cases compiled_module served_shard main_grad muon".split())
+@pytest.mark.parametrize("case", "rules kernels module_cases compiled_module served_shard main_grad muon".split())
 def test_two_gpus(case):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
@@ -25,7 +25,7 @@ def test_two_gpus(case):
 @pytest.mark.parametrize(
     ("cases", "processes"),
     [
-        ("rules,uneven_tokens,kernels", 2),
+        ("rules,kernels", 2),
         ("rules_on_two_dimensions,muon", 4),
         ("module_cases,compiled_module,served_shard,mixed_precision,main_grad,initialisation,muon", 2),
     ],
