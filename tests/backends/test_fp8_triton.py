@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from interpreter import DEVICE, HALF, INTERPRETED, far_apart, needs_triton, run_interpreted, runs_kernels, starts_interpreter
+from interpreter import DEVICE, HALF, INTERPRETED, far_apart, run_interpreted, runs_kernels, starts_interpreter
 
 import flashmhf
 from flashmhf import quantize
@@ -12,7 +12,6 @@ from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.triton import fp8 as triton
 from flashmhf.testing import poisoned_memory, problem, relative_l2
 
-pytestmark = needs_triton
 # From the same quantised operands: fp32 sums in another order and the rounding of out; where A lies between two e4m3 values, either.
 DISTANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 HOPPER_SUMS = 1.2e-2  # Hopper's tensor cores add e4m3 products with fewer bits than fp32 has

@@ -6,18 +6,16 @@ import pathlib
 
 import pytest
 import torch
-from interpreter import DEVICE, HALF, INTERPRETED, far_apart, needs_triton, run_interpreted, runs_kernels, starts_interpreter
+from interpreter import DEVICE, HALF, INTERPRETED, far_apart, run_interpreted, runs_kernels, starts_interpreter
 from targets import VIEWS, shifted
 
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
-from flashmhf.backends.triton import configs
+from flashmhf.backends.triton import configs, launch
 from flashmhf.backends.triton import fp8 as fp8_back_end
 from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
 
 NAMES = ("dq", "dk", "du", "dv", "dr")
-
-pytestmark = needs_triton
 
 
 @pytest.mark.slow
@@ -101,8 +99,6 @@ def test_strides_are_read_in_place(view):
 @runs_kernels
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_pair_of_weights_in_either_order_of_addresses(descriptors, monkeypatch):
-    from flashmhf.backends.triton import launch
-
     monkeypatch.setattr(launch, "has_tma", lambda device: descriptors)
     if descriptors and DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("no tensor maps before Hopper")
@@ -132,8 +128,6 @@ def test_weights_and_tokens_off_alignment():
 
 @runs_kernels
 def test_needs_and_dq_dtype():
-    from flashmhf.backends.triton import launch
-
     p = make(70, 2, 32, 2, 48, HALF)
     full = run(p)[1:]
     for tokens, weights in ((True, False), (False, True), (False, False)):
@@ -148,8 +142,6 @@ def test_needs_and_dq_dtype():
 @runs_kernels
 @pytest.mark.parametrize("waves", [0, 1000])
 def test_split_and_unsplit_sums_and_those_that_are_added_to(waves, monkeypatch):
-    from flashmhf.backends.triton import launch
-
     monkeypatch.setattr(launch, "WAVES", waves)
     monkeypatch.setattr(launch, "MIN_SHARE", 32)
     p = make(200, 1, 32, 3, 48, HALF)
@@ -199,8 +191,6 @@ def test_gates_beyond_32_bits(tmp_path):
 @pytest.mark.parametrize(("stride", "taken"), [(2**30 - 64, True), (2**30, False)])
 def test_tensor_maps_of_tokens_end_at_32_bits(stride, taken):
     """Heads that lie far apart, as those of [1, H, L, d_h].transpose(1, 2) do, are columns of one map."""
-    from flashmhf.backends.triton import launch
-
     x = torch.empty_strided((1024, 3, 64), (64, stride, 1), dtype=torch.float16, device="meta")
     assert (launch._Rows(x, "q").descriptor((64, 64)) is not None) == taken
 
