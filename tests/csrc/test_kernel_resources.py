@@ -72,20 +72,17 @@ def test_every_instance_is_there_and_named_after_the_package(built):
         assert head_dims(kernel) == sorted(2 * HEAD_DIMS)  # bf16 and fp16
 
 
-def main_kernels() -> list[tuple[str, dict]]:
-    """A pattern of the mangled name, for both element types, and the budget of each kernel whose warpgroups trade registers."""
+def test_registers_at_launch_are_those_of_the_policy(built):
+    """Of each kernel whose warpgroups trade registers, for both element types."""
     plan = pytest.importorskip("flashmhf._plan")
-    patterns = {
+    patterns = {  # of the mangled names
         "forward": r"16flashmhf_forwardINS_3F16ILi{head_dim}E",
         "forward_fp8": r"16flashmhf_forwardINS_4E4m3ILi{head_dim}E\w+?Lb{few_rows:d}E",
         "backward_token": r"23flashmhf_backward_tokenILi{head_dim}E",
         "backward_inter": r"23flashmhf_backward_interILi{head_dim}ELi{outputs}E",
     }
-    return [(patterns[p["kernel"]].format(**p), p) for p in plan.policies()]
-
-
-def test_registers_at_launch_are_those_of_the_policy(built):
-    for name, policy in main_kernels():
+    for policy in plan.policies():
+        name = patterns[policy["kernel"]].format(**policy)
         found = [used["registers"] for kernel, used in built["kernels"].items() if re.search(name, kernel)]
         divides = "3F16" in name and policy["head_dim"] != 256
         assert found == [policy["launch_registers"]] * (6 if divides else 2), name

@@ -98,16 +98,12 @@ def test_functions_refuse(call, exception, message):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_initialisation_is_checked(name):
-    module = MAKERS[name]()
-    for init, exception, message in ((1, TypeError, "init must be a str, got int"), ("xavier", ValueError, "init is 'xavier'")):
+    refused = [({"init": 1}, TypeError, "init must be a str, got int"), ({"init": "xavier"}, ValueError, "init is 'xavier'")]
+    refused += [({"num_layers": n}, error, "num_layers") for n, error in ((0, ValueError), (-1, ValueError), ("a", TypeError))]
+    refused += [({"initializer_range": std}, ValueError, "initializer_range") for std in (-1.0, math.nan)]
+    for arguments, exception, message in refused:
         with pytest.raises(exception, match=message):
-            module.reset_parameters(init)
-    for num_layers, exception in ((0, ValueError), (-1, ValueError), ("a", TypeError)):
-        with pytest.raises(exception, match="num_layers"):
-            module.reset_parameters(num_layers=num_layers)
-    for initializer_range in (-1.0, math.nan):
-        with pytest.raises(ValueError, match="initializer_range"):
-            module.reset_parameters(initializer_range=initializer_range)
+            MAKERS[name]().reset_parameters(**arguments)
 
 
 @pytest.mark.parametrize("name", MAKERS)
