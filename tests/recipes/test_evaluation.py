@@ -192,22 +192,6 @@ def test_training_goes_on_from_a_model_with_replaced_networks(runs, text, tmp_pa
     torch.testing.assert_close(before, after, atol=1e-3, rtol=0)
 
 
-TASK = """
-task: tiny_choice
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {path}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-metadata:
-  version: 1.0
-"""
-
-
 # Commands
 
 
@@ -248,7 +232,11 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, capsys):
     rows = [{"question": "the cat number 3 sat on the", "choices": ["mat", "xqz"], "answer": 0} for _ in range(4)]
     rows.append({"question": "the dog ran away from the", "choices": ["QQQQ", "cat"], "answer": 1})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tiny_choice.yaml").write_text(TASK.format(path=tmp_path / "rows.jsonl"))
+    task = {"task": "tiny_choice", "output_type": "multiple_choice", "metadata": {"version": 1.0}}
+    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "test_split": "test"}
+    task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}"}
+    task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    (tmp_path / "tiny_choice.yaml").write_text(json.dumps(task))  # which is YAML, too
     figures = tmp_path / "figures.json"
     model = ["--model", str(runs["swiglu"]), "--device", "cpu", "--include-path", str(tmp_path)]
     assert cli.main(["eval", *model, "--tasks", "tiny_choice", "--data", str(text), "--window", "64", "--json", str(figures)]) == 0
