@@ -113,34 +113,26 @@ def test_another_device_is_current(name, gpu_backend, device, current):
         check(name, elsewhere(), expected)
 
 
-def check_all_at_once(name: str, functions: list[Callable[[], tuple]], expected: list[list[torch.Tensor]]) -> None:
-    """Every function in a thread of its own, ten times, all beginning together."""
-    barrier = threading.Barrier(len(functions))
-
-    def run(function, right) -> None:
-        barrier.wait()
-        for _ in range(10):
-            check(name, function(), right)
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        list(pool.map(run, functions, expected))
-
-
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=two_gpus)])
 @pytest.mark.parametrize("name", ["forward", "backward", "gated_backward", "FlashMHF"])
 def test_eight_threads_with_a_stream_each(name, devices, gpu_backend):
+    """Ten times each, all beginning together."""
     steps = [STEPS[name](gpu_backend, f"cuda:{seed % devices}", seed) for seed in range(THREADS)]
     expected = [expected_of(step) for step in steps]
     torch.cuda.synchronize()
 
-    def on_a_stream(step: Callable[[], tuple], stream: torch.cuda.Stream) -> tuple:
-        with torch.cuda.stream(stream):
-            results = step()
-        stream.synchronize()
-        return results
+    streams, barrier = [torch.cuda.Stream(seed % devices) for seed in range(THREADS)], threading.Barrier(THREADS)
 
-    streams = [torch.cuda.Stream(seed % devices) for seed in range(THREADS)]
-    check_all_at_once(name, [partial(on_a_stream, *each) for each in zip(steps, streams, strict=True)], expected)
+    def on_a_stream(step: Callable[[], tuple], stream: torch.cuda.Stream, right: list[torch.Tensor]) -> None:
+        barrier.wait()
+        for _ in range(10):
+            with torch.cuda.stream(stream):
+                results = step()
+            stream.synchronize()
+            check(name, results, right)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(on_a_stream, steps, streams, expected))
 
 
 # Two streams, or two CUDA graphs, at once
