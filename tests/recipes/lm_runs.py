@@ -1,8 +1,13 @@
-"""Tiny training runs for tests: options, callbacks, and when two runs are the same."""
+"""Tiny training runs for tests: options, callbacks, and when two runs are the same.
+
+``python lm_runs.py train ...`` is the command line, but the process of rank 1 dies amid the step after $DIE_AT, behind the first of its
+micro-batches, or fails at the end of step $FAIL_AT.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,25 +22,25 @@ pytest.importorskip("accelerate")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from flashmhf_recipes import metrics  # noqa: E402
-from flashmhf_recipes.training import Options  # noqa: E402
+from flashmhf_recipes import cli, metrics, training  # noqa: E402
+from flashmhf_recipes.errors import TrainingError  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
 
 
-def options(output: Path, text: Path, **settings) -> Options:
+def options(output: Path, text: Path, **settings) -> training.Options:
     small = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
     small["device"] = "cpu"
-    return Options(**{**small, "output": str(output), "data": [str(text)], **settings})
+    return training.Options(**{**small, "output": str(output), "data": [str(text)], **settings})
 
 
-def torchrun(processes: int, *arguments: object, script: bool = False, **variables: str) -> subprocess.CompletedProcess:
-    """The command line, or failing_rank.py, in processes of their own."""
-    program = [str(Path(__file__).with_name("failing_rank.py"))] if script else ["-m", "flashmhf_recipes"]
+def torchrun(processes: int, *arguments: object, **fault: str) -> subprocess.CompletedProcess:
+    """The command line in processes of their own; with a fault (DIE_AT, FAIL_AT) this file as a script."""
+    program = [__file__] if fault else ["-m", "flashmhf_recipes"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [*launcher, *program, *map(str, arguments)]
-    return subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment() | fault, capture_output=True, text=True, timeout=240)
 
 
 def environment() -> dict[str, str]:
@@ -73,3 +78,18 @@ def same_run(output: Path, expected: Path, rel: float = 0.0) -> None:
         assert row.pop("tokens_per_second", 0) >= 0 <= other.pop("tokens_per_second", 0)  # of the clock
         assert row == pytest.approx(other, rel=rel, abs=0)
     assert (output / "config.json").read_text() == (expected / "config.json").read_text()
+
+
+def die(**_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(**_):
+    raise TrainingError("this process has a fault of its own")
+
+
+if __name__ == "__main__":
+    start = training.start
+    faults = [At("on_substep_end", int(os.environ.get("DIE_AT", "-1")), die), At("on_step_end", int(os.environ.get("FAIL_AT", "-1")), fail)]
+    training.start = lambda options: start(options, callbacks=faults if os.environ["RANK"] == "1" else [])
+    sys.exit(cli.main(sys.argv[1:]))

@@ -95,7 +95,7 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
     """Heads over two processes and FSDP2 over two; killed amid step 6. Then FSDP2 on two to step 12; then one process, step 8 to 12."""
     run = tmp_path / "run"
     start = time.monotonic()
-    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", run, "--tp", 2, script=True, DIE_AT="5")
+    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
     assert done.returncode and "Signal 9 (SIGKILL)" in done.stderr and time.monotonic() - start < 200
     assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-4"]
     done = torchrun(2, "train", "--resume", "--output", run, "--dp-shard", 2)
@@ -111,7 +111,7 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
 def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp_path):
     start = time.monotonic()
     arguments = *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
-    done = torchrun(2, *arguments, script=True, FAIL_AT="3")
+    done = torchrun(2, *arguments, FAIL_AT="3")
     assert done.returncode and "flashmhf: error: this process has a fault of its own" in done.stderr and time.monotonic() - start < 200
     assert "rank      : 1" in done.stderr and "exitcode  : 2" in done.stderr
 
