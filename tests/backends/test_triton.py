@@ -9,6 +9,7 @@ import torch
 from interpreter import DEVICE, HALF, INTERPRETED, far_apart, run_interpreted, runs_kernels, starts_interpreter
 from targets import VIEWS, shifted
 
+from benchmarks import tune_triton as tune
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
 from flashmhf.backends.triton import configs, launch
@@ -225,8 +226,6 @@ def test_why_not_without_triton(monkeypatch):
 
 
 def test_table_has_every_row_and_survives_rewriting():
-    from benchmarks import tune_triton as tune
-
     assert set(configs.TABLE) == {(a, b, d) for a in ("sm90", "other") for b in (16, 32) for d in back_end.HEAD_DIMS}
     assert all(set(row) == set(tune.KERNELS) for row in configs.TABLE.values())
     assert tune.rewrite(configs.TABLE) == pathlib.Path(configs.__file__).read_text()

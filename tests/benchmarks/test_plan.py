@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import flashmhf
 from benchmarks import plan
 
 FLAGSHIP = ["16", "22", "384", "128"]
@@ -111,8 +112,6 @@ def test_a_shape_without_kernels_is_one_line(arguments, message, capsys):
 
 
 def test_a_missing_planner_is_one_line(monkeypatch, capsys):
-    import flashmhf
-
     monkeypatch.setitem(sys.modules, "flashmhf._plan", None)
     monkeypatch.delattr(flashmhf, "_plan", raising=False)
     assert plan.main([*FLAGSHIP, "1"]) == 2

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks import measure_cost_model as script
+
 plan = pytest.importorskip("flashmhf._plan")
 f16, fp8 = plan.plan_forward, functools.partial(plan.plan_forward, fp8=True)
 
@@ -183,10 +185,8 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
 
 @pytest.mark.parametrize("features", [64, 128, 320, 768, 2048])
 def test_projections_cover_every_token_and_feature(features):
-    quads, pairs = (
-        {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)},
-        {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)},
-    )
+    quads = {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)}
+    pairs = {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)}
     for tokens, device in itertools.product(range(1, 385), DEVICES):
         p = plan.plan_project(tokens, features, device)
         assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in quads | pairs
@@ -276,8 +276,6 @@ def test_every_slice_has_a_tile():
 
 def test_the_measured_constants_are_those_of_the_cost_models():
     """benchmarks/measure_cost_model.py prints each constant beside the one in the code: the names agree."""
-    from benchmarks import measure_cost_model as script
-
     assert {"combine", "behind_waves", "next_item", "stream_numerator"} <= set(script.in_code("forward"))
     assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(script.in_code("backward"))
     assert script.main(["no such folder"]) == 2

@@ -177,7 +177,6 @@ def smoothed(model, ids) -> float:
 
 def test_a_smoothed_loss_is_of_the_next_token(uninterrupted, text, tmp_path):
     """Under transformers' own Trainer, and in a run; the held-out loss stays the plain one."""
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(preset("tiny").config(vocab_size=300))
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 300, (4, 16))]
     arguments = dict(label_smoothing_factor=0.1, use_cpu=True, max_steps=1, logging_steps=1, report_to=[], disable_tqdm=True)

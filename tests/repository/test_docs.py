@@ -32,8 +32,7 @@ def _listed() -> set[str]:
 
 
 def test_the_navigation_lists_pages_that_exist():
-    listed = _listed()
-    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} == listed
+    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} == _listed()
 
 
 def test_users_pages_have_no_commits_dates_or_names_of_tests():

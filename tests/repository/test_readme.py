@@ -17,8 +17,7 @@ DOCUMENTS = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part in SKIPPED or part.startswith((".", "build")) for part in path.relative_to(ROOT).parts) and RECORDS not in path.parents
 )
-ids = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def test_tables_agree_with_the_records():

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from processes import run_python
 from test_packaging import ROOT, readelf, script
 
@@ -75,8 +76,7 @@ static const bool loaded = load();
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="manylinux is Linux")
 def test_a_library_linked_for_manylinux_runs_on_older_systems(tmp_path):
     """The same source links against new interfaces without cmake/manylinux.cmake, and against those of manylinux_2_28 with it."""
-    missing = [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]
-    if missing:
+    if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
         pytest.skip(f"no {' and no '.join(missing)}")
     (tmp_path / "code.cpp").write_text(SOURCE)
     (tmp_path / "CMakeLists.txt").write_text(f"""
@@ -120,8 +120,6 @@ def test_tools_refuse_what_is_not_there(tool, arguments, message, capsys):
 
 
 def test_an_isolated_build_gets_the_torch_of_this_environment(monkeypatch, tmp_path):
-    import torch
-
     build_wheel, calls = script("tools/build_wheel.py"), []
     (tmp_path / "flashmhf-0.2.0-py3-none-linux_x86_64.whl").touch()
     monkeypatch.setattr(build_wheel, "run", lambda *command, **variables: calls.append(variables))
