@@ -16,17 +16,14 @@ from flashmhf import backends
 from flashmhf_recipes import arguments, cli, first_run, plots
 
 
-def recipe(*sizes: int, **budget: int) -> tuple[dict, dict]:
-    return dict(zip(first_run.SIZES, sizes, strict=True)), budget
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which the whole command takes a second."""
     cpu = torch.device("cpu")
     setting = first_run.Setting(cpu, torch.float32, 64, 2, 2, 32, 1, (16, 32), 1, 60.0)
     monkeypatch.setattr(first_run, "default_setting", lambda device: setting)
-    monkeypatch.setitem(first_run.RECIPES, "cpu", recipe(32, 1, 2, 2, 2, 32, length=16, batch=2, steps=4))
+    sizes = dict(zip(first_run.SIZES, (32, 1, 2, 2, 2, 32), strict=True))
+    monkeypatch.setitem(first_run.RECIPES, "cpu", (sizes, {"length": 16, "batch": 2, "steps": 4}))
 
 
 def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
@@ -50,7 +47,8 @@ def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(sm
 
 
 def test_language_models_have_equal_parameters(text, monkeypatch):
-    monkeypatch.setitem(first_run.RECIPES, "cpu", recipe(64, 2, 2, 2, 2, 160, length=32, batch=4, steps=40))
+    sizes = dict(zip(first_run.SIZES, (64, 2, 2, 2, 2, 160), strict=True))
+    monkeypatch.setitem(first_run.RECIPES, "cpu", (sizes, {"length": 32, "batch": 4, "steps": 40}))
     trained = first_run.train(text.read_bytes(), torch.device("cpu"))
     assert trained["SwiGLU"].parameters == pytest.approx(trained["FlashMHF"].parameters, rel=0.02)
     for model in trained.values():

@@ -15,11 +15,6 @@ from flashmhf_recipes import cli, pretrained, tokenizer, training
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def run(uninterrupted):
-    return uninterrupted[0].output
-
-
 def test_every_option_has_a_flag(monkeypatch):
     """Flags are made from the fields: values arrive with their types, and what is not given keeps its default."""
     given = []
@@ -33,18 +28,19 @@ def test_every_option_has_a_flag(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cuda:99", "nosuch", "meta", *([] if torch.cuda.is_available() else ["cuda"])])
 @pytest.mark.parametrize("command", ["generate", "eval", "train", "bench"])
-def test_a_device_that_is_not_there(command, device, run, text, capsys):
+def test_a_device_that_is_not_there(command, device, uninterrupted, text, capsys):
     extra = {"generate": ["the"], "eval": ["--data", str(text)], "train": ["--output", "run", "--data", str(text)]}.get(command, [])
-    model = ["--model", str(run)] if command in ("generate", "eval") else []
+    model = ["--model", str(uninterrupted[0].output)] if command in ("generate", "eval") else []
     assert cli.main([command, *model, "--device", device, *extra]) == 2
     error = capsys.readouterr().err
     assert "--device: invalid choice" in error if command == "train" and device != "cuda" else f"device is '{device}'" in error, error
     assert error.count("\n") == 1 and (device != "cuda" or "this PyTorch sees no CUDA GPU" in error)
 
 
-def test_a_tokenizer_larger_than_the_model(run, text, tmp_path, capsys):
+def test_a_tokenizer_larger_than_the_model(uninterrupted, text, tmp_path, capsys):
     tokenizer.train([text.read_text()], 320).save_pretrained(tmp_path)
-    assert cli.main(["eval", "--model", str(run), "--tokenizer", str(tmp_path), "--device", "cpu", "--data", str(text)]) == 2
+    command = ["eval", "--model", str(uninterrupted[0].output), "--tokenizer", str(tmp_path), "--device", "cpu", "--data", str(text)]
+    assert cli.main(command) == 2
     assert re.search("has token numbers up to 3[01][0-9]; the vocabulary of .* has 300", capsys.readouterr().err)
 
 
