@@ -11,7 +11,7 @@ from lm_runs import At, environment, interrupt, noting, options, same_run
 from processes import run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import flashmhf
 from flashmhf.models.presets import preset
