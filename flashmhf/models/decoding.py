@@ -37,6 +37,7 @@ _NOT_FINITE = -1  # in place of a token: the logits were NaN or infinite
 # Functions of the scores alone, without a look at them from the host.
 _CAPTURED = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 _CALLED = ("forward", "prepare_inputs_for_generation", "__call__")  # for each token, of the model itself, by transformers' loop
+_COLLECTORS = "transformers.utils.output_capturing"  # its hooks stay after output_hidden_states=True, and do nothing without it
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate")
 
 
@@ -95,7 +96,8 @@ def _has_guests(model: PreTrainedModel, own: type[PreTrainedModel]) -> bool:
         any(getattr(type(model), name) is not getattr(own, name) or name in vars(model) for name in _CALLED)
         or torch_private.is_observed()
         or torch_private.has_global_hooks()
-        or any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        or any("forward" in vars(part) or part._forward_pre_hooks for part in model.modules())
+        or any(getattr(hook, "__module__", "") != _COLLECTORS for part in model.modules() for hook in part._forward_hooks.values())
     )
 
 

@@ -144,6 +144,13 @@ def test_what_transformers_loop_keeps(decoded):
     assert not decoded
 
 
+def test_hooks_that_collect_hidden_states_do_not_slow_later_calls(decoded):
+    model, ids = tiny(), prompt()
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    assert len(model(ids, output_hidden_states=True).hidden_states) == len(model.model.layers) + 1
+    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), model.generate(ids, **settings)) and decoded
+
+
 def ban(module, args, output):
     output.logits[..., 100:] = -1e9
 
