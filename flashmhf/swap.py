@@ -20,7 +20,7 @@ def is_swiglu(module: nn.Module) -> bool:
     """Return whether ``module`` is SiLU(x gate) * (x up) down, made of three linear layers and nothing else that holds parameters."""
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
     linear = all(type(child) in (nn.Linear, Projection) for child in children.values())
-    return linear and set(children) == set(_PROJECTIONS) and uses_silu(module)
+    return linear and next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS) and uses_silu(module)
 
 
 def equal_parameter_sizes(

@@ -8,6 +8,7 @@ import flashmhf
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.bitnet.modeling_bitnet import BitNetMLP  # noqa: E402
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP  # noqa: E402
 
 from flashmhf.models import load_replaced  # noqa: E402
@@ -229,6 +230,23 @@ def biased() -> nn.Module:
     return swiglu
 
 
+def limited(limit: float) -> nn.Module:
+    swiglu = flashmhf.SwiGLU(64, 192)
+    swiglu.limit = limit  # as Step-3.7 has it: an int, or inf for none
+    return swiglu
+
+
+def test_a_network_with_a_parameter_of_its_own_stays():
+    model = nn.Sequential(flashmhf.SwiGLU(64, 192), flashmhf.SwiGLU(64, 192))
+    model[1].global_scale = nn.Parameter(torch.ones(1))  # as Inkling has it
+    assert list(flashmhf.replace_ffn(model)) == ["0"]
+
+
+def test_a_limit_that_cuts_nothing_off_is_none():
+    x, swiglu = torch.randn(5, 64), limited(float("inf"))
+    torch.testing.assert_close(flashmhf.FlashMHF.from_swiglu(swiglu)(x), swiglu(x))
+
+
 def scaled() -> nn.Module:
     config = transformers.FalconH1Config(hidden_size=64, intermediate_size=192, mlp_multipliers=[0.5, 2.0])
     return FalconH1MLP(config)
@@ -242,6 +260,13 @@ def scaled() -> nn.Module:
         (lambda: flashmhf.SwiGLU(8, 16), {"q_norm": True}, ValueError, "q_norm is True; .*supports q_norm=False"),
         (lambda: flashmhf.SwiGLU(8, 16), {"activation": "relu"}, ValueError, "activation is 'relu'; .*supports activation='silu'"),
         (biased, {"bias": False}, ValueError, "bias is False; .*supports bias=True"),
+        (lambda: limited(2), {}, ValueError, "swiglu.limit is 2; supported: networks without factors"),
+        (
+            lambda: BitNetMLP(transformers.BitNetConfig(hidden_size=64, intermediate_size=96, hidden_act="silu")),
+            {},
+            ValueError,
+            "swiglu has weights in ffn_sub_norm",
+        ),
         (scaled, {}, ValueError, "swiglu.gate_multiplier is 0.5; supported: networks without factors"),
         (lambda: foreign(hidden_act="gelu").model.layers[0].mlp, {}, ValueError, "act_fn is"),
         (lambda: nn.Linear(64, 64), {}, TypeError, "swiglu.gate_proj must be a torch.nn.Linear, got none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class FlashMHF(GroupedHeads):
         Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
         dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
         Raises TypeError if one of the three is not a plain linear layer (an adapter is not), ValueError for another activation, biases in
-        gate_proj or up_proj, floats among the attributes of ``swiglu`` (factors and limits), a width that num_subnets does not divide,
+        gate_proj or up_proj, other weights, factors and limits in ``swiglu``, a width that num_subnets does not divide,
         q_norm=True, which has no exact start either, and bias=False where down_proj has one.
         """
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -131,8 +132,12 @@ class FlashMHF(GroupedHeads):
                 raise ValueError(f"swiglu.{name} has a bias; supported: a bias in down_proj only")
         if not uses_silu(swiglu):
             raise ValueError(f"swiglu.act_fn is {type(swiglu.act_fn).__name__}; supported: SiLU")
-        for name, value in vars(swiglu).items():  # Falcon-H1 multiplies by some, DeepSeek-V4 cuts off at one
-            if isinstance(value, float) and "dropout" not in name:
+        others = {name.partition(".")[0] for name in swiglu.state_dict()} - {"gate_proj", "up_proj", "down_proj"}
+        if others:  # Inkling multiplies by a parameter, BitNet normalises
+            raise ValueError(f"swiglu has weights in {', '.join(sorted(others))}; supported: gate_proj, up_proj and down_proj only")
+        for name, value in vars(swiglu).items():  # Falcon-H1 multiplies by some, DeepSeek-V4 cuts off at one; at inf nothing is cut off
+            number = isinstance(value, float) and "dropout" not in name or isinstance(value, int) and "limit" in name
+            if number and value != math.inf:
                 raise ValueError(f"swiglu.{name} is {value}; supported: networks without factors and limits of their own")
         weight, bias = swiglu.gate_proj.weight, swiglu.down_proj.bias
         for name, value in {"q_norm": False, "activation": "silu", "bias": bias is not None or kwargs.get("bias", False)}.items():
