@@ -159,6 +159,8 @@ class Muon(torch.optim.Optimizer):
         found, expected = ([group.get("muon") for group in groups] for groups in (state_dict["param_groups"], self.param_groups))
         if found != expected:
             raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
+        if any(group["muon"] and group.get("maximize") for group in state_dict["param_groups"]):
+            raise ValueError("state_dict has a group with muon=True and maximize=True; supported: False")
         super().load_state_dict(state_dict)
 
     @torch.no_grad()

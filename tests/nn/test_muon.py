@@ -121,6 +121,11 @@ def test_refusals():
     with pytest.raises(ValueError, match="a group has no key 'muon'; supported: .* muon=True"):  # AdamW for everything, without a word
         flashmhf.Muon(layer.parameters())
     optimizer = flashmhf.Muon(flashmhf.param_groups(layer, 1e-3, 0.1, muon=True))
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["maximize"] = True  # AdamW's have it
+    with pytest.raises(ValueError, match="muon=True and maximize=True; supported: False"):
+        optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"state_dict has groups with muon = \[None\]; this optimizer's have \[True, False\]"):
         optimizer.load_state_dict(torch.optim.AdamW(layer.parameters()).state_dict())
 
