@@ -283,8 +283,8 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if not (args.data or args.tasks):
         raise OptionError("give --data, --tasks or both")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise OptionError(f"--json is {args.json!r}; the directory that it names does not exist")
+    if args.json and (not Path(args.json).absolute().parent.is_dir() or Path(args.json).is_dir()):
+        raise OptionError(f"--json is {args.json!r}; it must name a file in an existing directory")
     model, tokenizer = _load(args)
     figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
     if args.data:

@@ -58,6 +58,7 @@ _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 # What is supported of a number, and whether a value is. NaN is nowhere.
 _RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
+    "min_learning_rate": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
     "length": ("integers from 2 on, a token and the next", lambda x: x is None or (isinstance(x, int) and x >= 2)),
     "warmup": ("a share of the steps below 1, or steps from 1 on", lambda x: 0 <= x < math.inf),
     "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
@@ -192,10 +193,8 @@ class Options:
                 inside = False
             if not inside:
                 raise OptionError(f"{name} is {value!r}; supported: {supported}")
-        if not 0 < self.min_learning_rate <= self.learning_rate:
-            raise OptionError(
-                f"min_learning_rate is {self.min_learning_rate}; it must be above 0 and at most learning_rate = {self.learning_rate}"
-            )
+        if self.min_learning_rate > self.learning_rate:
+            raise OptionError(f"min_learning_rate is {self.min_learning_rate}; it must be at most learning_rate = {self.learning_rate}")
         chosen_device(self.device)
         settings = {entry.name for entry in fields(FlashMHFConfig) if entry.init}
         _check_settings("model", self.model, settings - _OWN_SETTINGS.keys(), _OWN_SETTINGS)

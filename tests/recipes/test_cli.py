@@ -116,7 +116,10 @@ MISTAKES = [
     (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
     (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
     (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
-    (["eval", "--model", "./nothing", "--data", "x", "--json", "./no/x"], "--json is './no/x'; the directory that it names does not exist"),
+    (
+        ["eval", "--model", "./nothing", "--data", "x", "--json", "./no/x"],
+        "--json is './no/x'; it must name a file in an existing directory",
+    ),
     (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: '0' is not an integer from 1 on"),
     (["train", "--data", "x"], "the following arguments are required: --output"),
     (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
