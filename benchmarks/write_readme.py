@@ -399,7 +399,7 @@ def decision_table(records: Records) -> str:
             speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
             less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs]
             lines.append([f"whole model, training step, {blocks}{name}", *_compared(record, [key[0] for key in keys], speeds, less)])
-    lines.append(["loss at equal parameters", "[equal at 26M and 57M](quality.md)", "", ""])
+    lines.append(["loss at equal parameters", "[see quality](quality.md)", "", ""])
     header = ["what", "speed ÷ SwiGLU's", "SwiGLU's memory ÷ FlashMHF's", "measured"]
     note = (
         "*Above 1 FlashMHF is better. Layers alone are compared with compiled SwiGLU; their memory is the peak of one layer beyond weights "

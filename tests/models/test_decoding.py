@@ -89,13 +89,13 @@ def test_a_cache_that_is_too_short():
     assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
 
 
-def test_a_cache_that_its_owner_goes_on_with(decoded):
+def test_a_cache_that_its_owner_goes_on_with(device, decoded):
     """After an early end it holds the tokens before the last one, as transformers leaves it."""
-    model, ids = tiny(), prompt(1)
+    model, ids = tiny().to(device), prompt(1).to(device)
     settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "disable_compile": True}
     end = int(model.generate(ids, eos_token_id=None, **settings)[0, 9 + 4])
     cache = StaticCache(config=model.config, max_cache_len=40)
-    said = torch.cat([model.generate(ids, past_key_values=cache, eos_token_id=end, **settings), prompt(1, 3)], 1)
+    said = torch.cat([model.generate(ids, past_key_values=cache, eos_token_id=end, **settings), prompt(1, 3).to(device)], 1)
     assert decoded == [1] and said.shape[1] == 9 + 5 + 3
     assert torch.equal(model.generate(said, past_key_values=cache, **settings), model.generate(said, **settings))
 

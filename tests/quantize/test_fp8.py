@@ -21,8 +21,8 @@ ONE_SIGN = 1.2e-2
 
 def problem(tokens=200, heads=2, subnets=3, subnet_dim=80, head_dim=64, *, group=1, dtype=torch.bfloat16, device="cpu"):
     """(q, k, u, v, r)."""
-    p = testing.problem(tokens, heads, head_dim, subnets, subnet_dim, dtype, device, num_kv_heads=heads // group)
-    return *p.operands, p.r
+    p = testing.problem(tokens, heads, head_dim, subnets, subnet_dim, dtype, num_kv_heads=heads // group)
+    return tuple(x.to(device) for x in (*p.operands, p.r))
 
 
 def exact(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tensor:
