@@ -452,7 +452,7 @@ def expected_memory(records: Records) -> str:
             more.append(sharded["memory_mib"] / 1024 - gib[ranks])
             cells[ranks] = f"{gib[ranks] + more[-1]:.0f} GiB"
             places.append(f"{ranks} {gpu(several)}s")
-    cells = {ranks: cells.get(ranks) or f"{span([each + over for over in more or [0.0]], 0)} GiB, estimated" for ranks, each in gib.items()}
+    cells = {ranks: cells.get(ranks) or f"{span([each + over for over in more], 0)} GiB, estimated" for ranks, each in gib.items()}
     batch = f"{row.get('batch', 4)} sequences of {row.get('length', 4096):,} tokens"
     where = f"Measured on {', '.join(places)}; estimates are computed, with the {span(more, 0)} GiB added by which these exceeded it"
     note = f"*FlashMHF-{scale.upper()} with AdamW, {batch} per GPU at once. {where}.*"
