@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..quantize import to_fp8
+from ..nn import MHFFN, FlashMHF, ParametricKV
+from ..quantize import Fp8FlashMHF, to_fp8
 from ..quantize.modules import METHOD
 from ..quantize.packing import E4M3, check_layout
 
@@ -40,6 +41,7 @@ class Rank:
         return count // self.size
 
 
+SHARDED = (FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF)
 _WHOLE = ("out_proj.bias", "layout")
 _BY_COLUMNS = ("out_proj.weight", "scales")
 
@@ -85,8 +87,13 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a checkpoint of the whole network loads
     into every rank.
 
-    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V.
+    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V, TypeError for another network,
+    and NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
     """
+    if not isinstance(network, SHARDED):
+        raise TypeError(f"network is a {type(network).__name__}; supported: {', '.join(kind.__name__ for kind in SHARDED)}")
+    if network.in_proj is None:
+        raise NotImplementedError("skip_linear is True; supported: False")
     keys = network.k8 if hasattr(network, "k8") else network.k
     counts = {"num_heads": network.num_heads, "num_kv_heads": len(keys)}
     for count, total in counts.items():
@@ -110,16 +117,14 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
 
     With a ``quantization_config`` of :class:`flashmhf.models.FlashMHFFp8Config` it is a :class:`flashmhf.quantize.Fp8FlashMHF`.
 
-    Raises NotImplementedError for ffn_skip_linear=True, whose ranks would have nothing to add up, and for "swiglu" and "dense_moe", which
-    engines build from their own linear layers; ValueError, by the configuration's names, for heads that the ranks do not divide.
+    Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build from their own linear layers;
+    ValueError, by the configuration's names, for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
     from ..models.quantization import FlashMHFFp8Config
 
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
         raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: flashmhf, mh_ffn, pkv")
-    if config.ffn_skip_linear:
-        raise NotImplementedError("ffn_skip_linear is True; supported: False")
     for name in ("ffn_num_heads", "ffn_num_kv_heads"):
         rank.of(name, getattr(config, name) or rank.size)
     with torch.device("meta"):

@@ -99,6 +99,10 @@ def test_refusals():
     for rank, name in ((Rank(0, 3, lambda y: y), "num_heads is 4"), (Rank(0, 4, lambda y: y), "num_kv_heads is 2")):
         with pytest.raises(ValueError, match=f"{name}; supported: multiples of the tensor-parallel size {rank.size}"):
             shard(network("grouped"), rank)
+    with pytest.raises(NotImplementedError, match="skip_linear is True; supported: False"):
+        shard(flashmhf.MHFFN(64, 4, 32, skip_linear=True), rank)
+    with pytest.raises(TypeError, match="network is a SwiGLU; supported: FlashMHF, "):
+        shard(flashmhf.SwiGLU(64, 128), rank)
     with pytest.raises(ValueError, match="all_reduce is None"):
         Rank(0, 2)
     with pytest.raises(ValueError, match="index is 2"):
@@ -172,7 +176,7 @@ def test_the_network_of_a_configuration():
             assert torch.equal(served(x), whole(x)), ffn
     tiny, packed = preset("flashmhf-tiny").config, FlashMHFFp8Config().to_dict()
     for config, error, message in (
-        (tiny(ffn_skip_linear=True), NotImplementedError, "ffn_skip_linear is True; supported: False"),
+        (tiny(ffn_skip_linear=True), NotImplementedError, "skip_linear is True; supported: False"),
         (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
         (tiny(ffn_num_heads=1), ValueError, "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
