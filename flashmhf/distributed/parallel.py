@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from .. import checks
-from ..nn import MHFFN, FlashMHF, SwiGLU
+from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
 from ..nn.arguments import positive
 from . import sharding  # noqa: F401  (its import registers the rules)
 
+DIVIDED = (FlashMHF, MHFFN, SwiGLU)
 HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")  # Shard(0); their first dimension is H or H d_h
 
 
@@ -140,10 +141,11 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
     Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
     sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
-    device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width, and for a model without any such network.
+    device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width, for a model without any such network, and for a
+    module with both such a network and parameters of its own.
     """
     size = positive("size", size)
-    if not any(isinstance(child, (FlashMHF, MHFFN, SwiGLU)) for child in model.modules()):
+    if not any(isinstance(child, DIVIDED) for child in model.modules()):
         raise ValueError(f"module is a {type(model).__name__} without a FlashMHF, MHFFN or SwiGLU network")
     styles: dict[str, ParallelStyle] = {}
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -157,7 +159,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             styles[name] = HeadParallel()
         elif {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
             styles |= _attention_styles(name, module, size)
-        elif isinstance(module, SwiGLU) or {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+        elif {"gate_proj", "up_proj", "down_proj"} <= children.keys() and not isinstance(module, DenseMoE):
             width = module.get_submodule("gate_proj").out_features
             _check_divides(size, name or "module", width, f"a width of {width}", "the width")
             styles |= {_path(name, part): ColwiseParallel() for part in ("gate_proj", "up_proj")}
@@ -166,7 +168,11 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             styles[name] = _Placed(Shard(0))
         elif module is head:
             styles[name] = ColwiseParallel(output_layouts=Replicate())
-        elif name not in styles and next(module.parameters(recurse=False), None) is not None:
+        elif name not in styles and (own := [key for key, _ in module.named_parameters(recurse=False)]):
+            if any(isinstance(child, DIVIDED) for child in module.modules()):  # it would be replicated with the module
+                raise ValueError(
+                    f"{name or 'module'} has both a network to divide and parameters of its own; supported: {', '.join(own)} in a child"
+                )
             styles[name] = _Placed(Replicate())
     return styles
 

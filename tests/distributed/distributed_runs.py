@@ -433,6 +433,10 @@ def uneven_sizes() -> None:
     sharded = parallelize(copy.deepcopy(whole), mesh)  # the network itself, not a model that holds one
     assert [parameter.placements for parameter in sharded.parameters()] == [(Shard(0),), (Shard(0),), (Shard(1),)]
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    mixed = nn.Sequential(flashmhf.FlashMHF(32, 2, 2, 16), flashmhf.DenseMoE(32, 2, 16))  # the second is replicated
+    equal(parallelize(copy.deepcopy(mixed), mesh)(x), mixed(x), rtol=1e-5, atol=1e-5)
+    mixed.register_parameter("scale", nn.Parameter(torch.ones(32)))
+    raises(ValueError, ("module has both", "scale in a child"), lambda: parallelize(mixed, mesh))
     equal(sharded(x), whole(x), rtol=1e-5, atol=1e-5)
 
 
