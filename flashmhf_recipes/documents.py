@@ -106,8 +106,8 @@ def _opened(path: Path) -> TextIO:
 
 
 def _check_column(text_field: str, names: Iterable[str]) -> None:
-    if text_field not in names:
-        raise ValueError(f"it has no column {text_field!r}; columns: {', '.join(names)}")
+    if (found := list(names).count(text_field)) != 1:
+        raise ValueError(f"it has {f'{found} columns' if found else 'no column'} {text_field!r}; columns: {', '.join(names)}")
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[object]:

@@ -109,6 +109,7 @@ BROKEN = {
     "deep.jsonl": (b"[" * 100_000, "line 1 is not JSON"),
     "bad.csv": (b'text\n"unclosed', "unexpected end of data"),
     "empty.csv": (b"", "has no column 'text'"),
+    "twice.csv": (b"text,text\na,b\n", "has 2 columns 'text'; columns: text, text"),
     "bad.parquet": (b"PAR1 is not enough", "Parquet"),
     "empty.arrow": (b"", "."),
 }
