@@ -27,7 +27,7 @@ from flashmhf.models.presets import SCALES, preset
 
 from . import checkpoints, data, metrics, pretrained
 from .documents import find_files
-from .errors import DataError, OptionError
+from .errors import DataError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, empty_model, naming, schedule, training_arguments
 from .stopping import Stopped, StopSignals
@@ -109,7 +109,7 @@ def resume(
     run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of processes: checkpoints hold whole
     tensors. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
     FileNotFoundError where there is no run, FileExistsError where another process trains it, OptionError for ``steps`` that are done
-    already, TrainingError when no checkpoint loads.
+    already, TrainingError when no checkpoint loads or the run is finished and has none.
     """
     output = Path(output)
     options, changes = _read_run(output)
@@ -125,6 +125,8 @@ def resume(
                 checkpoints.set_aside_unusable(output)
             checkpoint = next(reversed(checkpoints.complete_checkpoints(output)), None)
         done = checkpoints.step_of(checkpoint)
+        if checkpoint is None and (output / "config.json").exists():
+            raise TrainingError(f"{output} has a finished model but no checkpoint; train it further with init_from={output}")
         if steps is not None and steps <= done:
             raise OptionError(f"steps is {steps}; the run has done {done} steps")
         if first_process():

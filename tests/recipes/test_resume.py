@@ -238,6 +238,13 @@ def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
     assert not list(run.glob("checkpoint-*"))
 
 
+def test_a_finished_run_without_checkpoints_is_not_trained_again(expected, tmp_path):
+    output = shutil.copytree(expected, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    with pytest.raises(TrainingError, match="has a finished model but no checkpoint; train it further with init_from="):
+        training.resume(output, steps=40, bar=False)
+    assert (output / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"output": "x", "later": 1}'])
 def test_options_that_cannot_be_read(content, tmp_path):
     (tmp_path / "run.json").write_text(content)
