@@ -255,6 +255,9 @@ def _train(
     """Train with checked options from ``checkpoint`` on; ``trained`` is what :func:`_load_trained` returns, if it was called already."""
     output, bar = Path(options.output), bar and first_process()
     with arguments.main_process_first(local=False, desc="preparing data"):
+        wanted = [DATA, INIT] if options.init_from else [DATA]
+        if not first_process() and not all((output / name).exists() for name in wanted):
+            raise TrainingError(f"{output} has no {' and '.join(wanted)}: the first process failed before it had made them")
         if options.init_from and not (output / INIT).exists():
             # A run killed before its first checkpoint needs the model again.
             trained = trained or _load_trained(options)

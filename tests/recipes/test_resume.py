@@ -351,6 +351,14 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
     assert cli.main(command) == 0
 
 
+def test_only_the_first_process_makes_the_data(text, tmp_path, monkeypatch):
+    """The others go on when the first has failed, and their files would stand in the way of the corrected command."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(TrainingError, match="run has no data: the first process failed"):
+        training.start(options(tmp_path / "run", text), bar=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path):
     """An error in the first step, as of memory, does not cost the tokens."""
 
