@@ -55,7 +55,7 @@ class Documents:
 def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:
     """Return the documents of files in an order drawn with ``seed``. The folder ``cache`` holds their text once more and may then go.
 
-    Raises DataError as :func:`find_files` and :func:`read` do.
+    Raises DataError as :func:`find_files` and :func:`read` do, OSError where ``cache`` cannot be written.
     """
     import datasets
 
@@ -72,7 +72,7 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
         )
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
-        raise next((cause for cause in causes if isinstance(cause, DataError)), error) from None
+        raise next((cause for cause in causes if isinstance(cause, DataError | OSError)), error) from None
     origin = f"read {len(files):,} files, {len(table):,} documents, in an order drawn with seed {seed}"
     return Documents(table.shuffle(seed=seed), "text", origin, left_out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -237,6 +238,17 @@ def test_nothing_to_read(bpe, tmp_path):
     documents = data.local([tmp_path], "text", 0, tmp_path / "cache")
     with pytest.raises(DataError, match="no text is left to train on: read 1 files, 1 documents.*; left out: 1 documents without text"):
         data.store(tmp_path, documents, bpe, 100)
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    monkeypatch.setattr(data, "read", full)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(OSError, match="No space left on device"):
+        data.local([tmp_path], "text", 0, tmp_path / "cache")
 
 
 def test_documents_are_drawn_from_all_files(tmp_path, tmp_path_factory):
