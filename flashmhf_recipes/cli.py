@@ -339,8 +339,6 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--output", required=True, metavar="DIR", help="the new directory")
     args = parser.parse_args(arguments)
     output = Path(args.output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OptionError(f"--output {output} is not empty; choose a new directory")
     pretrained.save_fp8(args.model, output, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype)
     size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     print(f"{output}: {size / 1e6:,.1f} MB of weights")

@@ -12,6 +12,7 @@ from flashmhf.models.quantization import quantise
 
 from . import checkpoints
 from .arguments import chosen_device
+from .errors import OptionError
 from .tokenizer import load as load_tokenizer
 from .tokenizer import token_numbers
 
@@ -49,13 +50,17 @@ def save_fp8(name: str, output: Path, *, tokenizer_name: str | None = None, devi
     """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
 
     ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises what
-    :func:`load` raises.
+    :func:`load` raises, OptionError where ``output`` is not empty, TrainingError where it cannot be written, and then removes it.
     """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OptionError(f"output is {str(output)!r}, which is not empty; choose a new directory")
     # float32, so that packed weights are rounded once.
     model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True)
     stored = None if loading.is_official(locate(name)) else AutoConfig.from_pretrained(locate(name)).dtype
-    model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype]).save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype])
+    with checkpoints.writing(lambda: output):
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
 
 
 def locate(name: str) -> str:

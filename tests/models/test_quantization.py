@@ -1,6 +1,7 @@
 """FP8 checkpoints: quantised while loading, stored, restored to the same bits; what is damaged is refused. And the commands with --fp8."""
 
 import json
+import resource
 import types
 
 import pytest
@@ -222,3 +223,13 @@ def test_command_errors_are_one_line(plain, quantised, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error and error.count("\n") == 1, (arguments, error)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_without_room_gets_no_half_of_a_model(plain, tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        status = cli.main(["quantize", "--model", str(plain), "--output", str(tmp_path / "new"), "--device", "cpu"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2 and "new could not be written: " in capsys.readouterr().err and not (tmp_path / "new").exists()
