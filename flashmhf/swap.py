@@ -60,7 +60,7 @@ def replace_ffn(
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
     Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the initializer_range
-    of ``model.config``. The configuration of a transformers model records the new networks, so that
+    of ``model.config``. The configuration of a transformers model records all of its FlashMHF networks, so that
     :func:`flashmhf.models.load_replaced` loads what the model's own ``save_pretrained`` stores, and its ``init_weights`` draws them too.
     Raises TypeError if ``model`` is not a module, ValueError if there is nothing to replace, if ``model`` itself is the network to replace,
     and if sizes do not fit.
@@ -92,7 +92,7 @@ def replace_ffn(
     if "transformers" in sys.modules and hasattr(model, "save_pretrained"):
         from .models import replaced
 
-        replaced.adopt(model, names)
+        replaced.adopt(model)
     return names
 
 

@@ -89,6 +89,11 @@ def test_replacement_by_layer_is_loaded_as_it_was(tmp_path):
     model = foreign(num_hidden_layers=3)
     flashmhf.replace_ffn(model.model.layers[0], num_heads=1)
     assert not hasattr(model.config, "flashmhf_networks")  # a layer does not know where it is in the model
+    flashmhf.replace_ffn(model, num_heads=2)  # the others; what is recorded is all
+    model.save_pretrained(tmp_path)
+    again = load_replaced(tmp_path)
+    assert [layer.mlp.num_heads for layer in again.model.layers] == [1, 2, 2]
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
     model = foreign(num_hidden_layers=3)
     kept, model.model.layers[2].mlp = model.model.layers[2].mlp, nn.Identity()
     flashmhf.replace_ffn(model.model, num_heads=2)  # names without "model."

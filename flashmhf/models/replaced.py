@@ -23,11 +23,11 @@ def has_replaced(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, NETWORKS, None))
 
 
-def adopt(model: nn.Module, names: list[str]) -> None:
-    """Record the networks ``names`` in the configuration of a transformers model, and have its ``init_weights`` draw them."""
+def adopt(model: nn.Module) -> None:
+    """Record every FlashMHF of a transformers model in its configuration, and have its ``init_weights`` draw them."""
     if not isinstance(model, PreTrainedModel):
         return
-    record = {name: _settings(model.get_submodule(name)) for name in names}
+    record = {name: _settings(part) for name, part in model.named_modules(remove_duplicate=False) if isinstance(part, FlashMHF)}
     setattr(model.config, NETWORKS, getattr(model.config, NETWORKS, {}) | record)
     _draw_with_model(model)
 
