@@ -33,9 +33,9 @@ def define(schema: str, kernel: Callable, fake: Callable, autograd: Callable | N
     op = getattr(torch.ops.flashmhf, name)
     torch_private.DispatchRules.install(op.default)
     LIBRARY.impl(name, autograd or _without_gradients(name, op), "Autograd")
-    cast_arguments = tuple(argument.name if argument.name in casts else None for argument in op.default._schema.arguments)
+    rules = {argument.name: cast if argument.name in casts else widen for argument in op.default._schema.arguments}
     for device_type, key in torch_private.AUTOCAST_KEYS.items():
-        LIBRARY.impl(name, _autocast(op, device_type, cast_arguments), key)
+        LIBRARY.impl(name, _autocast(op, device_type, rules if casts else {}), key)
 
 
 def _without_gradients(name: str, op: Callable) -> Callable:
@@ -59,11 +59,17 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x
 
 
-def _autocast(op: Callable, device_type: str, cast_arguments: tuple[str | None, ...]) -> Callable:
+def widen(x: Any, dtype: torch.dtype) -> Any:
+    """Return an operand that autocast to ``dtype`` does not cast: 16 bits that are not ``dtype`` in float32, which operators take too."""
+    return x.float() if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:2] and x.dtype != dtype else x
+
+
+def _autocast(op: Callable, device_type: str, rules: dict[str, Callable[[Any, torch.dtype], Any]]) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        args = tuple(x if name is None else cast(x, dtype) for x, name in zip(args, cast_arguments, strict=False))
-        kwargs = {name: cast(x, dtype) if name in cast_arguments else x for name, x in kwargs.items()}
+        if rules:
+            args = tuple(rule(x, dtype) for x, rule in zip(args, rules.values(), strict=False))
+            kwargs = {name: rules[name](x, dtype) for name, x in kwargs.items()}
         with torch_private.below_autocast():
             return op(*args, **kwargs)
 

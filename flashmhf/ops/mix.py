@@ -16,7 +16,7 @@ from .. import backends, checks, torch_private
 from ..backends import REFERENCE
 from ..backends.contract import Backend, Gate, Router, Settings, WeightGrads
 from ..backends.tokens import collapse
-from .library import LIBRARY, cast, define
+from .library import LIBRARY, cast, define, widen
 
 Result = Tensor | tuple[Tensor, ...]
 
@@ -227,7 +227,7 @@ _NETWORKS = "Tensor q, Tensor k, Tensor u, Tensor v"
 _FORWARD = '*, bool? deterministic=None, str backend="auto", str activation="silu") -> Tensor'
 _BACKWARD = 'bool deterministic=False, *, str backend="auto", bool[2] needs=[True, True], str activation="silu") -> (Tensor dq, '
 _WEIGHT_GRADS = "Tensor dk, Tensor du, Tensor dv, "
-# Under autocast q, k, u and v go to its dtype; r and w keep theirs. In backward nothing is cast.
+# Under autocast q, k, u and v go to its dtype; r and w keep theirs, or go to float32. In backward nothing is cast.
 _define(f"forward({_NETWORKS}, Tensor? r=None, {_FORWARD}", _forward, casts="qkuv")
 _define(f"gated_forward({_NETWORKS}, Tensor w, float eps, {_FORWARD}", _gated_forward, casts="qkuv")
 _define(f"backward(Tensor grad_out, {_NETWORKS}, Tensor? r=None, {_BACKWARD}{_WEIGHT_GRADS}Tensor dr)", _backward)
@@ -293,7 +293,8 @@ def _definition(describe: Callable[..., _Call], q: Tensor, k: Tensor, u: Tensor,
     device_type = q.device.type
     if not torch_private.autocasts(device_type):
         return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
-    q, k, u, v = (cast(x, torch.get_autocast_dtype(device_type)) for x in (q, k, u, v))
+    dtype = torch.get_autocast_dtype(device_type)
+    q, k, u, v, *gate = (*(cast(x, dtype) for x in (q, k, u, v)), *(widen(x, dtype) for x in gate))
     with torch.autocast(device_type, enabled=False):
         return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
 

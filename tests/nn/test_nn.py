@@ -116,11 +116,14 @@ def test_the_meta_device_gives_shapes(make, grad):
         assert make()(torch.empty(3, D_MODEL)).shape == (3, D_MODEL)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @every_module
-def test_autocast_takes_any_input(make):
+def test_autocast_takes_any_input(make, stored):
+    """With weights of any dtype, as linear layers have it."""
+    module = make().to(stored)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for dtype in (torch.float32, torch.bfloat16):
-            make()(torch.randn(3, D_MODEL, dtype=dtype))
+            module(torch.randn(3, D_MODEL, dtype=dtype))
 
 
 # The official layout both ways; whole models in tests/models/test_conversion.py
