@@ -80,6 +80,7 @@ def takes(
         and config.compile_config is None
         and settings.get("inputs_embeds") is None
         and model.config._attn_implementation in ("sdpa", "eager")
+        and model.model.rotary_emb.rope_type not in ("dynamic", "longrope")  # whose frequencies the host chooses by the positions
         and not getattr(model, "hf_device_map", None)
         and not synced
         and not _has_guests(model, own)

@@ -141,7 +141,9 @@ def test_what_transformers_loop_keeps(decoded):
     model.generate(ids, logits_processor=LogitsProcessorList([Unrepeated(2.0)]), **settings)
     model.generate(ids, max_time=100.0, **settings)
     model.generate(ids, compile_config=CompileConfig(), **settings)
-    assert not decoded
+    growing = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=12)
+    expected = growing.generate(ids, **settings | {"cache_implementation": None})
+    assert torch.equal(growing.generate(ids, **settings), expected) and not decoded
 
 
 def test_hooks_that_collect_hidden_states_do_not_slow_later_calls(decoded):
