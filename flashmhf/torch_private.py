@@ -65,9 +65,10 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 def is_observed() -> bool:
     """Return whether something follows each call: a torch.func transform, forward-mode differentiation, a dispatch mode (FlopCounterMode,
-    fake tensors) or a function mode other than that of a default device."""
+    fake tensors), torch.jit.trace or a function mode other than that of a default device."""
     return (
         torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or has_function_mode()

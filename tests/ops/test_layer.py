@@ -226,6 +226,13 @@ def test_exports(strict):
     assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"] == ["flashmhf.layer.default"]
 
 
+def test_jit_trace():
+    """It compares what it has traced with a second trace, without gradients."""
+    module = make()
+    longer = tokens_of(module, 3 * TOKENS)
+    torch.testing.assert_close(torch.jit.trace(module, tokens_of(module, TOKENS))(longer), module(longer))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["hopper", "triton", "eager"])
 def test_peak_memory_beyond_the_input(backend, monkeypatch):
