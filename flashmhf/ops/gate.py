@@ -27,10 +27,8 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
     checks.floating("q", q)
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
-    autocasts = torch_private.autocasts(q.device.type)
-    w = widen(w, q.dtype) if autocasts else w
+    if torch_private.autocasts(q.device.type):  # torch.autocast refuses devices that have none, such as meta
+        with torch.autocast(q.device.type, enabled=False):
+            return gate(q, widen(w, q.dtype), eps)
     checks.router(q, w, eps)
-    if not autocasts:  # torch.autocast refuses devices that have none, such as meta
-        return reference.gate(q, w, eps)
-    with torch.autocast(q.device.type, enabled=False):
-        return reference.gate(q, w, eps)
+    return reference.gate(q, w, eps)
