@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ..nn.convert import PREFIXES
 from . import conversion
 from .modeling import FlashMHFForCausalLM, check_complete
-from .replaced import has_replaced, load_replaced
+from .replaced import NETWORKS, load_replaced
 
 
 def is_official(directory: str | Path) -> bool:
@@ -41,7 +41,7 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         if is_official(directory):
             return conversion.load_official(directory, dtype)
         config = AutoConfig.from_pretrained(directory)
-        load_any = load_replaced if has_replaced(config) else AutoModelForCausalLM.from_pretrained
+        load_any = load_replaced if getattr(config, NETWORKS, None) else AutoModelForCausalLM.from_pretrained
         model, report = load_any(directory, config=config, dtype=dtype or "auto", output_loading_info=True)
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise

@@ -18,11 +18,6 @@ NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced 
 _SOURCE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # where files come from
 
 
-def has_replaced(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration records networks that ``replace_ffn`` put into the model."""
-    return bool(getattr(config, NETWORKS, None))
-
-
 def adopt(model: nn.Module) -> None:
     """Record every FlashMHF of a transformers model in its configuration, and have its ``init_weights`` draw them."""
     if not isinstance(model, PreTrainedModel):
@@ -74,7 +69,7 @@ def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | No
         raise TypeError(f"model_class is {model_class.__name__}; supported: subclasses of transformers.PreTrainedModel, and None")
     source = {name: kwargs[name] for name in _SOURCE if name in kwargs}
     config = kwargs.get("config") or AutoConfig.from_pretrained(directory, **source)
-    if not has_replaced(config):
+    if not getattr(config, NETWORKS, None):
         raise ValueError(f"the configuration of {directory} records no networks that replace_ffn put there; load it with from_pretrained")
     name = (config.architectures or ["none"])[0]
     base = model_class or getattr(transformers, name, None)

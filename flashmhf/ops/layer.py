@@ -102,12 +102,6 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
     return out
 
 
-def _fake(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
-    _check(x, weights)
-    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, backend, activation)
-    return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
-
-
 def _define(name: str, networks: str, count: int, casts: tuple[str, ...], last: str = "") -> None:
     """Define the operator whose weights of the heads' networks are ``count`` tensors."""
 
@@ -123,7 +117,10 @@ def _define(name: str, networks: str, count: int, casts: tuple[str, ...], last: 
         return _layer(x, weights, backend, activation)
 
     def fake(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
-        return _fake(x, weights_of(*operands), backend, activation)
+        weights = weights_of(*operands)
+        _check(x, weights)
+        _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, backend, activation)
+        return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
 
     operands = f"Tensor x, Tensor in_w, Tensor? in_bias, {networks}, float eps, Tensor out_w, Tensor? out_bias"
     define(f"{name}({operands}, {_TAIL}{last}) -> Tensor", kernel, fake, casts=casts)

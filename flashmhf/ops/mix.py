@@ -70,12 +70,6 @@ def _values(call: _Call) -> Result:
     return result
 
 
-def _shapes(call: _Call) -> Result:
-    """Check the call and return tensors of the results' shapes: what every operator's fake kernel does."""
-    _check(call)
-    return _empty(call)
-
-
 def _empty(call: _Call) -> Result:
     """Return uninitialised contiguous results; those that are not needed have no elements."""
     q, (tokens, weights) = call.q, call.settings.needs
@@ -218,7 +212,9 @@ def _define(schema: str, describe: Callable[..., _Call], casts: str = "") -> Non
         return _values(describe(*args, **settings))
 
     def fake(*args: Any, **settings: Any) -> Result:
-        return _shapes(describe(*args, **settings))
+        call = describe(*args, **settings)
+        _check(call)
+        return _empty(call)
 
     define(schema, kernel, fake, _autograd(name, operands, describe), casts)
 
