@@ -9,7 +9,7 @@ from torch import nn
 
 from . import checks
 from .nn.arguments import positive
-from .nn.flashmhf import FlashMHF, default_subnet_dim, uses_silu
+from .nn.flashmhf import FlashMHF, default_subnet_dim, other_part
 from .nn.init import INITIALIZER_RANGE, Projection
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -19,8 +19,8 @@ WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 def is_swiglu(module: nn.Module) -> bool:
     """Return whether ``module`` is SiLU(x gate) * (x up) down, made of three linear layers and nothing else that holds parameters."""
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    linear = all(type(child) in (nn.Linear, Projection) for child in children.values())
-    return linear and next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS) and uses_silu(module)
+    linear = all(type(child) in (nn.Linear, Projection) for child in children.values()) and other_part(module) is None
+    return linear and next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS)
 
 
 def equal_parameter_sizes(

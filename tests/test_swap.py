@@ -235,20 +235,22 @@ def biased() -> nn.Module:
     return swiglu
 
 
-def limited(limit: float) -> nn.Module:
+def holding(**given: object) -> nn.Module:
     swiglu = flashmhf.SwiGLU(64, 192)
-    swiglu.limit = limit  # as Step-3.7 has it: an int, or inf for none
+    for name, value in given.items():
+        setattr(swiglu, name, value)
     return swiglu
 
 
 def test_a_network_with_a_parameter_of_its_own_stays():
-    model = nn.Sequential(flashmhf.SwiGLU(64, 192), flashmhf.SwiGLU(64, 192))
-    model[1].global_scale = nn.Parameter(torch.ones(1))  # as Inkling has it
+    """And so does one of another activation, under whatever name it has it."""
+    scaled = holding(global_scale=nn.Parameter(torch.ones(1)))  # as Inkling has it
+    model = nn.Sequential(holding(act=nn.SiLU(), drop=nn.Dropout()), scaled, holding(act=nn.GELU()), holding(activation=torch.relu))
     assert list(flashmhf.replace_ffn(model)) == ["0"]
 
 
 def test_a_limit_that_cuts_nothing_off_is_none():
-    x, swiglu = torch.randn(5, 64), limited(float("inf"))
+    x, swiglu = torch.randn(5, 64), holding(limit=float("inf"))
     torch.testing.assert_close(flashmhf.FlashMHF.from_swiglu(swiglu)(x), swiglu(x))
 
 
@@ -265,7 +267,9 @@ def scaled() -> nn.Module:
         (lambda: flashmhf.SwiGLU(8, 16), {"q_norm": True}, ValueError, "q_norm is True; .*supports q_norm=False"),
         (lambda: flashmhf.SwiGLU(8, 16), {"activation": "relu"}, ValueError, "activation is 'relu'; .*supports activation='silu'"),
         (biased, {"bias": False}, ValueError, "bias is False; .*supports bias=True"),
-        (lambda: limited(2), {}, ValueError, "swiglu.limit is 2; supported: networks without factors"),
+        (lambda: holding(act=nn.GELU()), {}, ValueError, "swiglu.act is GELU.*; supported: SiLU and dropout"),
+        (lambda: holding(activation=torch.relu), {}, ValueError, "swiglu.activation is <built-in method relu"),
+        (lambda: holding(limit=2), {}, ValueError, "swiglu.limit is 2; supported: networks without factors"),  # as Step-3.7 has it
         (
             lambda: BitNetMLP(transformers.BitNetConfig(hidden_size=64, intermediate_size=96, hidden_act="silu")),
             {},

@@ -26,15 +26,14 @@ def default_subnet_dim(head_dim: int) -> int:
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
-def uses_silu(feed_forward: nn.Module) -> bool:
-    """Return whether a gated network of another library, whose activation is its ``act_fn``, is a SwiGLU."""
-    activation = getattr(feed_forward, "act_fn", None)
-    return (
-        activation is None
-        or isinstance(activation, nn.SiLU)
-        or activation is nn.functional.silu
-        or type(activation).__name__ == "SiLUActivation"
-    )
+def other_part(feed_forward: nn.Module) -> str | None:
+    """Return the name of a module or function of a gated network that is no linear layer, SiLU or dropout, or None if all of them are."""
+    for name, part in {**vars(feed_forward), **feed_forward._modules}.items():
+        known = isinstance(part, (nn.Linear, nn.SiLU, nn.Dropout, nn.Identity)) or part is nn.functional.silu
+        known = known or type(part).__name__ == "SiLUActivation" or name == "forward" or name.startswith("_")
+        if callable(part) and not known:
+            return name
+    return None
 
 
 _PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
@@ -130,11 +129,11 @@ class FlashMHF(GroupedHeads):
                 raise TypeError(f"swiglu.{name} must be a torch.nn.Linear, got {'none' if layer is None else type(layer).__name__}")
             if layer.bias is not None and name != "down_proj":
                 raise ValueError(f"swiglu.{name} has a bias; supported: a bias in down_proj only")
-        if not uses_silu(swiglu):
-            raise ValueError(f"swiglu.act_fn is {type(swiglu.act_fn).__name__}; supported: SiLU")
         others = {name.partition(".")[0] for name in swiglu.state_dict()} - {"gate_proj", "up_proj", "down_proj"}
         if others:  # Inkling multiplies by a parameter, BitNet normalises
             raise ValueError(f"swiglu has weights in {', '.join(sorted(others))}; supported: gate_proj, up_proj and down_proj only")
+        if name := other_part(swiglu):
+            raise ValueError(f"swiglu.{name} is {getattr(swiglu, name)}; supported: SiLU and dropout beside the three linear layers")
         for name, value in vars(swiglu).items():  # Falcon-H1 multiplies by some, DeepSeek-V4 cuts off at one; at inf nothing is cut off
             number = isinstance(value, float) and "dropout" not in name or isinstance(value, int) and "limit" in name
             if number and value != math.inf:
