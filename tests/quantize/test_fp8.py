@@ -12,6 +12,7 @@ import flashmhf
 from flashmhf import backends, quantize, reference, testing
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.fp8_layout import E4M3, E4M3_MAX, permutation, to_e4m3
+from flashmhf.integrations.megatron import accumulate_main_grad
 from flashmhf.testing import SMALL, relative_l2
 
 EXACT_FACTOR = 1.05  # of the error that the quantisation points alone cause
@@ -199,6 +200,11 @@ def test_state_dict_and_safetensors(tmp_path):
 def test_what_a_subclass_computes_is_not_lost():
     with pytest.raises(NotImplementedError, match="network is a Doubled with a forward of its own"):
         quantize.quantize_(nn.Sequential(doubled(flashmhf.FlashMHF)(128, 2, 3, 32)))
+    for name in ("split_heads", "normalise", "_mix", "join_heads"):
+        kind = type("Halved", (flashmhf.FlashMHF,), {name: lambda self, x: x / 2})
+        with pytest.raises(NotImplementedError, match=f"network is a Halved with a {name} of its own"):
+            quantize.to_fp8(kind(128, 2, 3, 32))
+    assert quantize.to_fp8(accumulate_main_grad(flashmhf.FlashMHF(128, 2, 3, 32)))
     network, x = flashmhf.FlashMHF(128, 2, 3, 32), torch.randn(5, 128)
     adapted = copy.deepcopy(network)
     adapted.out_proj = doubled(nn.Linear)(128, 128, bias=False)
