@@ -55,7 +55,7 @@ class Fp8FlashMHF(Contiguous):
     def __init__(self, network: FlashMHF) -> None:
         checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
         for name in ("forward", "split_heads", "normalise", "_mix", "join_heads"):  # this package's own subclasses compute the same
-            if not getattr(type(network), name).__module__.startswith("flashmhf."):
+            if not getattr(network, name).__module__.startswith(__package__.removesuffix("quantize")):
                 raise NotImplementedError(f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}")
         if network.activation != "silu":
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
@@ -136,7 +136,7 @@ def to_fp8(network: FlashMHF) -> Fp8FlashMHF:
     """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own. W_in and W_out keep their dtype.
 
     Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating, ValueError if d_e or d_h is not a multiple of 16 or
-    the activation is not SiLU, NotImplementedError for a subclass with methods of its own and for parameters that are DTensors.
+    the activation is not SiLU, NotImplementedError for a network with methods of its own and for parameters that are DTensors.
     """
     return Fp8FlashMHF(network).eval()
 

@@ -204,6 +204,10 @@ def test_what_a_subclass_computes_is_not_lost():
         kind = type("Halved", (flashmhf.FlashMHF,), {name: lambda self, x: x / 2})
         with pytest.raises(NotImplementedError, match=f"network is a Halved with a {name} of its own"):
             quantize.to_fp8(kind(128, 2, 3, 32))
+        patched = flashmhf.FlashMHF(128, 2, 3, 32)
+        setattr(patched, name, lambda x: x / 2)
+        with pytest.raises(NotImplementedError, match=f"network is a FlashMHF with a {name} of its own"):
+            quantize.to_fp8(patched)
     assert quantize.to_fp8(accumulate_main_grad(flashmhf.FlashMHF(128, 2, 3, 32)))
     network, x = flashmhf.FlashMHF(128, 2, 3, 32), torch.randn(5, 128)
     adapted = copy.deepcopy(network)
