@@ -34,7 +34,7 @@ def generate(
     A model of this package on a GPU decodes with a static cache by CUDA graphs (flashmhf.models.decoding).
 
     An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for
-    settings out of range, a prompt that leaves no room or is not Unicode, and a model whose probabilities are not finite.
+    settings out of range, a prompt that leaves no room, is not Unicode or has nothing to start after, and probabilities not finite.
     """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"temperature is {temperature}; supported: 0, and finite numbers from {LOWEST_TEMPERATURE} on")
@@ -49,6 +49,8 @@ def generate(
     except UnicodeEncodeError as error:
         raise ValueError("prompt is not Unicode: it holds surrogates") from error
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    if ids == [None]:
+        raise ValueError("prompt is empty, and the tokenizer has no end-of-text token to start after; supported: a prompt of some tokens")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:

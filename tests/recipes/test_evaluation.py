@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -140,6 +141,10 @@ def test_generation_of_what_no_model_takes(trained, monkeypatch):
     model, tokenizer = trained
     with pytest.raises(ValueError, match="prompt is not Unicode"):
         generation.generate(model, tokenizer, "\udcff")
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="prompt is empty, and the tokenizer has no end-of-text token"):
+        generation.generate(model, endless, "")
     monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), math.nan))
     for temperature in (0.0, 1.0):
         with pytest.raises(ValueError, match="the model's logits are not finite: its weights are damaged, or its dtype"):
