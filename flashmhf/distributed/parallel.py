@@ -17,7 +17,7 @@ from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
 from ..nn.arguments import positive
 from . import sharding  # noqa: F401  (its import registers the rules)
 
-DIVIDED = (FlashMHF, MHFFN, SwiGLU)
+_DIVIDED = (FlashMHF, MHFFN, SwiGLU)
 HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")  # Shard(0); their first dimension is H or H d_h
 
 
@@ -145,7 +145,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     module with both such a network and parameters of its own.
     """
     size = positive("size", size)
-    if not any(isinstance(child, DIVIDED) for child in model.modules()):
+    if not any(isinstance(child, _DIVIDED) for child in model.modules()):
         raise ValueError(f"module is a {type(model).__name__} without a FlashMHF, MHFFN or SwiGLU network")
     styles: dict[str, ParallelStyle] = {}
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -169,10 +169,9 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
         elif module is head:
             styles[name] = ColwiseParallel(output_layouts=Replicate())
         elif name not in styles and (own := [key for key, _ in module.named_parameters(recurse=False)]):
-            if any(isinstance(child, DIVIDED) for child in module.modules()):  # it would be replicated with the module
-                raise ValueError(
-                    f"{name or 'module'} has both a network to divide and parameters of its own; supported: {', '.join(own)} in a child"
-                )
+            if any(isinstance(child, _DIVIDED) for child in module.modules()):  # it would be replicated with the module
+                found = f"{name or 'module'} has a network to divide and parameters of its own, {', '.join(own)}"
+                raise ValueError(f"{found}; supported: own parameters in a child module")
             styles[name] = _Placed(Replicate())
     return styles
 

@@ -41,7 +41,7 @@ class Rank:
         return count // self.size
 
 
-SHARDED = (FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF)
+_SHARDED = (FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF)
 _WHOLE = ("out_proj.bias", "layout")
 _BY_COLUMNS = ("out_proj.weight", "scales")
 
@@ -90,8 +90,8 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V, TypeError for another network,
     and NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
     """
-    if not isinstance(network, SHARDED):
-        raise TypeError(f"network is a {type(network).__name__}; supported: {', '.join(kind.__name__ for kind in SHARDED)}")
+    if not isinstance(network, _SHARDED):
+        raise TypeError(f"network is a {type(network).__name__}; supported: {', '.join(kind.__name__ for kind in _SHARDED)}")
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
     keys = network.k8 if hasattr(network, "k8") else network.k
