@@ -36,7 +36,7 @@ RUNS = Path(__file__).resolve().parents[2] / "experiments/results/runs.jsonl"
 TRAINED = {  # models of RUNS
     "flashmhf-26m": "long-flash128-8L-zero-lr5",
     "swiglu-26m": "long-swiglu-9L-zero-lr5",
-    "flashmhf-57m": "long-57m-flash128-8L",
+    "flashmhf-57m": "long-57m-flash128-8L-lr2",
     "swiglu-57m": "long-57m-swiglu",
 }
 VOCABULARY = 16_384  # of the models of RUNS
@@ -81,6 +81,8 @@ def prefill_cell(scale: str, batch: int, length: int, blocks: tuple[str, ...]) -
         row = {"parameters": sum(p.numel() for p in model.parameters())}
         if compiled:
             expected = run().logits
+            # Beyond its limit Dynamo would run the blocks of later cells eagerly, and call them compiled.
+            torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 256, True
             for block in model.model.layers:
                 block.compile(dynamic=False)
             row["error"] = require({"logits": relative_l2(run().logits, expected.double())}, 0.05)

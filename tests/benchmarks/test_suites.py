@@ -1,6 +1,7 @@
 """The runner and its suites: checks, reasons, one shape of records, two builds in turn; short runs on a GPU."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -237,6 +238,22 @@ def test_whole_models(capsys, monkeypatch):
         assert run.main(["--suite", suite, *tiny_models, *more]) == 0
         out = capsys.readouterr().out
         assert " flashmhf |" in out and " swiglu |" in out and "failed" not in out and "÷ swiglu" in out
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_blocks_of_every_cell_are_compiled(monkeypatch):
+    """Beyond Dynamo's limit those of later cells ran eagerly under the name of compiled ones."""
+    pytest.importorskip("transformers")
+    from benchmarks.suites import models
+
+    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="eager"))
+    for name, value in {"recompile_limit": 1, "fail_on_recompile_limit_hit": False}.items():
+        monkeypatch.setattr(torch._dynamo.config, name, value)
+    for length in (4, 5):
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        rows = by_subject(models.prefill_cell("tiny", 1, length, ("compiled",)))
+        assert {row["status"] for row in rows.values()} == {"ok"}
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before >= len(rows) == 2, length
 
 
 def test_models_of_experiments():
