@@ -116,10 +116,14 @@ def _half(value: float | None) -> str:
     return "" if value is None else f"± {value:.4f}"
 
 
+def _most_seeds_then_lowest(row: Row) -> tuple[int, float]:
+    return -len(row.losses), row.mean
+
+
 def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
     """Return the row of a network and size to compare with: of those with the most seeds, the one with the lowest mean loss."""
     candidates = [row for row in found if row.configuration["ffn"] == ffn and row.configuration["size"] == size]
-    return min(candidates, key=lambda row: (-len(row.losses), row.mean), default=None)
+    return min(candidates, key=_most_seeds_then_lowest, default=None)
 
 
 def pairs(found: list[Row]) -> list[tuple[str, Row, Row]]:
@@ -227,11 +231,13 @@ def long_block(found: list[Row]) -> str:
     """A line per network of the runs that were evaluated on the way: its best rate, loss, speed and memory of training."""
     networks: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in found if "evaluations" in row.records[0]):
-        networks.setdefault((row.configuration["size"].partition(",")[0], network(row)), []).append(row)
+        name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")
+        networks.setdefault((row.configuration["size"].partition(",")[0], name), []).append(row)
     header = ["size", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds", "million tokens/s", "memory, GiB"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for (size, name), (best_row, *others) in networks.items():
-        records = [record for row in (best_row, *others) for record in row.records]
+    for (size, name), of_network in networks.items():
+        best_row, *others = sorted(of_network, key=_most_seeds_then_lowest)
+        records = [record for row in of_network for record in row.records]
         tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
         memory = f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"
         cells = [size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses)), _speeds(records), memory]

@@ -245,6 +245,20 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
         assert parts[name] == whole[name], name
 
 
+def test_the_long_table_keeps_optimizers_apart_and_prefers_seeds():
+    """One run of a setting may be lucky, so the setting with the most seeds stands first; AdamW's losses are no setting of Muon's."""
+
+    def row(name: str, optimizer: str, rate: float, losses: dict[int, float]) -> report.Row:
+        run = compare.Run(name=name, ffn="swiglu", width=192, optimizer=optimizer, **SMALL | {"learning_rate": rate, "weight_decay": 0.1})
+        record = {"evaluations": [], "tokens_per_second": 2_000_000, "device": "NVIDIA H100 80GB HBM3", "peak_memory": 2**30}
+        return report.Row(name, {**dataclasses.asdict(run), "min_rate": 0.0}, 1000, losses, [record])
+
+    found = [row("one", "muon", 1e-3, {0: 1.0}), row("two", "muon", 2e-3, {0: 1.1, 1: 1.3}), row("three", "adamw", 3e-3, {0: 2.0})]
+    lines = report.long_block(found).splitlines()[2:]
+    assert ["AdamW" in line for line in lines] == [False, True] and "| 0.003 → 0 | 2.000 | – | 1 |" in lines[1]
+    assert "| 0.002 → 0 | 1.200 | 0.001 → 0: 1.000 | 2 | 2.00 (H100) | 1.0 |" in lines[0]
+
+
 def test_every_window_is_seen_once_a_pass(tmp_path):
     """A pass takes the pieces in their order, and another start takes the same batches from there on."""
     (tmp_path / "tokens.json").write_text("{}")
