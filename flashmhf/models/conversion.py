@@ -277,7 +277,6 @@ def load_official(
 def save_official(model: FlashMHFPreTrainedModel, directory: str | Path) -> None:
     """Write config.json and model.safetensors as the official code reads them, for a language model or a model with another head."""
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     official = config_to_official(model.config)
     language_model = official["architectures"][0]
     official["architectures"] = [language_model.removesuffix("ForCausalLM") + type(model).__name__.removeprefix("FlashMHF")]
@@ -287,5 +286,6 @@ def save_official(model: FlashMHFPreTrainedModel, directory: str | Path) -> None
         del state["lm_head.weight"]  # safetensors stores no tensor twice; the official model ties it on loading
     if isinstance(model, FlashMHFForQuestionAnswering):
         state = {name.replace("model.", _ANSWERING, 1) if name.startswith("model.") else name: w for name, w in state.items()}
+    directory.mkdir(parents=True, exist_ok=True)
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(official, indent=2) + "\n")

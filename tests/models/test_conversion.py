@@ -283,9 +283,11 @@ def to_official_in_fp8() -> None:
         (to_official_in_fp8, ValueError, "unknown names in the state dict: .*'k8'"),
     ],
 )
-def test_unsupported_settings_are_refused_by_name(convert, error, message):
+def test_unsupported_settings_are_refused_by_name(convert, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         convert()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
