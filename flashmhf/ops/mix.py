@@ -59,7 +59,7 @@ def _values(call: _Call) -> Result:
     _check(call)
     upstream, q, k, u, v, r, into, backend, settings = call
     back_end = _back_end(q, k, backend, settings.activation)
-    if q.numel() or backend == REFERENCE:  # the definition takes empty tensors as they are, and keeps them differentiable
+    if backend == REFERENCE or q.numel():  # the definition takes empty tensors as they are, and keeps them differentiable
         if not upstream:
             return back_end.forward(q, k, u, v, r, settings)
         gradients = back_end.backward(*upstream, q, k, u, v, r, settings, into)

@@ -195,6 +195,13 @@ def test_export_holds_plain_operations_only(name):
     torch.testing.assert_close(program.module()(x[:, :3]), module(x[:, :3]))
 
 
+def test_export_of_as_many_tokens_as_a_mask_chooses():
+    module, x = make("FlashMHF", backend="reference").float(), torch.randn(6, 24)
+    module.register_forward_pre_hook(lambda _, args: args[0][args[0][:, 0] > 0])
+    program = torch.export.export(module, (x,))
+    torch.testing.assert_close(program.module()(-x), module(-x))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_compile_of_the_reference(name, fresh_dynamo):
     module = make(name, backend="reference").float()
