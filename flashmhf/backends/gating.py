@@ -31,14 +31,14 @@ def gate(q: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, needs_weights: bool) -> Tensor:
-    """Add the router's part into dq [..., H, d_h] (contiguous) and return dw in w's dtype (an empty tensor if not needed)."""
+    """Add the router's part into dq [..., H, d_h] (contiguous) and return dw in w's dtype (an empty tensor of q's if not needed)."""
     rows, grad_rows, dq_rows = TokenRows(q), grad_r.view(-1, *grad_r.shape[-2:]), dq.view(-1, *dq.shape[-2:])
     total = torch.zeros(w.shape, dtype=reference.accumulate_dtype(q.dtype), device=w.device)
     for block in _blocks(token_count(q)):
         dq_gate, dw = reference.gate_backward(grad_rows[block], rows[block], w, eps)
         dq_rows[block] += dq_gate
         total += dw
-    return total.to(w.dtype) if needs_weights else w.new_empty(0)
+    return total.to(w.dtype) if needs_weights else q.new_empty(0)
 
 
 def values(q: Tensor, r: Gate) -> Tensor | None:

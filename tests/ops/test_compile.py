@@ -29,7 +29,9 @@ def check_operators(p, names=(*RESULTS, "backward_accumulate_"), **settings):
 def test_opcheck(target):
     p = small(target, num_kv_heads=1)
     check_operators(p, backend=target.backend)
+    p = problem((2, 20), 2, 64, 3, 32, torch.bfloat16, target.device)
     check_operators(p, ["backward"], backend=target.backend, needs=[False, True])
+    check_operators(p, ["gated_backward"], backend=target.backend, needs=[True, False])
     check_operators(small(target, gate=None), ["forward", "backward", "backward_accumulate_"], backend=target.backend)
 
 
