@@ -101,10 +101,7 @@ def weight_shape(k: Tensor, name: str = "k") -> None:
 
 def _networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous: bool = True) -> None:
     for name, tensor in (("k", k), ("u", u), ("v", v)):
-        expect_dtype(name, tensor, like, of=of)
-        expect_device(name, tensor, like, of=of)
-        if tensor is not k:
-            expect_shape(name, tensor, k.shape, "k's shape [H_kv, E, d_e, d_h]")
+        expect_like(name, tensor, like, k.shape, "k's shape [H_kv, E, d_e, d_h]", of=of)
         if contiguous:
             expect_contiguous(name, tensor)
 
@@ -169,12 +166,10 @@ def gate(q: Tensor, k: Tensor, r: Tensor | tuple[Tensor, float] | None, *, conti
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
     """Refuse all but a weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its device."""
-    given = {f"{name}_w": weight} | ({} if bias is None else {f"{name}_bias": bias})
-    for argument, tensor in given.items():
-        expect_dtype(argument, tensor, x, of="x")
-        expect_device(argument, tensor, x, of="x")
+    expect_dtype(f"{name}_w", weight, x, of="x")
+    expect_device(f"{name}_w", weight, x, of="x")
     if bias is not None:
-        expect_shape(f"{name}_bias", bias, (weight.shape[0],), f"the rows of {name}_w")
+        expect_like(f"{name}_bias", bias, x, (weight.shape[0],), f"the rows of {name}_w", of="x")
 
 
 def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> None:

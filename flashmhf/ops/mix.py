@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Backend, Gate, Router, Settings, WeightGrads
+from ..backends.contract import Gate, Router, Settings, WeightGrads
 from ..backends.tokens import collapse
 from .library import LIBRARY, cast, define, widen
 
@@ -35,12 +35,6 @@ class _Call(NamedTuple):
     settings: Settings
 
 
-def _back_end(q: Tensor, k: Tensor, backend: str, activation: str) -> Backend:
-    if backend == REFERENCE:
-        return backends.reference  # without the cache of select, which Dynamo would trace
-    return backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], activation)
-
-
 def _check(call: _Call) -> None:
     """Raise for operands that do not belong together. The definition reads weights of any strides, such as vmap's slices of a batch."""
     upstream, q, k, u, v, r, into, backend, settings = call
@@ -58,7 +52,10 @@ def _values(call: _Call) -> Result:
     """Check the call, run its back end and return the results: what every operator's kernel does."""
     _check(call)
     upstream, q, k, u, v, r, into, backend, settings = call
-    back_end = _back_end(q, k, backend, settings.activation)
+    if backend == REFERENCE:
+        back_end = backends.reference  # without the cache of select, which Dynamo would trace
+    else:
+        back_end = backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
     if backend == REFERENCE or q.numel():  # the definition takes empty tensors as they are, and keeps them differentiable
         if not upstream:
             return back_end.forward(q, k, u, v, r, settings)
