@@ -147,16 +147,6 @@ def test_a_tool_may_take_each_modules_weights_when_its_constructor_ends(name, mo
     assert_drawn_alike(module, DRAWN[name])
 
 
-def test_normal_initialisation_starts_hundreds_of_times_smaller():
-    """The reason for "balanced": what a FlashMHF layer at N(0, 0.02) adds is nothing beside a SwiGLU's."""
-    stds = {}
-    for name in ("swiglu", "flashmhf"):
-        module = fresh(name)
-        module.reset_parameters("normal")
-        stds[name] = output(module).std().item()
-    assert stds["swiglu"] > 100 * stds["flashmhf"]
-
-
 def test_groups_hold_every_trainable_parameter_once():
     """Of all networks beside an embedding, whose weight the head shares, and a norm."""
     parts = {"embedding": nn.Embedding(100, D_MODEL), "norm": nn.RMSNorm(D_MODEL), "head": nn.Linear(D_MODEL, 100, bias=False)}

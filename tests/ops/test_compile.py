@@ -63,19 +63,6 @@ def test_compile_module(target, dynamic, options):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
 
 
-def test_compile_operator_with_gate(target):
-    p = small(target, num_kv_heads=1)
-
-    def step(q, k, u, v, r):
-        return flashmhf.flash_mhf(q * 1.0, k, u, v, r, backend=target.backend, deterministic=True) * 1.0
-
-    inputs = leaves("forward", p)
-    expected = torch.autograd.grad(step(*inputs), inputs, p.grad_out)
-    actual = torch.autograd.grad(torch.compile(step, fullgraph=True)(*inputs), inputs, p.grad_out)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_export_with_a_dynamic_length(target):
     module = small_module(target).eval()
     x = torch.randn(2, 20, 128, device=target.device, dtype=module.k.dtype)

@@ -215,15 +215,16 @@ def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
         torch.testing.assert_close(compiled(x), by_parts(module, x))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_exports(strict):
-    module = make()
+@pytest.mark.parametrize(("strict", "fp8"), [(False, False), (True, False), (False, True)])
+def test_exports(strict, fp8):
+    module = (make_fp8 if fp8 else make)()
     with torch.no_grad():
         tokens = torch.export.Dim("tokens", min=2)
         program = torch.export.export(module, (tokens_of(module, TOKENS),), dynamic_shapes=({0: tokens},), strict=strict)
         longer = tokens_of(module, 3 * TOKENS)
         assert torch.equal(program.module()(longer), module(longer))
-    assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"] == ["flashmhf.layer.default"]
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == [f"flashmhf.{'fp8_' if fp8 else ''}layer.default"]
 
 
 def test_jit_trace():
@@ -270,6 +271,8 @@ def test_autocast_of_the_operator(fp8):
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
         compiled = torch.compile(lambda x: call(x) * 2, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), 2 * out)
+    with torch.no_grad():
+        assert (out - module(x)).norm() < 0.05 * module(x).norm()
 
 
 OPERATORS = ("forward", "gated_forward", "backward", "gated_backward", "backward_accumulate_", "layer")

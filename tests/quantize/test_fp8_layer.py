@@ -88,31 +88,6 @@ def test_layouts_and_odd_sizes(device):
         assert served(wide[:0, :, :256]).shape == (0, 3, 256)
 
 
-def test_compile_export_and_autocast(device, fresh_dynamo):
-    served = quantize.to_fp8(network(device))
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(served, fullgraph=True, dynamic=True, backend=backend)
-    x = torch.randn(40, 256, device=device).bfloat16()
-    with torch.no_grad():
-        for tokens in (5, 524):
-            rows = torch.randn(tokens, 256, device=device).bfloat16()
-            assert torch.equal(compiled(rows), served(rows))
-        tokens = torch.export.Dim("tokens", min=2, max=4096)
-        exported = torch.export.export(served, (x,), dynamic_shapes=({0: tokens},), strict=False)
-        rows = torch.randn(200, 256, device=device).bfloat16()
-        assert torch.equal(exported.module()(rows), served(rows))
-        targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-        assert targets == ["flashmhf.fp8_layer.default"]
-        wide = quantize.to_fp8(network(device, torch.float32))
-        with torch.autocast(device, torch.bfloat16):
-            out = wide(x.float())
-            assert (
-                out.dtype == torch.bfloat16
-                and quantize.to_fp8(network(device, torch.float32, bias=True))(x.float()).dtype == torch.bfloat16
-            )
-        assert relative_l2(out, wide(x.float()).double()) < 0.05
-
-
 def test_opcheck(device):
     served, x = quantize.to_fp8(network(device)), torch.randn(6, 256, device=device).bfloat16()
     ends = (served.in_proj.weight, None), (served.out_proj.weight, None)
