@@ -17,10 +17,11 @@ WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Return whether ``module`` is SiLU(x gate) * (x up) down, made of three linear layers and nothing else that holds parameters."""
+    """Return whether ``module`` is SiLU(x gate) * (x up) down, as wide as x, of three linear layers and nothing else with parameters."""
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
     linear = all(type(child) in (nn.Linear, Projection) for child in children.values()) and other_part(module) is None
-    return linear and next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS)
+    whole = next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS)
+    return linear and whole and module.down_proj.out_features == module.gate_proj.in_features
 
 
 def equal_parameter_sizes(

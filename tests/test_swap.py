@@ -241,9 +241,11 @@ def holding(**given: object) -> nn.Module:
 
 
 def test_a_network_with_a_parameter_of_its_own_stays():
-    """And so does one of another activation, under whatever name it has it."""
+    """And so does one of another activation, under whatever name it has it, and one whose result is not as wide as its input."""
     scaled = holding(global_scale=nn.Parameter(torch.ones(1)))  # as Inkling has it
-    model = nn.Sequential(holding(act=nn.SiLU(), drop=nn.Dropout()), scaled, holding(act=nn.GELU()), holding(activation=torch.relu))
+    narrow = holding(down_proj=nn.Linear(192, 48, bias=False))  # as Idefics2 has one between its images and its text
+    swiglu = holding(act=nn.SiLU(), drop=nn.Dropout())
+    model = nn.Sequential(swiglu, scaled, holding(act=nn.GELU()), holding(activation=torch.relu), narrow)
     assert list(flashmhf.replace_ffn(model)) == ["0"]
 
 
