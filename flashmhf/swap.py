@@ -13,6 +13,7 @@ from .nn.flashmhf import FlashMHF, default_subnet_dim, other_part
 from .nn.init import INITIALIZER_RANGE, Projection
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_OF_MIXTURES = (".experts", "shared_expert", "shared_mlp")  # in the names of networks inside mixtures of experts
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 
 
@@ -71,7 +72,7 @@ def replace_ffn(
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     shared: dict[int, list[str]] = {}  # the names of each network; ids, so that a replaced network's memory is free at once
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_swiglu(module) and ".experts" not in name and "shared_expert" not in name:
+        if is_swiglu(module) and not any(part in name for part in _OF_MIXTURES):
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]
     if not names:

@@ -173,6 +173,8 @@ def swiglus(*widths: int) -> nn.Module:
         (lambda: "meta-llama/Llama-3.2-1B", {}, TypeError, "model must be a torch.nn.Module, got str"),
         (lambda: nn.Linear(4, 4), {}, ValueError, "no SwiGLU network"),
         (lambda: foreign(hidden_act="gelu"), {}, ValueError, "no SwiGLU network"),
+        (lambda: foreign("Qwen2Moe", num_experts=2), {}, ValueError, "no SwiGLU network"),  # but in mixtures of experts
+        (lambda: foreign("HunYuanMoEV1", num_experts=2), {}, ValueError, "no SwiGLU network"),
         (foreign, {"num_subnets": 2}, ValueError, "give both or neither"),
         (lambda: foreign(intermediate_size=64), {}, ValueError, "too few beside W_in and W_out"),
         (lambda: flashmhf.SwiGLU(64, 192), {}, ValueError, r"model is itself a SwiGLU network .*FlashMHF.from_swiglu\(model\)"),
