@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..nn.flashmhf import FlashMHF
 from ..quantize import LAYOUT, Fp8FlashMHF, quantize_
-from ..quantize.modules import METHOD, refuse_e4m3_projections
+from ..quantize.modules import METHOD
 from ..quantize.packing import check_layout
 
 _STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "F32", "layout": "U8"}
@@ -97,8 +97,7 @@ def quantise(model: PreTrainedModel) -> None:
 
 
 def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
-    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout, or a
-    projection in e4m3.
+    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout.
 
     transformers itself draws a missing tensor at random, with a warning.
     """
@@ -110,7 +109,6 @@ def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
                 stored[name] = list(tensor.get_shape()), tensor.get_dtype()
                 if name.endswith(".layout"):
                     layouts[name] = opened.get_tensor(name)
-    refuse_e4m3_projections(stored)
     for layout in layouts.values():
         check_layout(layout)
     prefix = f"{model.base_model_prefix}."

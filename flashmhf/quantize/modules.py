@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +20,6 @@ from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 METHOD = "flashmhf_fp8"  # quant_method in the configuration of a transformers model
 _PARTS = ("query", "_forward_parts")
 _FIXED = ("k8", "u8", "v8", "scales", "layout")  # they keep their dtypes
-
-
-def refuse_e4m3_projections(names: Iterable[str]) -> None:
-    """Raise ValueError if a checkpoint's ``names`` have a projection in e4m3, as development versions stored it."""
-    for name in names:
-        if name.endswith(("in_proj.weight8", "out_proj.weight8")):
-            raise ValueError(
-                f"the checkpoint has {name}, a projection in e4m3; supported: {name.removesuffix('8')} in the model's dtype. "
-                "Quantise the original model again"
-            )
 
 
 class Fp8FlashMHF(Contiguous):
@@ -115,13 +105,12 @@ class Fp8FlashMHF(Contiguous):
         """Load as PyTorch does.
 
         Raises TypeError for packed weights of another dtype, which ``copy_`` would round without their scale, and ValueError for another
-        layout and for projections in e4m3.
+        layout.
         """
         for name in _FIXED:
             stored, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(stored, Tensor) and stored.dtype != own.dtype:
                 raise TypeError(f"{prefix}{name} has dtype {checks.name_of(stored.dtype)}; supported: {checks.name_of(own.dtype)}")
-        refuse_e4m3_projections(name for name in state_dict if name.startswith(prefix))
         stored = state_dict.get(f"{prefix}layout")
         if stored is not None and not (isinstance(stored, Tensor) and stored.is_meta):
             check_layout(stored)

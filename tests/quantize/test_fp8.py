@@ -226,12 +226,6 @@ def test_what_a_subclass_computes_is_not_lost():
         ("scales", lambda x: x.bfloat16(), TypeError, "0.scales has dtype bfloat16; supported: float"),
         ("layout", lambda x: torch.full_like(x, 9), ValueError, "layout is"),
         ("layout", lambda x: 1, TypeError, "layout must be a torch.Tensor, got int"),
-        (
-            "out_proj.weight8",
-            lambda x: torch.zeros(128, 128),
-            ValueError,
-            r"0\.out_proj\.weight8, a projection in e4m3; supported: 0\.out_proj\.weight in the model's",
-        ),
     ],
 )
 def test_states_of_other_kinds_are_refused(name, change, error, message, assign):
