@@ -151,6 +151,16 @@ def on_the_way(record: dict) -> dict[int, float]:
     return {each["tokens"]: share * each["code"] + (1 - share) * each["prose"] for each in record["evaluations"]}
 
 
+def differences_on_the_way(ours: Row, theirs: Row) -> dict[int, float]:
+    """Tokens seen -> FlashMHF's loss minus SwiGLU's on the way, the mean over the seeds that both rows have."""
+    ways = [{record["configuration"]["seed"]: on_the_way(record) for record in row.records} for row in (ours, theirs)]
+    found: dict[int, list[float]] = {}
+    for mine, other in ((ways[0][seed], ways[1][seed]) for seed in ways[0].keys() & ways[1].keys()):
+        for tokens in mine.keys() & other.keys():
+            found.setdefault(tokens, []).append(mine[tokens] - other[tokens])
+    return {tokens: statistics.mean(values) for tokens, values in sorted(found.items())}
+
+
 def plot(found: list[Row], path: Path) -> None:
     """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter: a point per size, a line where runs were evaluated on the way."""
     from matplotlib.figure import Figure
@@ -162,10 +172,9 @@ def plot(found: list[Row], path: Path) -> None:
         differences = [ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))]
         like = {"fmt": "o", "capsize": 3, "label": title(ours)}
         point = axes.errorbar(per_parameter(ours), statistics.mean(differences), yerr=interval(differences), **like)
-        ways = [on_the_way(row.records[0]) for row in (ours, theirs)]
-        common = sorted(ways[0].keys() & ways[1].keys())
-        if common:
-            axes.plot([t / ours.non_embedding for t in common], [ways[0][t] - ways[1][t] for t in common], color=point[0].get_color())
+        way = differences_on_the_way(ours, theirs)
+        if way:
+            axes.plot([tokens / ours.non_embedding for tokens in way], list(way.values()), color=point[0].get_color())
     axes.set(xscale="log", xlabel="training tokens per parameter", ylabel="FlashMHF − SwiGLU, nats")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)

@@ -259,6 +259,21 @@ def test_the_long_table_keeps_optimizers_apart_and_prefers_seeds():
     assert "| 0.002 → 0 | 1.200 | 0.001 → 0: 1.000 | 2 | 2.00 (H100) | 1.0 |" in lines[0]
 
 
+def test_the_lines_of_the_chart_compare_equal_seeds():
+    """Another seed has other batches, and its noise would be drawn as a difference of the networks."""
+
+    def row(losses: dict[int, float]) -> report.Row:
+        validation = {"validation_loss": 1.5, "validation": {"prose": 1.0, "code": 2.0}}
+        records = [
+            {"configuration": {"seed": seed}, "evaluations": [{"tokens": 64, "prose": loss, "code": loss}], **validation}
+            for seed, loss in losses.items()
+        ]
+        return report.Row("a", {}, 1000, losses, records)
+
+    ours, theirs = row({1: 2.0, 0: 1.25}), row({0: 1.0, 1: 1.5, 2: 7.0})
+    assert report.differences_on_the_way(ours, theirs) == {64: 0.375}
+
+
 def test_every_window_is_seen_once_a_pass(tmp_path):
     """A pass takes the pieces in their order, and another start takes the same batches from there on."""
     (tmp_path / "tokens.json").write_text("{}")
