@@ -90,6 +90,15 @@ class _Placed(ParallelStyle):
         return module
 
 
+class _EveryHead(ParallelStyle):
+    """A norm that every head [..., H, d_h] of attention shares. A rank's heads are a part of its gradient, so it must know them as such."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, lambda name: Replicate(), self.src_data_rank)
+        _wrap_forward(module, device_mesh, Shard(-2), Shard(-2), use_local_output=True, within=Shard(-2))
+        return module
+
+
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement], src_data_rank: int | None) -> None:
     for name, parameter in list(module.named_parameters()):
         owner, _, attribute = name.rpartition(".")
@@ -97,12 +106,19 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], 
         module.get_submodule(owner).register_parameter(attribute, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
-def _wrap_forward(module: nn.Module, mesh: DeviceMesh, inputs: Placement, outputs: Placement, use_local_output: bool) -> None:
+def _wrap_forward(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    inputs: Placement,
+    outputs: Placement,
+    use_local_output: bool,
+    within: Placement = Replicate(),  # noqa: B008  frozen
+) -> None:
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [inputs], run_check=False)
-        return x.redistribute(mesh, [Replicate()]), *rest
+        return x.redistribute(mesh, [within]), *rest
 
     def after(_: nn.Module, args: tuple[Any, ...], out: DTensor) -> Tensor:
         plain_sum = type(out.placements[0]) is Partial and outputs.is_replicate()  # not the embedding's masked sum
@@ -133,7 +149,12 @@ def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, Pa
     for name in projections:
         heads = module.get_submodule(name).out_features // module.head_dim
         _check_divides(size, _path(prefix, name), heads, f"{heads} heads", "them")
-    return {**{_path(prefix, name): ColwiseParallel() for name in projections}, _path(prefix, "o_proj"): RowwiseParallel()}
+    styles = {**{_path(prefix, name): ColwiseParallel() for name in projections}, _path(prefix, "o_proj"): RowwiseParallel()}
+    for name, child in module.named_children():  # Qwen3's q_norm and k_norm
+        shapes = [tuple(parameter.shape) for parameter in child.parameters()]
+        if shapes and all(shape == (module.head_dim,) for shape in shapes):
+            styles[_path(prefix, name)] = _EveryHead()
+    return styles
 
 
 def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:

@@ -440,6 +440,22 @@ def uneven_sizes() -> None:
     equal(sharded(x), whole(x), rtol=1e-5, atol=1e-5)
 
 
+def norms_of_heads() -> None:
+    """Qwen3's q_norm and k_norm, which all heads share: their gradients are sums over every process's heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    whole = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8)).double()
+    flashmhf.replace_ffn(whole, num_heads=2)
+    sharded = parallelize(copy.deepcopy(whole), init_device_mesh(DEVICE, (dist.get_world_size(),)))
+    tokens = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(3))
+    for model in (whole, sharded):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    for (name, parameter), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        equal(parameter.grad, other.grad, msg=name)
+
+
 def bf16_losses() -> None:
     """bf16 computation, float32 weights and reductions: FSDP2 repeats the bits of one process that accumulates micro-batches.
 
@@ -552,7 +568,7 @@ def transformers_plans(folder: str) -> None:
     raises(ValueError, ("has H = 1 heads", "size 2"), lambda: load(uneven, distributed_config=plan))
 
 
-LANGUAGE_MODELS = {"training", "example", "uneven_sizes", "bf16_losses", "save_checkpoint", "load_checkpoint"}
+LANGUAGE_MODELS = {"training", "example", "uneven_sizes", "norms_of_heads", "bf16_losses", "save_checkpoint", "load_checkpoint"}
 
 
 def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:

@@ -38,7 +38,7 @@ def test_operators_modules_and_muon(cases, processes):
     ("cases", "processes"),
     [
         pytest.param("training", 4, marks=pytest.mark.slow),
-        ("example,uneven_sizes,bf16_losses", 2),
+        ("example,uneven_sizes,norms_of_heads,bf16_losses", 2),
     ],
 )
 def test_language_models_train_as_in_one_process(cases, processes):
