@@ -210,7 +210,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
 
     Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with :func:`shard_placement`.
     The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
-    Raises ValueError for a mesh of several dimensions, for a mesh whose size does not divide H, and for a model without any such network.
+    Raises ValueError for a mesh of several dimensions, for a mesh whose size does not divide H, for a model without any such network, and
+    for one parameter in modules that need it in two placements.
     """
     checks.instance("module", module, nn.Module, "a torch.nn.Module")
     checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")
@@ -224,11 +225,23 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
         raise ValueError(
             f"module is a {type(module).__name__}; sequence_dim and use_local_output are supported for FlashMHF and MHFFN only"
         )
-    tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
+    names: dict[int, list[str]] = {}  # by ids, so that a whole parameter is freed once it is sharded
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     parallelize_module(module, mesh, plan(module, mesh.size()))
-    if tied:
-        module.tie_weights()
+    for first, *others in names.values():
+        for name in others:
+            _tie(module, first, name)
     return module
+
+
+def _tie(module: nn.Module, first: str, second: str) -> None:
+    """Make one parameter of two again, which the styles have distributed each by itself, such as those of the embedding and the head."""
+    parameter, other = module.get_parameter(first), module.get_parameter(second)
+    if parameter.placements != other.placements:
+        raise ValueError(f"{first} and {second} are one parameter, placed as {parameter.placements} and {other.placements}; untie them")
+    owner, _, attribute = second.rpartition(".")
+    module.get_submodule(owner).register_parameter(attribute, parameter)
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:

@@ -438,6 +438,12 @@ def uneven_sizes() -> None:
     mixed.register_parameter("scale", nn.Parameter(torch.ones(32)))
     raises(ValueError, ("module has a network to divide and parameters of its own, scale", "in a child"), lambda: parallelize(mixed, mesh))
     equal(sharded(x), whole(x), rtol=1e-5, atol=1e-5)
+    tied = nn.Sequential(nn.Embedding(20, 32), flashmhf.FlashMHF(32, 2, 2, 16), nn.Linear(32, 20, bias=False))
+    tied[2].weight = tied[0].weight  # two parameters would each take AdamW's step
+    assert parallelize(tied, mesh)[2].weight is tied[0].weight
+    torn = nn.Sequential(flashmhf.SwiGLU(32, 32), nn.Linear(32, 32))
+    torn[1].weight = torn[0].gate_proj.weight
+    raises(ValueError, ("0.gate_proj.weight and 1.weight are one parameter", "untie"), lambda: parallelize(torn, mesh))
 
 
 def norms_of_heads() -> None:
