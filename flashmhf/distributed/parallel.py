@@ -205,7 +205,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
             those of the mesh's first rank.
         mesh: a device mesh of one dimension, for example ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))["tp"]``.
         sequence_dim: for a single network, not a model: the leading dimension over which its input and output are sharded (sequence
-            parallelism).
+            parallelism), in equal parts: nothing compares the ranks' lengths.
         use_local_output: for a single network, not a model: return a tensor, not a DTensor.
 
     Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with :func:`shard_placement`.

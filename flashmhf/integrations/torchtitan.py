@@ -1,11 +1,11 @@
 """FlashMHF in torchtitan 0.3: an override of its feed-forward networks, and a recipe for FlashMHF-1.3B.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \\
-        --override.imports flashmhf.integrations.torchtitan.feed_forward
+        --override.imports 'flashmhf.integrations.torchtitan.feed_forward={"num_layers": 32}'
 
-The override replaces every ``feed_forward`` of a Llama-3 recipe by a FlashMHF network of about the same width; keywords are given as
-``'flashmhf.integrations.torchtitan.feed_forward={"num_heads": 32, "q_norm": true}'``. FSDP2, tensor and sequence parallelism, activation
-checkpointing, per-block compilation and checkpoints are torchtitan's own. Needs the extra ``flashmhf[titan]`` and Python 3.11.
+The override replaces every ``feed_forward`` of a Llama-3 recipe by a FlashMHF network of about the same width. ``num_layers``, the number
+of the model's layers, keeps what the stack adds at the start as small as one layer's output. FSDP2, tensor and sequence parallelism,
+activation checkpointing, per-block compilation and checkpoints are torchtitan's own. Needs the extra ``flashmhf[titan]`` and Python 3.11.
 """
 
 from __future__ import annotations
