@@ -77,6 +77,8 @@ class MainGradFlashMHF(FlashMHF):
 def accumulate_main_grad(model: nn.Module) -> nn.Module:
     """Make every FlashMHF of ``model`` a :class:`MainGradFlashMHF`, in place, and return the model.
 
+    Megatron-LM's data parallelism sums ``main_grad`` over the processes. PyTorch's DDP does not: it sums ``grad``, which K, U
+    and V do not get.
     Raises ValueError if the model has no FlashMHF.
     """
     networks = [module for module in model.modules() if type(module) is FlashMHF]
