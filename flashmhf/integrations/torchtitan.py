@@ -6,6 +6,8 @@
 The override replaces every ``feed_forward`` of a Llama-3 recipe by a FlashMHF network of about the same width. ``num_layers``, the number
 of the model's layers, keeps what the stack adds at the start as small as one layer's output. FSDP2, tensor and sequence parallelism,
 activation checkpointing, per-block compilation and checkpoints are torchtitan's own. Needs the extra ``flashmhf[titan]`` and Python 3.11.
+
+Do not set ``--checkpoint.last_save_in_hf`` with the override: torchtitan's conversion of a Llama leaves out weights that it does not know.
 """
 
 from __future__ import annotations
@@ -159,7 +161,9 @@ def flashmhf_1_3b() -> Trainer.Config:
     from torchtitan.models.llama3 import model_registry
 
     spec = model_registry("1B")  # the one public way to torchtitan's functions for a Llama 3; the model is another
-    spec = replace(spec, flavor="flashmhf-1.3b", model=_llama(layers=20, dim=2048, heads=32, hidden=5760, vocabulary=50_432))
+    model = _llama(layers=20, dim=2048, heads=32, hidden=5760, vocabulary=50_432)
+    # Without an adapter torchtitan refuses to save in Hugging Face's format. Llama's would leave out FlashMHF's weights and say nothing.
+    spec = replace(spec, flavor="flashmhf-1.3b", model=model, state_dict_adapter=None)
     network = {"num_heads": 16, "num_subnets": 15, "subnet_dim": 384, "num_layers": 20}
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=50_432)),
