@@ -56,13 +56,14 @@ def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor
     """Give ``parameter`` the attribute by which engines load it, ``weight_loader(parameter, whole)``, and return it.
 
     ``part`` takes this rank's part of the checkpoint's tensor of ``shape``. The loader names the tensor in its errors: ValueError for
-    another shape, TypeError for packed weights that are not in e4m3 and for e4m3 in place of other weights.
+    another shape, TypeError for packed weights that are not in e4m3 and for e4m3 or integers in place of other weights, since
+    their scales are elsewhere.
     """
 
     def load(target: nn.Parameter, whole: Tensor) -> None:
         if whole.shape != shape:
             raise ValueError(f"{name} has shape {list(whole.shape)} in the checkpoint; expected {list(shape)}")
-        if whole.dtype != target.dtype and E4M3 in (whole.dtype, target.dtype):
+        if whole.dtype != target.dtype and (E4M3 in (whole.dtype, target.dtype) or not whole.is_floating_point()):
             raise TypeError(f"{name} has dtype {whole.dtype} in the checkpoint; expected {target.dtype}")
         if name.rpartition(".")[2] == "layout":
             check_layout(whole)

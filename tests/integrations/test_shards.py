@@ -88,6 +88,9 @@ def test_a_checkpoint_of_the_whole_network_loads_into_every_rank(name):
     key = "k8" if "fp8" in name else "k"
     with pytest.raises(ValueError, match=rf"mlp.{key} has shape .* in the checkpoint; expected \[[24], "):
         parameters[key].weight_loader(parameters[key], whole.state_dict()[key][:1])
+    projection = whole.state_dict()["in_proj.weight"]
+    with pytest.raises(TypeError, match="mlp.in_proj.weight has dtype torch.int8 in the checkpoint"):
+        parameters["in_proj.weight"].weight_loader(parameters["in_proj.weight"], projection.to(torch.int8))
     if key == "k8":
         with pytest.raises(ValueError, match="layout is"):
             loaded.layout.weight_loader(loaded.layout, torch.tensor([7], dtype=torch.uint8))
