@@ -89,12 +89,11 @@ def writing(unfinished: Callable[[], Path | None]) -> Iterator[None]:
         raise TrainingError(f"{path} could not be written: {reason}") from error
 
 
-def rotate(output: Path, keep: int, best: str | None = None) -> None:
-    """Removes the oldest complete checkpoints but ``keep``, and never ``best``. The mark goes first: a kill leaves none half removed."""
+def rotate(output: Path, keep: int) -> None:
+    """Removes the oldest complete checkpoints but ``keep``. The mark goes first: a kill leaves none half removed."""
     for path in complete_checkpoints(output)[:-keep]:
-        if best is None or path.resolve() != Path(best).resolve():
-            (path / MARK).unlink()
-            shutil.rmtree(path)
+        (path / MARK).unlink()
+        shutil.rmtree(path)
 
 
 def damage(checkpoint: Path) -> str | None:

@@ -43,7 +43,7 @@ PASSED_ARGUMENTS = {
     *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode"),
     *("logging_strategy", "logging_first_step", "log_on_each_node", "include_num_input_tokens_seen", "log_level", "log_level_replica"),
     *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    *("eval_delay", "eval_on_start", "save_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("eval_delay", "eval_on_start", "save_strategy"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("dataloader_multiprocessing_context", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
     *("ddp_static_graph", "ddp_backend", "ddp_timeout", "debug", "skip_memory_metrics"),
@@ -296,15 +296,14 @@ def training_arguments(options: Options) -> TrainingArguments:
         arguments = TrainingArguments(**{**settings, **options.arguments})
         for callback in get_reporting_integration_callbacks(arguments.report_to):
             callback()  # raises where the package of a report is missing
-        schedule(arguments, options.steps)
+        if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
+            raise ValueError(f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: those of the step alone")
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)
     arguments.per_device_train_batch_size = options.micro_batch_for(layout.data_processes)
     arguments.gradient_accumulation_steps = options.batch // (arguments.per_device_train_batch_size * layout.data_processes)
     if layout.sharded:
-        if arguments.load_best_model_at_end:
-            raise OptionError("arguments cannot set load_best_model_at_end with tp or dp_shard above 1")
         arguments.torch_compile = False  # Layout.shard compiles the blocks: collectives between them are no part of a graph
         arguments.torch_compile_backend = arguments.torch_compile_mode = None
     return arguments

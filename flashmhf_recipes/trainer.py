@@ -119,9 +119,8 @@ class RunTrainer(Trainer, TrainerCallback):
         if progress:  # version 0.1 wrote none
             self._tr_loss.fill_(progress["loss_sum"])
             self._globalstep_last_logged = progress["logged_step"]
-        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.LambdaLR):
-            self.lr_scheduler.last_epoch -= 1
-            self.lr_scheduler.step()
+        self.lr_scheduler.last_epoch -= 1
+        self.lr_scheduler.step()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step < state.max_steps and self.signals.agreed():
@@ -140,7 +139,7 @@ class RunTrainer(Trainer, TrainerCallback):
         if self.args.should_save:
             checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             checkpoints.mark_complete(checkpoint)
-            checkpoints.rotate(checkpoint.parent, self.options.keep, self.state.best_model_checkpoint)
+            checkpoints.rotate(checkpoint.parent, self.options.keep)
 
     def _loader(self, dataset: Dataset, size: int) -> DataLoader:
         """Batches in the data set's order, dealt out to the processes that see different sequences."""

@@ -168,11 +168,10 @@ def _read_run(output: Path) -> tuple[Options, list[dict]]:
 
 
 def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> dict:
-    """What run.json records of another number of steps; a warning states it. The rate is the peak where it is no function of the step."""
+    """What run.json records of another number of steps; a warning states it."""
 
     def rate(steps: int) -> float:
-        factors = getattr(schedule(arguments, steps), "lr_lambdas", None)
-        return arguments.learning_rate * (factors[0](min(done, steps)) if factors else 1.0)
+        return arguments.learning_rate * schedule(arguments, steps).lr_lambdas[0](min(done, steps))
 
     logger.warning(
         f"the run ends after {after:,} steps instead of {before:,}, and its schedule with it: the learning rate of step {done + 1:,} is "

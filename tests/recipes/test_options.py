@@ -43,6 +43,7 @@ def test_every_setting_of_transformers_has_a_place(entry):
 def test_what_a_run_decides_or_cannot_have_is_not_passed_on():
     decided = {"max_steps", "learning_rate", "gradient_accumulation_steps", "bf16", "data_seed", "eval_steps", "save_total_limit", "fsdp"}
     unfit = {"ignore_data_skip", "dataloader_in_order", "save_only_model", "logging_nan_inf_filter", "use_liger_kernel", "push_to_hub"}
+    unfit |= {"load_best_model_at_end", "metric_for_best_model", "greater_is_better"}  # a stopped run would choose another model
     assert not module.PASSED_ARGUMENTS & (decided | unfit)
 
 
@@ -91,6 +92,10 @@ def test_presets_and_networks_combine(settings, name):
         ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
         *(({"model": x}, "^model: ") for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})),
         ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
+        *(
+            ({"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1}, f"type is '{name}'; supported: those of the step alone")
+            for name in ("reduce_lr_on_plateau", "greedy")
+        ),
         ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
         ({"arguments": {"optim": "nosuch"}}, "arguments: nosuch is not a valid OptimizerNames"),
         ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
