@@ -126,6 +126,11 @@ class RunTrainer(Trainer, TrainerCallback):
         if state.global_step < state.max_steps and self.signals.agreed():
             self.stop(control.should_evaluate)
 
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        """Leave out what is due then if the epoch, which is the whole run, has not ended."""
+        if self.stopped:
+            control.should_log = control.should_save = False
+
     def _save_checkpoint(self, model, trial) -> None:
         """As the Trainer's, with the loss since the last log, of which every process has a part, and the mark when all is written."""
         total = self._tr_loss.detach().clone()

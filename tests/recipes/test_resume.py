@@ -113,6 +113,15 @@ def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, text, 
     same_run(output, expected)
 
 
+def test_a_stopped_run_does_not_save_at_the_end_of_its_epoch(text, expected, tmp_path):
+    """The step's checkpoint is there by then, and writing it once more left it with a mark of other sizes: damaged."""
+    run = options(tmp_path / "run", text, arguments={"save_strategy": "epoch"}, **HELD_OUT)
+    with pytest.raises(training.Stopped, match="after step 7"):
+        training.start(run, bar=False, callbacks=[signals(signal.SIGTERM, "on_step_begin", 6)])
+    training.resume(run.output, bar=False)
+    same_run(tmp_path / "run", expected)
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_process_group_leaves_data_loaders_alive(text, expected, tmp_path):
     """Batch systems signal every process of a job."""
