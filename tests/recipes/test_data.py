@@ -109,6 +109,7 @@ BROKEN = {
     "long.jsonl": (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "line 1 is not JSON"),
     "deep.jsonl": (b"[" * 100_000, "line 1 is not JSON"),
     "bad.csv": (b'text\n"unclosed', "unexpected end of data"),
+    "comma.csv": (b"id,text\n1,one, two\n", "line 2 has more fields than there are columns"),
     "empty.csv": (b"", "has no column 'text'"),
     "twice.csv": (b"text,text\na,b\n", "has 2 columns 'text'; columns: text, text"),
     "bad.parquet": (b"PAR1 is not enough", "Parquet"),
