@@ -191,6 +191,7 @@ def _locked(output: Path) -> Iterator[None]:
         return
     output.mkdir(parents=True, exist_ok=True)
     with (output / LOCK).open("a+") as file:
+        os.register_at_fork(after_in_child=file.close)  # a data loader's worker may outlive this process, and would hold the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

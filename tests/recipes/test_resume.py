@@ -389,16 +389,24 @@ def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path):
 
 
 def test_two_processes_do_not_train_one_run(text, tmp_path, monkeypatch):
-    """As a job that the scheduler starts again while the first one runs: the second is refused and names the first."""
+    """As a job that the scheduler starts again while the first one runs: the second is refused and names the first.
+
+    A data loader's worker that is left does not hold the run.
+    """
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 
     def run_again(**_):
         for again in (lambda: training.resume(output, bar=False), lambda: training.start(options(output, text), bar=False)):
             with pytest.raises(FileExistsError, match=f"{output} (is in use by process {os.getpid()} on .|holds a run already)"):
                 again()
+        worker.start()
 
     output = tmp_path / "run"
     assert training.start(options(output, text, steps=1), bar=False, callbacks=[At("on_step_end", 1, run_again)]).steps == 1
-    assert training.resume(output, bar=False).steps == 1
+    try:
+        assert training.resume(output, bar=False).steps == 1
+    finally:
+        worker.kill()
 
 
 @pytest.mark.parametrize("name", ["data", "metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5"])
