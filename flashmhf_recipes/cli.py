@@ -85,6 +85,11 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
 
 
+def _writable(path: Path) -> bool:
+    """Return whether ``path`` can be written, or made where there is none."""
+    return os.access(path if path.exists() else path.parent, os.W_OK)
+
+
 # What this machine has and does
 
 
@@ -114,7 +119,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
         raise OptionError(f"{unknown[0]} is not an option or a command{place}")
     picture = Path("flashmhf_report.png")
     text = first_run.read_text(args.text)
-    if not os.access(picture.parent, os.W_OK) or (picture.exists() and not os.access(picture, os.W_OK)):
+    if not _writable(picture.parent) or not _writable(picture):
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
     setting, start = first_run.default_setting(chosen_device(args.device)), time.perf_counter()
     print(f"{first_run.shows(setting.device)}\n", flush=True)
@@ -283,8 +288,8 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if not (args.data or args.tasks):
         raise OptionError("give --data, --tasks or both")
-    if args.json and (not Path(args.json).absolute().parent.is_dir() or Path(args.json).is_dir()):
-        raise OptionError(f"--json is {args.json!r}; it must name a file in an existing directory")
+    if args.json and (Path(args.json).is_dir() or not _writable(Path(args.json))):
+        raise OptionError(f"--json is {args.json!r}; it must name a file that can be written")
     model, tokenizer = _load(args)
     figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
     if args.data:

@@ -78,11 +78,14 @@ def test_unusable_text(content, message, tmp_path, monkeypatch, capsys):
     assert not captured.out and len(captured.err.splitlines()) == 1
 
 
-def test_the_picture_must_be_writable(text, tmp_path, monkeypatch, capsys):
+def test_what_a_command_writes_must_be_writable(text, tmp_path, monkeypatch, capsys):
+    """It is known before the work is done."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 2
     assert "flashmhf_report.png cannot be written" in capsys.readouterr().err
+    assert cli.main(["eval", "--model", "./nothing", "--data", "x", "--json", "x"]) == 2
+    assert "--json is 'x'; it must name a file that can be written" in capsys.readouterr().err
 
 
 def test_default_text_is_the_standard_library():
@@ -116,10 +119,7 @@ MISTAKES = [
     (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
     (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
     (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
-    (
-        ["eval", "--model", "./nothing", "--data", "x", "--json", "./no/x"],
-        "--json is './no/x'; it must name a file in an existing directory",
-    ),
+    (["eval", "--model", "./nothing", "--data", "x", "--json", "./no/x"], "--json is './no/x'; it must name a file that can be written"),
     (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: '0' is not an integer from 1 on"),
     (["train", "--data", "x"], "the following arguments are required: --output"),
     (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
