@@ -208,6 +208,9 @@ class Options:
             if not isinstance(value, expected):
                 kind = "true or false" if expected is bool else "a number"
                 raise OptionError(f"arguments sets {name} to {value!r}; it must be {kind}")
+        smoothing = self.arguments.get("label_smoothing_factor", 0.0)
+        if not 0 <= smoothing < 1:  # above 1 the loss would reward wrong tokens without an end
+            raise OptionError(f"arguments sets label_smoothing_factor to {smoothing}; it must be from 0 on and below 1")
         if self.optimizer != "adamw" and "optim" in self.arguments:
             raise OptionError(f"arguments cannot set optim with optimizer {self.optimizer!r}")
         if str(self.arguments.get("optim", "")).startswith("schedule_free"):  # their weights are other ones when evaluated and saved
