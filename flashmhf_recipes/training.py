@@ -131,6 +131,8 @@ def resume(
             raise OptionError(f"steps is {steps}; the run has done {done} steps")
         if first_process():
             metrics.keep_rows(output, done)
+            if options.steps > done:  # the finished model of a shorter run is not this run's: its last checkpoint is
+                (output / "config.json").unlink(missing_ok=True)
             if options.steps != before:
                 changes.append(_change_of_steps(arguments, done, before, options.steps))
                 checkpoints.write_whole(output / RUN, json.dumps(asdict(options) | stored | {CHANGES: changes}, indent=1) + "\n")

@@ -436,6 +436,14 @@ def test_a_longer_run_states_its_schedule(steps, run, text, tmp_path, caplog):
         training.resume(run, steps=steps, bar=False)
 
 
+def test_a_finished_run_that_goes_on_is_its_last_checkpoint(expected, tmp_path):
+    """Evaluated when it has been stopped again, it was the model of the shorter run."""
+    output = Path(shutil.copytree(expected, tmp_path / "run"))
+    with pytest.raises(training.Stopped):
+        training.resume(output, steps=30, bar=False, callbacks=[signals(signal.SIGTERM, "on_step_begin", 24)])
+    assert pretrained.locate(str(output)) == str(output / "checkpoint-25")
+
+
 @pytest.fixture(scope="module")
 def other_text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("other") / "other.txt"
