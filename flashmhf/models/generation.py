@@ -13,9 +13,21 @@ from .modeling import FlashMHFForCausalLM
 LOWEST_TEMPERATURE = 1e-6  # scores over much lower ones are infinite
 
 
+# Many tokenizers decode a first word without the space before it, so a continuation is decoded together with its prompt.
+_DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
+
+class _Printer(TextStreamer):
+    def put(self, value: torch.Tensor) -> None:
+        if self.next_tokens_are_prompt:
+            self.token_cache = value.flatten().tolist()
+            self.print_len = len(self.tokenizer.decode(self.token_cache, **_DECODING))
+        super().put(value)
+
+
 def printer(tokenizer) -> TextStreamer:
     """Return a ``streamer`` for :func:`generate` that prints the continuation word by word, and a line's end after it."""
-    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    return _Printer(tokenizer, skip_prompt=True, **_DECODING)
 
 
 def generate(
@@ -71,4 +83,4 @@ def generate(
         streamer=streamer,
         logits_processor=LogitsProcessorList([RefuseNotFinite()]),
     )
-    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+    return tokenizer.decode(out[0], **_DECODING)[len(tokenizer.decode(ids, **_DECODING)) :]

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ pytest.importorskip("accelerate")
 
 import transformers
 from lm_runs import options
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import flashmhf
 from flashmhf.models import FFN_TYPES, conversion, decoding, generation
@@ -159,6 +161,16 @@ def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
     for stream in ("--stream", "--no-stream"):
         assert cli.main([*command, stream]) == 0
         assert capsys.readouterr().out == f"the cat{text}\n"
+
+
+def test_a_continuation_keeps_the_space_before_it(trained, capsys):
+    """A tokenizer that marks where words begin decodes a first word without its space: prompt and text were one word."""
+    made = Tokenizer(models.WordLevel({f"\u2581{i}": i for i in range(300)}, unk_token="\u25810"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="\u25810")
+    settings = dict(temperature=0, max_new_tokens=4, streamer=generation.printer(words))
+    text = generation.generate(trained[0], words, "5 6", **settings)
+    assert re.fullmatch(r"( \d+)+", text) and capsys.readouterr().out == text + "\n"
 
 
 def test_streaming_prints_as_tokens_come(runs, monkeypatch):
