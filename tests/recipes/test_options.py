@@ -134,11 +134,6 @@ def test_numbers_out_of_range_are_named(name, values):
             resolved(**{name: value})
 
 
-def test_another_schedule():
-    arguments = training_arguments(resolved(arguments={"lr_scheduler_type": "linear"}))
-    assert arguments.lr_scheduler_type == "linear" and not arguments.lr_scheduler_kwargs
-
-
 @pytest.mark.parametrize(
     ("batch", "bound", "processes", "expected"),
     [
