@@ -247,13 +247,12 @@ def test_compiled_blocks_of_every_cell_are_compiled(monkeypatch):
     from benchmarks.suites import models
 
     monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="eager"))
-    for name, value in {"recompile_limit": 1, "fail_on_recompile_limit_hit": False}.items():
-        monkeypatch.setattr(torch._dynamo.config, name, value)
-    for length in (4, 5):
-        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        rows = by_subject(models.prefill_cell("tiny", 1, length, ("compiled",)))
-        assert {row["status"] for row in rows.values()} == {"ok"}
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before >= len(rows) == 2, length
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=False):
+        for length in (4, 5):
+            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            rows = by_subject(models.prefill_cell("tiny", 1, length, ("compiled",)))
+            assert {row["status"] for row in rows.values()} == {"ok"}
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before >= len(rows) == 2, length
 
 
 def test_models_of_experiments():
