@@ -20,7 +20,7 @@ _DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 class _Printer(TextStreamer):
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:
-            self.token_cache = value.flatten().tolist()
+            self.token_cache = value.flatten().tolist()[-16:]  # all of it would be decoded again for every token
             self.print_len = len(self.tokenizer.decode(self.token_cache, **_DECODING))
         super().put(value)
 
