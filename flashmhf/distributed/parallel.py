@@ -68,34 +68,25 @@ class HeadParallel(ParallelStyle):
             raise TypeError(f"module is a {type(module).__name__}; supported: FlashMHF, MHFFN")
         check_heads("module", module, device_mesh.size())
         _distribute(module, device_mesh, placement_of, self.src_data_rank)
-        _wrap_forward(module, device_mesh, self.input_layouts, self.output_layouts, self.use_local_output)
+        _wrap_forward(module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output)
         return module
 
 
 class _Placed(ParallelStyle):
-    """A module whose parameters have one placement and whose input and output are equal on every rank.
+    """A module whose parameters have one placement, and whose input and output have another or are equal on every rank.
 
     Replicated modules have DTensor parameters too: optimizers and ``clip_grad_norm_`` take all parameters of a model together, and
     cannot take tensors and DTensors together. PyTorch's RowwiseParallel hands out an embedding's result before its all-reduce is over,
     and a compiled block that takes it loses the gradient's placement.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, activations: Placement | None = None) -> None:
         super().__init__()
-        self.placement = placement
+        self.placement, self.activations = placement, activations or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, lambda name: self.placement, self.src_data_rank)
-        _wrap_forward(module, device_mesh, Replicate(), Replicate(), use_local_output=True)
-        return module
-
-
-class _EveryHead(ParallelStyle):
-    """A norm that every head [..., H, d_h] of attention shares. A rank's heads are a part of its gradient, so it must know them as such."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, lambda name: Replicate(), self.src_data_rank)
-        _wrap_forward(module, device_mesh, Shard(-2), Shard(-2), use_local_output=True, within=Shard(-2))
+        _wrap_forward(module, device_mesh, self.activations, self.activations, self.activations, use_local_output=True)
         return module
 
 
@@ -107,13 +98,10 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], 
 
 
 def _wrap_forward(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    inputs: Placement,
-    outputs: Placement,
-    use_local_output: bool,
-    within: Placement = Replicate(),  # noqa: B008  frozen
+    module: nn.Module, mesh: DeviceMesh, inputs: Placement, within: Placement, outputs: Placement, use_local_output: bool
 ) -> None:
+    """Have ``module`` take its first argument placed as ``inputs``, compute with it as ``within`` and return its result as ``outputs``."""
+
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
@@ -150,10 +138,10 @@ def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, Pa
         heads = module.get_submodule(name).out_features // module.head_dim
         _check_divides(size, _path(prefix, name), heads, f"{heads} heads", "them")
     styles = {**{_path(prefix, name): ColwiseParallel() for name in projections}, _path(prefix, "o_proj"): RowwiseParallel()}
-    for name, child in module.named_children():  # Qwen3's q_norm and k_norm
+    for name, child in module.named_children():  # Qwen3's q_norm and k_norm of [..., H, d_h]: their gradient is a sum over all ranks' heads
         shapes = [tuple(parameter.shape) for parameter in child.parameters()]
         if shapes and all(shape == (module.head_dim,) for shape in shapes):
-            styles[_path(prefix, name)] = _EveryHead()
+            styles[_path(prefix, name)] = _Placed(Replicate(), activations=Shard(-2))
     return styles
 
 
