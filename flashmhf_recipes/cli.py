@@ -86,8 +86,8 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def _writable(path: Path) -> bool:
-    """Return whether ``path`` can be written, or made where there is none."""
-    return os.access(path if path.exists() else path.parent, os.W_OK)
+    """Return whether ``path`` can be written, or made in an existing directory."""
+    return os.access(path, os.W_OK) if path.exists() else path.parent.is_dir() and os.access(path.parent, os.W_OK)
 
 
 # What this machine has and does

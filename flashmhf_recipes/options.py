@@ -209,8 +209,8 @@ class Options:
                 kind = "true or false" if expected is bool else "a number"
                 raise OptionError(f"arguments sets {name} to {value!r}; it must be {kind}")
         smoothing = self.arguments.get("label_smoothing_factor", 0.0)
-        if not 0 <= smoothing < 1:  # above 1 the loss would reward wrong tokens without an end
-            raise OptionError(f"arguments sets label_smoothing_factor to {smoothing}; it must be from 0 on and below 1")
+        if not 0 <= smoothing < 1:  # at 1 the right token does not count, and above it the loss falls without end
+            raise OptionError(f"arguments sets label_smoothing_factor to {smoothing}; it must be at least 0 and below 1")
         if self.optimizer != "adamw" and "optim" in self.arguments:
             raise OptionError(f"arguments cannot set optim with optimizer {self.optimizer!r}")
         if str(self.arguments.get("optim", "")).startswith("schedule_free"):  # their weights are other ones when evaluated and saved
@@ -300,7 +300,7 @@ def training_arguments(options: Options) -> TrainingArguments:
         for callback in get_reporting_integration_callbacks(arguments.report_to):
             callback()  # raises where the package of a report is missing
         if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
-            raise ValueError(f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: those of the step alone")
+            raise ValueError(f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: those that follow the step alone")
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)

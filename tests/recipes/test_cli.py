@@ -120,6 +120,7 @@ MISTAKES = [
     (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
     (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
     (["eval", "--model", "./nothing", "--data", "x", "--json", "./no/x"], "--json is './no/x'; it must name a file that can be written"),
+    (["eval", "--model", "./nothing", "--data", "x", "--json", f"{__file__}/x"], "test_cli.py/x'; it must name a file that can be written"),
     (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: '0' is not an integer from 1 on"),
     (["train", "--data", "x"], "the following arguments are required: --output"),
     (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),

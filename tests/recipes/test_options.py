@@ -75,7 +75,7 @@ def test_presets_and_networks_combine(settings, name):
         ({"arguments": {"max_steps": 1}}, "arguments cannot set max_steps; use steps"),
         ({"arguments": {"optim": "schedule_free_adamw"}}, "schedule-free optimizers are not supported"),
         ({"arguments": {"adam_epsilon": "x"}}, "arguments sets adam_epsilon to 'x'; it must be a number"),
-        ({"arguments": {"label_smoothing_factor": 2}}, "arguments sets label_smoothing_factor to 2; it must be from 0 on and below 1"),
+        ({"arguments": {"label_smoothing_factor": 2}}, "arguments sets label_smoothing_factor to 2; it must be at least 0 and below 1"),
         ({"arguments": {"logging_first_step": 3}}, "arguments sets logging_first_step to 3; it must be true or false"),
         ({"optimizer": "muon", "arguments": {"optim": "adafactor"}}, "cannot set optim with optimizer 'muon'"),
         ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
@@ -94,7 +94,10 @@ def test_presets_and_networks_combine(settings, name):
         *(({"model": x}, "^model: ") for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})),
         ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
         *(
-            ({"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1}, f"type is '{name}'; supported: those of the step alone")
+            (
+                {"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
+                f"type is '{name}'; supported: those that follow the step alone",
+            )
             for name in ("reduce_lr_on_plateau", "greedy")
         ),
         ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
