@@ -81,7 +81,7 @@ def prefill_cell(scale: str, batch: int, length: int, blocks: tuple[str, ...]) -
         row = {"parameters": sum(p.numel() for p in model.parameters())}
         if compiled:
             expected = run().logits
-            # Beyond its limit Dynamo would run the blocks of later cells eagerly, and call them compiled.
+            # Beyond Dynamo's limit the blocks of later cells would run eagerly, under the name of compiled ones.
             torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 256, True
             for block in model.model.layers:
                 block.compile(dynamic=False)

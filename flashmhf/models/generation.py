@@ -12,12 +12,12 @@ from .modeling import FlashMHFForCausalLM
 
 LOWEST_TEMPERATURE = 1e-6  # scores over much lower ones are infinite
 
-
-# Many tokenizers decode a first word without the space before it, so a continuation is decoded together with its prompt.
 _DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class _Printer(TextStreamer):
+    """Decode the continuation behind the end of the prompt: many tokenizers decode a first word without the space before it."""
+
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:
             self.token_cache = value.flatten().tolist()[-16:]  # all of it would be decoded again for every token
