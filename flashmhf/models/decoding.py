@@ -80,11 +80,16 @@ def takes(
         and config.compile_config is None
         and settings.get("inputs_embeds") is None
         and model.config._attn_implementation in ("sdpa", "eager")
-        and model.model.rotary_emb.rope_type not in ("dynamic", "longrope")  # whose frequencies the host chooses by the positions
+        and not varies(model)
         and not getattr(model, "hf_device_map", None)
         and not synced
         and not _has_guests(model, own)
     )
+
+
+def varies(model: PreTrainedModel) -> bool:
+    """Return whether the host chooses the rotary frequencies by the positions, so that no captured step serves all tokens."""
+    return model.model.rotary_emb.rope_type in ("dynamic", "longrope")
 
 
 def _has_guests(model: PreTrainedModel, own: type[PreTrainedModel]) -> bool:

@@ -153,6 +153,10 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
             return decoding.decode(self, input_ids, *given, streamer, model_kwargs)
         return super()._sample(input_ids, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
+    def _valid_auto_compile_criteria(self, *given) -> bool:
+        """Return whether transformers' own loops compile the model: the CUDA graphs of one whose frequencies vary end in an error."""
+        return not decoding.varies(self) and super()._valid_auto_compile_criteria(*given)
+
 
 class FlashMHFForSequenceClassification(GenericForSequenceClassification, FlashMHFPreTrainedModel):
     """Label a whole sequence from its last token (transformers' head)."""

@@ -141,9 +141,14 @@ def test_what_transformers_loop_keeps(decoded):
     model.generate(ids, logits_processor=LogitsProcessorList([Unrepeated(2.0)]), **settings)
     model.generate(ids, max_time=100.0, **settings)
     model.generate(ids, compile_config=CompileConfig(), **settings)
-    growing = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=12)
-    expected = growing.generate(ids, **settings | {"cache_implementation": None})
-    assert torch.equal(growing.generate(ids, **settings), expected) and not decoded
+    assert not decoded
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_frequencies_that_follow_the_positions_are_neither_captured_nor_compiled(device, decoded):
+    model = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=12).to(device)
+    settings = {"inputs": prompt().to(device), "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(cache_implementation="static", **settings), model.generate(**settings)) and not decoded
 
 
 def test_hooks_that_collect_hidden_states_do_not_slow_later_calls(decoded):
