@@ -247,7 +247,9 @@ def test_a_network_with_a_parameter_of_its_own_stays():
     scaled = holding(global_scale=nn.Parameter(torch.ones(1)))  # as Inkling has it
     narrow = holding(down_proj=nn.Linear(192, 48, bias=False))  # as Idefics2 has one between its images and its text
     swiglu = holding(act=nn.SiLU(), drop=nn.Dropout())
-    model = nn.Sequential(swiglu, scaled, holding(act=nn.GELU()), holding(activation=torch.relu), narrow)
+    swiglu.compile()  # which it keeps as a function of its own
+    others = [holding(act=nn.GELU()), holding(_act=nn.GELU()), holding(activation=torch.relu), holding(_activation=torch.relu)]
+    model = nn.Sequential(swiglu, scaled, narrow, *others)
     assert list(flashmhf.replace_ffn(model)) == ["0"]
 
 
@@ -270,7 +272,8 @@ def scaled() -> nn.Module:
         (lambda: flashmhf.SwiGLU(8, 16), {"activation": "relu"}, ValueError, "activation is 'relu'; .*supports activation='silu'"),
         (biased, {"bias": False}, ValueError, "bias is False; .*supports bias=True"),
         (lambda: holding(act=nn.GELU()), {}, ValueError, "swiglu.act is GELU.*; supported: SiLU and dropout"),
-        (lambda: holding(activation=torch.relu), {}, ValueError, "swiglu.activation is <built-in method relu"),
+        (lambda: holding(_activation=torch.relu), {}, ValueError, "swiglu._activation is <built-in method relu"),
+        (lambda: holding(down_proj=nn.Linear(192, 48, bias=False)), {}, ValueError, r"swiglu.down_proj.weight has shape \[48, 192\]; exp"),
         (lambda: holding(limit=2), {}, ValueError, "swiglu.limit is 2; supported: networks without factors"),  # as Step-3.7 has it
         (
             lambda: BitNetMLP(transformers.BitNetConfig(hidden_size=64, intermediate_size=96, hidden_act="silu")),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from .. import checks
 from ..backends import REFERENCE
 from ..backends.contract import LayerWeights
 from ..ops import layer
@@ -26,11 +27,14 @@ def default_subnet_dim(head_dim: int) -> int:
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
+_WRAPPERS = ("forward", "_old_forward", "_compiled_call_impl")  # what accelerate and Module.compile set is the network's own forward
+
+
 def other_part(feed_forward: nn.Module) -> str | None:
     """Return the name of a module or function of a gated network that is no linear layer, SiLU or dropout, or None if all of them are."""
     for name, part in {**vars(feed_forward), **feed_forward._modules}.items():
         known = isinstance(part, (nn.Linear, nn.SiLU, nn.Dropout, nn.Identity)) or part is nn.functional.silu
-        known = known or type(part).__name__ == "SiLUActivation" or name == "forward" or name.startswith("_")
+        known = known or type(part).__name__ == "SiLUActivation" or name in _WRAPPERS
         if callable(part) and not known:
             return name
     return None
@@ -122,6 +126,7 @@ class FlashMHF(GroupedHeads):
         Raises TypeError if one of the three is not a plain linear layer (an adapter is not), ValueError for another activation, biases in
         gate_proj or up_proj, other weights, factors and limits in ``swiglu``, a width that num_subnets does not divide,
         q_norm=True, which has no exact start either, and bias=False where down_proj has one.
+        Shapes of the three that do not fit together are a ValueError, too.
         """
         for name in ("gate_proj", "up_proj", "down_proj"):
             layer = getattr(swiglu, name, None)
@@ -139,10 +144,13 @@ class FlashMHF(GroupedHeads):
             if number and value != math.inf:
                 raise ValueError(f"swiglu.{name} is {value}; supported: networks without factors and limits of their own")
         weight, bias = swiglu.gate_proj.weight, swiglu.down_proj.bias
+        width, d_model = weight.shape
+        for name, shape in {"up_proj": (width, d_model), "down_proj": (d_model, width)}.items():
+            checks.expect_shape(f"swiglu.{name}.weight", getattr(swiglu, name).weight, shape, f"gate_proj has {[width, d_model]}")
         for name, value in {"q_norm": False, "activation": "silu", "bias": bias is not None or kwargs.get("bias", False)}.items():
             if kwargs.get(name, value) != value:
                 raise ValueError(f"{name} is {kwargs[name]!r}; from_swiglu supports {name}={value!r} only: it computes what swiglu does")
-        num_subnets, (width, d_model) = positive("num_subnets", num_subnets), weight.shape
+        num_subnets = positive("num_subnets", num_subnets)
         if width % num_subnets:
             raise ValueError(f"num_subnets is {num_subnets}; it must divide the width {width}")
         settings = {"device": weight.device, "dtype": weight.dtype, "bias": bias is not None, **kwargs}
