@@ -211,6 +211,8 @@ class Options:
         smoothing = self.arguments.get("label_smoothing_factor", 0.0)
         if not 0 <= smoothing < 1:  # at 1 the right token does not count, and above it the loss falls without end
             raise OptionError(f"arguments sets label_smoothing_factor to {smoothing}; it must be at least 0 and below 1")
+        if self.arguments.get("save_strategy") == "best":  # a run that is stopped leaves out a held-out loss, and would choose another one
+            raise OptionError("arguments sets save_strategy to 'best'; supported: steps, epoch, no")
         if self.optimizer != "adamw" and "optim" in self.arguments:
             raise OptionError(f"arguments cannot set optim with optimizer {self.optimizer!r}")
         if str(self.arguments.get("optim", "")).startswith("schedule_free"):  # their weights are other ones when evaluated and saved

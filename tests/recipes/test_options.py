@@ -76,6 +76,7 @@ def test_presets_and_networks_combine(settings, name):
         ({"arguments": {"optim": "schedule_free_adamw"}}, "schedule-free optimizers are not supported"),
         ({"arguments": {"adam_epsilon": "x"}}, "arguments sets adam_epsilon to 'x'; it must be a number"),
         ({"arguments": {"label_smoothing_factor": 2}}, "arguments sets label_smoothing_factor to 2; it must be at least 0 and below 1"),
+        ({"arguments": {"save_strategy": "best"}}, "arguments sets save_strategy to 'best'; supported: steps, epoch, no"),
         ({"arguments": {"logging_first_step": 3}}, "arguments sets logging_first_step to 3; it must be true or false"),
         ({"optimizer": "muon", "arguments": {"optim": "adafactor"}}, "cannot set optim with optimizer 'muon'"),
         ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
