@@ -104,6 +104,8 @@ def test_replacement_by_layer_is_loaded_as_it_was(tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     inner = load_replaced(tmp_path, type(model.model))
     assert torch.equal(inner(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    assert flashmhf.replace_ffn(model, num_heads=2) == ["model.layers.2.mlp"]
+    assert list(model.config.flashmhf_networks) == [f"model.layers.{i}.mlp" for i in range(3)]
 
 
 def test_a_model_whose_weights_transformers_renames_in_its_files(tmp_path):

@@ -23,7 +23,7 @@ def adopt(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     record = {name: _settings(part) for name, part in model.named_modules(remove_duplicate=False) if isinstance(part, FlashMHF)}
-    setattr(model.config, NETWORKS, getattr(model.config, NETWORKS, {}) | record)
+    setattr(model.config, NETWORKS, record)
     _draw_with_model(model)
 
 
