@@ -63,16 +63,6 @@ def test_compile_module(target, dynamic, options):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
 
 
-def test_export_with_a_dynamic_length(target):
-    module = small_module(target).eval()
-    x = torch.randn(2, 20, 128, device=target.device, dtype=module.k.dtype)
-    length = torch.export.Dim("length", min=2, max=4096)
-    program = torch.export.export(module, (x,), dynamic_shapes=({1: length},))
-    assert any(node.target is ops.gated_forward.default for node in program.graph.nodes)
-    for n in (20, 7):
-        torch.testing.assert_close(program.module()(x[:, :n]), module(x[:, :n]))
-
-
 AOT_INDUCTOR = """
 import sys, torch
 import flashmhf

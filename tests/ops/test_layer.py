@@ -215,16 +215,19 @@ def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
         torch.testing.assert_close(compiled(x), by_parts(module, x))
 
 
-@pytest.mark.parametrize(("strict", "fp8"), [(False, False), (True, False), (False, True)])
-def test_exports(strict, fp8):
-    module = (make_fp8 if fp8 else make)()
-    with torch.no_grad():
+@pytest.mark.parametrize(
+    ("strict", "name"), [(False, "layer"), (True, "layer"), (False, "fp8_layer"), (False, "gated_forward"), (True, "gated_forward")]
+)
+def test_exports(strict, name):
+    """With gradients the parts of the layer, with the operator of its networks alone."""
+    module = (make_fp8 if name == "fp8_layer" else make)()
+    with torch.set_grad_enabled(name == "gated_forward"):
         tokens = torch.export.Dim("tokens", min=2)
         program = torch.export.export(module, (tokens_of(module, TOKENS),), dynamic_shapes=({0: tokens},), strict=strict)
         longer = tokens_of(module, 3 * TOKENS)
         assert torch.equal(program.module()(longer), module(longer))
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert targets == [f"flashmhf.{'fp8_' if fp8 else ''}layer.default"]
+    assert [target for target in targets if "aten" not in target or name != "gated_forward"] == [f"flashmhf.{name}.default"]
 
 
 def test_jit_trace():

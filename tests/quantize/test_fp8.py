@@ -277,19 +277,12 @@ def test_quantize_a_model():
     assert sum(x.numel() * x.element_size() for x in packed.tensors) < 0.51 * bytes_before
 
 
-def test_compile_and_export(device):
+def test_compile(device):
     q, k, u, v, r = problem(device=device)
     packed = quantize.pack_fp8(k, u, v)
-
-    class Operator(nn.Module):
-        def forward(self, q, r):
-            return quantize.forward(q, packed, r) * 2
-
-    expected = quantize.forward(q, packed, r) * 2
-    compiled = torch.compile(Operator(), fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
-    torch.testing.assert_close(compiled(q, r), expected)
-    exported = torch.export.export(Operator(), (q, r), strict=False)
-    torch.testing.assert_close(exported.module()(q, r), expected)
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(lambda q, r: quantize.forward(q, packed, r) * 2, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(q, r), quantize.forward(q, packed, r) * 2)
     # The other checks add e4m3 tensors, which PyTorch cannot.
     torch.library.opcheck(torch.ops.flashmhf.fp8_forward, (q, *packed.tensors, r), test_utils=("test_faketensor",))
 
