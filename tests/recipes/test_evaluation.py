@@ -30,13 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"the cat number {i % 7} sat on the mat and the dog ran away from the cat.\n" for i in range(2000)))
-    return path
-
-
-@pytest.fixture(scope="module")
 def runs(text, tmp_path_factory) -> dict[str, Path]:
     """A short run of every network."""
     parent = tmp_path_factory.mktemp("runs")
@@ -246,8 +239,8 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, capsys):
     A local task in lm-eval's own format: which continuation the training text had.
     """
     pytest.importorskip("lm_eval")
-    rows = [{"question": "the cat number 3 sat on the", "choices": ["mat", "xqz"], "answer": 0} for _ in range(4)]
-    rows.append({"question": "the dog ran away from the", "choices": ["QQQQ", "cat"], "answer": 1})
+    rows = [{"question": "the head mixes what each", "choices": ["sub", "xqz"], "answer": 0} for _ in range(4)]
+    rows.append({"question": "each sub network finds and", "choices": ["QQQQ", "the"], "answer": 1})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"task": "tiny_choice", "output_type": "multiple_choice", "metadata": {"version": 1.0}}
     task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "test_split": "test"}
