@@ -35,13 +35,13 @@ def formula(x, module):
     if module.q_norm is not None:
         q = q / (q.square().mean(-1, keepdim=True) + module.q_norm.eps).sqrt() * s["q_norm.weight"]
     networks = (s[name].reshape(module.num_kv_heads, -1, s[name].shape[-2], HEAD_DIM) for name in "kuv")
-    r = reference.gate(q, s["router"]) if "router" in s else None
+    r = reference.gate(q, s["router"], module.router_eps) if "router" in s else None
     return linear("out_proj", reference.forward(q, *networks, r, activation=module.activation).flatten(-2))
 
 
 def networks(**switches):
     for backend in ("auto", "reference"):
-        yield flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, backend=backend, **switches)
+        yield flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, router_eps=0.1, backend=backend, **switches)
     for backend in ("auto", "reference", "naive"):
         yield flashmhf.MHFFN(D_MODEL, HEADS, 50, backend=backend, **switches)
 

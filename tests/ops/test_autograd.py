@@ -1,4 +1,4 @@
-"""Derivatives: gradcheck, what is saved, what is refused, autocast, checkpointing, main_grad accumulation."""
+"""Derivatives: the definition's, what is saved, what is refused, autocast, checkpointing, main_grad accumulation."""
 
 import dataclasses
 import functools
@@ -20,16 +20,6 @@ def float64_problem(gate="same", **kwargs):
 
 
 @pytest.mark.parametrize("activation", list(reference.ACTIVATIONS))
-@pytest.mark.parametrize(("gate", "kv_heads"), [("same", 2), (None, 2), ("same", 1)])
-def test_gradcheck(gate, kv_heads, activation):
-    p = dataclasses.replace(float64_problem(gate, num_kv_heads=kv_heads), eps=0.1)
-    assert torch.autograd.gradcheck(functools.partial(flashmhf.flash_mhf, activation=activation), leaves("forward", p))
-    if gate:
-        assert torch.autograd.gradcheck(functools.partial(ops.gated_forward, activation=activation), leaves("gated_forward", p))
-        assert torch.autograd.gradcheck(flashmhf.gate, (p.q.requires_grad_(), p.w.requires_grad_(), p.eps))
-
-
-@pytest.mark.parametrize("activation", list(reference.ACTIVATIONS))
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_the_definition_and_its_written_out_gradients(kv_heads, activation):
     """By einsum with a weight head for each of q's heads, and autograd."""
@@ -46,9 +36,12 @@ def test_the_definition_and_its_written_out_gradients(kv_heads, activation):
     grad_r, (q, w) = torch.randn_like(p.r), (p.q.requires_grad_(), p.w.requires_grad_())
     scores = torch.einsum("...hd,hde->...he", q, w).sigmoid()
     gate = scores / (scores.sum(-1, keepdim=True) + 0.1)
-    torch.testing.assert_close(reference.gate(q, w, 0.1), gate, rtol=1e-12, atol=1e-12)
-    for a, b in zip(reference.gate_backward(grad_r, q, w, 0.1), torch.autograd.grad(gate, (q, w), grad_r), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    actual = flashmhf.gate(q, w, 0.1)
+    torch.testing.assert_close(actual, gate, rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad(gate, (q, w), grad_r)
+    for gradients in (reference.gate_backward(grad_r, q, w, 0.1), torch.autograd.grad(actual, (q, w), grad_r)):
+        for a, b in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("activation", list(reference.ACTIVATIONS))
