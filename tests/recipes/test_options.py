@@ -82,7 +82,7 @@ def test_presets_and_networks_combine(settings, name):
         ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
         ({"precision": "fp8"}, "precision is 'fp8'; supported: auto, bf16, fp32"),
         ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
-        ({"preset": "flashmhf-7b"}, "no preset 'flashmhf-7b'"),
+        ({"preset": "flashmhf-7b"}, "no preset 'flashmhf-7b'; supported: .*flashmhf-1.3b"),
         ({"ffn": "mlp"}, "ffn is 'mlp'; supported: swiglu"),
         ({"data": []}, "give one of data, dataset and tokens"),
         ({"dataset": "pile"}, "give one of data, dataset and tokens"),
