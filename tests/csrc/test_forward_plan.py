@@ -39,108 +39,8 @@ CHIPS = {name: clusters for name, (clusters, _) in forward_plans.DEVICES.items()
 DEVICES = [*CHIPS.values(), (1, 0, 0, 0, 0, 0, 0, 0), (2, 1, 0, 0, 0, 0, 0, 0)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_tile_once_and_balanced(shape, device):
-    batch, length, heads, head_dim, subnets, subnet_dim = shape
-    p = plan.plan_forward(*shape, clusters=device)
-    assert p["subnet_tiles"] * 64 >= subnet_dim > (p["subnet_tiles"] - 1) * 64
-    assert p["inter_tiles"] == subnets * p["subnet_tiles"]
-    assert p["row_tiles"] * 64 >= length > (p["row_tiles"] - 1) * 64
-    assert p["cluster_size"] == p["row_ctas"] * p["slices"]
-    rows = p["consumers"] * p["row_ctas"]
-    assert p["blocks"] * rows >= batch * p["row_tiles"] > (p["blocks"] - 1) * rows
-    assert p["clusters"] <= device[p["cluster_size"] - 1]
-
-    items = p["blocks"] * heads
-    ranges = collections.defaultdict(list)
-    load = collections.Counter()
-    whole = set()
-    for cluster, rank, item, begin, end, part in p["work"]:
-        assert 0 <= begin < end <= p["inter_tiles"] and 0 <= rank < p["slices"]
-        ranges[item].append((begin, end, cluster, part))
-        load[cluster, rank] += end - begin
-        if end - begin == p["inter_tiles"] or p["slices"] > 1:
-            whole.add(item)
-    assert set(ranges) == set(range(items))
-    parts = set()
-    for item, pieces in ranges.items():
-        pieces.sort()
-        assert pieces[0][0] == 0 and pieces[-1][1] == p["inter_tiles"]
-        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
-        clusters = [piece[2] for piece in pieces]
-        assert clusters == sorted(clusters)  # the order in which the parts are added
-        if p["slices"] > 1:
-            assert clusters == [item] * p["slices"]
-        if item not in whole:
-            first, last = p["owners"][item - p["waves"] * p["clusters"]]
-            assert clusters == list(range(first, last + 1, p["abreast"]))
-            for _, _, cluster, part in pieces:
-                assert part in (0, 1) and (cluster, part) not in parts
-                parts.add((cluster, part))
-    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than it saves: combine
-    # 512 / d_h tiles, behind whole waves 1792 / d_h; going on to a second item 512 / d_h, which a cluster with parts of two is spared
-    loss = (1792 if p["waves"] else 512) // head_dim + 1
-    stream = heads * p["inter_tiles"] * 9 // 5 // device[0]  # fewer CTAs suffice where memory is the bound
-    assert max(load.values()) <= max(-(-items * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + loss
-    assert (p["partials"] > 0) == (len(whole) < items)
-    assert p["partials"] == (p["splits"] * 2 * rows * 64 * head_dim if len(whole) < items else 0)
-    assert p["workspace"] == p["partials"] + 2 * p["flags"]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    shape=st.tuples(
-        st.integers(1, 4),
-        st.integers(0, 2000),
-        st.integers(1, 20),
-        st.sampled_from([64, 96, 128, 256]),
-        st.integers(1, 8),
-        st.integers(1, 300),
-    ),
-    device=st.sampled_from(DEVICES),
-    planner=st.sampled_from([f16, fp8]),
-    group=st.sampled_from([1, 2, 4, 6]),
-)
-@example(shape=(1, 0, 4, 128, 2, 64), device=DEVICES[0], planner=f16, group=1)
-@example(shape=(1, 16, 4, 128, 22, 384), device=DEVICES[0], planner=f16, group=4)  # a head's row tile is divided by a cluster of 16
-def test_every_tile_once_whatever_the_shape(shape, device, planner, group):
-    """``shape`` has the heads of K, U and V, each for ``group`` of Q's."""
-    batch, length, heads, *network = shape
-    p = planner(batch, length, heads * group, *network, clusters=device, group=group, large_clusters=7)
-    assert bool(p["candidates"]) == (length > 0)
-    tiles = collections.Counter((item, tile) for _, _, item, begin, end, _ in p["work"] for tile in range(begin, end))
-    assert set(tiles) == {(item, tile) for item in range(p["blocks"] * heads) for tile in range(p["inter_tiles"])}
-    assert max(tiles.values(), default=1) == 1
-    rows = p["blocks"] * p["row_ctas"] * p["consumers"] * p["bundle"]
-    assert rows >= batch * group * p["row_tiles"] and p["row_tiles"] * 64 >= length * p["bundle"]
-    # The blocks of a head side by side take the same tiles: else each would bring the weights from memory again.
-    of_item = collections.defaultdict(list)
-    for _, _, item, begin, end, _ in p["work"]:
-        of_item[item].append((begin, end))
-    assert all(of_item[item] == of_item[item - item % p["abreast"]] for item in of_item)
-    assert p["slices"] <= max(1, p["inter_tiles"]), "a CTA without a tile would leave before the barrier of its cluster"
-    if p["slices"] > 1:
-        assert p["slices"] * p["slice_pieces"] + p["spare_pieces"] == shape[3] // (8 if planner is f16 else 16)
-        assert p["spare_pieces"] < p["slices"]
-    if planner is fp8:
-        assert p["consumers"] <= {64: 4, 256: 2}.get(shape[3], 3)
-    if planner is fp8 or shape[3] == 256:
-        assert p["flags"] == 0 and set(p["adds"]) <= {-1}, "the clusters have no room to add parts"
-
-
-def test_plans_of_2000_calls_are_those_of_the_file():
-    """A plan that changes on purpose comes with a measurement; then forward_plans.py writes the file anew."""
-    expected, actual = forward_plans.read(), forward_plans.rows(plan)
-    assert len(expected) == len(actual) == 2000
-    changed = [(was, now) for was, now in zip(expected, actual, strict=True) if was != now]
-    assert not changed, (len(changed), changed[:5])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_last(shape, device):
-    p = plan.plan_forward(*shape, clusters=device)
+def check_adders(p) -> None:
+    """Parts come first and are added behind by the last cluster, or else come last."""
     whole = p["waves"] * p["clusters"]  # items in waves
     parts, seen = collections.defaultdict(list), collections.defaultdict(list)
     for cluster, _, item, begin, end, part in p["work"]:
@@ -173,6 +73,99 @@ def test_parts_come_first_and_are_added_behind_by_the_last_cluster_or_else_come_
             assert len(clusters) * 8 <= p["inter_tiles"], "the whole items are too short to add under"
         else:
             assert adder == last and last_work[last] == (item, 0), "the adding cluster has its own part in registers"
+
+
+def check_work(p, heads, head_dim) -> collections.Counter:
+    """Every tile of every item once, in pieces that the clusters hold in their order. Returns the tiles of each CTA."""
+    assert p["cluster_size"] == p["row_ctas"] * p["slices"]
+    ranges, load, parts = collections.defaultdict(list), collections.Counter(), set()
+    for cluster, rank, item, begin, end, part in p["work"]:
+        assert 0 <= begin < end <= p["inter_tiles"] and 0 <= rank < p["slices"]
+        ranges[item].append((begin, end, cluster, part))
+        load[cluster, rank] += end - begin
+    assert set(ranges) == set(range(p["blocks"] * heads))
+    for item, pieces in ranges.items():
+        pieces.sort()
+        assert pieces[0][0] == 0 and pieces[-1][1] == p["inter_tiles"]
+        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+        clusters = [piece[2] for piece in pieces]
+        assert clusters == sorted(clusters)  # the order in which the parts are added
+        if p["slices"] > 1:
+            assert clusters == [item] * p["slices"]
+        elif len(pieces) > 1:
+            first, last = p["owners"][item - p["waves"] * p["clusters"]]
+            assert clusters == list(range(first, last + 1, p["abreast"]))
+            for _, _, cluster, part in pieces:
+                assert part in (0, 1) and (cluster, part) not in parts
+                parts.add((cluster, part))
+    # The blocks of a head side by side take the same tiles: else each would bring the weights from memory again.
+    same = [[piece[:2] for piece in ranges[item]] for item in range(len(ranges))]
+    assert all(same[item] == same[item - item % p["abreast"]] for item in ranges)
+    assert p["partials"] == (p["splits"] * 2 * p["consumers"] * p["row_ctas"] * 64 * head_dim if parts else 0)
+    assert p["workspace"] == p["partials"] + 2 * p["flags"]
+    check_adders(p)
+    return load
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tile_once_and_balanced(shape, device):
+    batch, length, heads, head_dim, subnets, subnet_dim = shape
+    p = plan.plan_forward(*shape, clusters=device)
+    assert p["subnet_tiles"] * 64 >= subnet_dim > (p["subnet_tiles"] - 1) * 64
+    assert p["inter_tiles"] == subnets * p["subnet_tiles"]
+    assert p["row_tiles"] * 64 >= length > (p["row_tiles"] - 1) * 64
+    rows = p["consumers"] * p["row_ctas"]
+    assert p["blocks"] * rows >= batch * p["row_tiles"] > (p["blocks"] - 1) * rows
+    assert p["clusters"] <= device[p["cluster_size"] - 1]
+    load = check_work(p, heads, head_dim)
+    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than it saves: combine
+    # 512 / d_h tiles, behind whole waves 1792 / d_h; going on to a second item 512 / d_h, which a cluster with parts of two is spared
+    loss = (1792 if p["waves"] else 512) // head_dim + 1
+    stream = heads * p["inter_tiles"] * 9 // 5 // device[0]  # fewer CTAs suffice where memory is the bound
+    assert max(load.values()) <= max(-(-p["blocks"] * heads * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + loss
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.tuples(
+        st.integers(1, 4),
+        st.integers(0, 2000),
+        st.integers(1, 20),
+        st.sampled_from([64, 96, 128, 256]),
+        st.integers(1, 8),
+        st.integers(1, 300),
+    ),
+    device=st.sampled_from(DEVICES),
+    planner=st.sampled_from([f16, fp8]),
+    group=st.sampled_from([1, 2, 4, 6]),
+)
+@example(shape=(1, 0, 4, 128, 2, 64), device=DEVICES[0], planner=f16, group=1)
+@example(shape=(1, 16, 4, 128, 22, 384), device=DEVICES[0], planner=f16, group=4)  # a head's row tile is divided by a cluster of 16
+def test_every_tile_once_whatever_the_shape(shape, device, planner, group):
+    """``shape`` has the heads of K, U and V, each for ``group`` of Q's."""
+    batch, length, heads, *network = shape
+    p = planner(batch, length, heads * group, *network, clusters=device, group=group, large_clusters=7)
+    assert bool(p["candidates"]) == (length > 0)
+    check_work(p, heads, network[0])
+    rows = p["blocks"] * p["row_ctas"] * p["consumers"] * p["bundle"]
+    assert rows >= batch * group * p["row_tiles"] and p["row_tiles"] * 64 >= length * p["bundle"]
+    assert p["slices"] <= max(1, p["inter_tiles"]), "a CTA without a tile would leave before the barrier of its cluster"
+    if p["slices"] > 1:
+        assert p["slices"] * p["slice_pieces"] + p["spare_pieces"] == shape[3] // (8 if planner is f16 else 16)
+        assert p["spare_pieces"] < p["slices"]
+    if planner is fp8:
+        assert p["consumers"] <= {64: 4, 256: 2}.get(shape[3], 3)
+    if planner is fp8 or shape[3] == 256:
+        assert p["flags"] == 0, "the clusters have no room to add parts"
+
+
+def test_plans_of_2000_calls_are_those_of_the_file():
+    """A plan that changes on purpose comes with a measurement; then forward_plans.py writes the file anew."""
+    expected, actual = forward_plans.read(), forward_plans.rows(plan)
+    assert len(expected) == len(actual) == 2000
+    changed = [(was, now) for was, now in zip(expected, actual, strict=True) if was != now]
+    assert not changed, (len(changed), changed[:5])
 
 
 @pytest.mark.parametrize("features", [64, 128, 320, 768, 2048])
