@@ -1,5 +1,6 @@
 """Selection of a back end, and what info says of it."""
 
+import importlib.util
 import inspect
 import itertools
 import warnings
@@ -9,7 +10,8 @@ import torch
 
 import flashmhf
 from flashmhf import backends
-from flashmhf.backends import contract, driver, hopper
+from flashmhf.backends import contract, driver, hopper, triton
+from flashmhf.backends.triton import fp8 as fp8_triton
 from flashmhf.testing import problem
 
 
@@ -64,7 +66,7 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
     reason = "no library"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(hopper, "why_not", lambda *a, **k: reason)
-    monkeypatch.setattr(backends.triton, "why_not", lambda *a, **k: "not here")
+    monkeypatch.setattr(triton, "why_not", lambda *a, **k: "not here")
     with pytest.warns(UserWarning, match="does not get the hopper back end: no library"):
         backends.select("auto", device, torch.bfloat16, 128, 384)
     with warnings.catch_warnings():
@@ -76,19 +78,40 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "sizes", "reason"),
+    ("module", "device", "capability", "dtype", "sizes", "reason"),
     [
-        ((8, 0), torch.bfloat16, (128, 384), "capability 8.0; supported: 9.0"),
-        ((10, 0), torch.bfloat16, (128, 384), "capability 10.0; supported: 9.0"),
-        ((9, 0), torch.float32, (128, 384), "dtype is float32; supported: bfloat16, float16"),
-        ((9, 0), torch.bfloat16, (80, 384), "d_h is 80; supported: 64, 96, 128, 256"),
-        ((9, 0), torch.bfloat16, (128, 40), "d_e is 40; supported: multiples of 16"),
-        ((9, 0), torch.bfloat16, (128, 64, "gelu"), "activation is 'gelu'; supported: 'silu' (the triton and eager back ends have all)"),
+        (hopper, "cuda", (8, 0), torch.bfloat16, {}, "capability 8.0; supported: 9.0"),
+        (hopper, "cuda", (10, 0), torch.bfloat16, {}, "capability 10.0; supported: 9.0"),
+        (hopper, "cuda", (9, 0), torch.float32, {}, "dtype is float32; supported: bfloat16, float16"),
+        (hopper, "cuda", (9, 0), torch.bfloat16, {"d_h": 80}, "d_h is 80; supported: 64, 96, 128, 256"),
+        (hopper, "cuda", (9, 0), torch.bfloat16, {"d_e": 40}, "d_e is 40; supported: multiples of 16"),
+        (hopper, "cuda", (9, 0), torch.bfloat16, {"activation": "gelu"}, "supported: 'silu' (the triton and eager back ends have all)"),
+        (triton, "meta", (9, 0), torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
+        (triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
+        (triton, "cuda", (9, 0), torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
+        (triton, "cuda", (9, 0), torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
+        (triton, "cuda", (9, 0), torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
+        (triton, "cuda", (7, 5), torch.bfloat16, {}, "compute capability 7.5; supported for bfloat16: 8.0"),
+        (triton, "cuda", (7, 5), torch.float16, {}, None),
+        (fp8_triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
+        (fp8_triton, "cuda", (8, 9), torch.float64, {}, "dtype is float64; supported"),
+        (fp8_triton, "cuda", (8, 9), torch.bfloat16, {"d_h": 16}, "d_h is 16; supported: 32, 64"),
+        (fp8_triton, "cuda", (8, 6), torch.bfloat16, {}, "compute capability 8.6; supported for e4m3 products: 8.9 or later"),
+        (fp8_triton, "cuda", (8, 9), torch.bfloat16, {}, None),
     ],
 )
-def test_what_hopper_supports(monkeypatch, capability, dtype, sizes, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert reason in hopper.why_not(torch.device("cuda", 0), dtype, **dict(zip(("d_h", "d_e", "activation"), sizes, strict=False)))
+def test_why_not(monkeypatch, module, device, capability, dtype, sizes, reason):
+    if module is not hopper:
+        pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = module.why_not(torch.device(device), dtype, **{"d_h": 64, "d_e": 64} | sizes)
+    assert found is None if reason is None else reason in found
+
+
+def test_why_not_without_triton(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in triton.why_not(torch.device("cuda"), torch.float16, d_h=64, d_e=64)
 
 
 @pytest.mark.parametrize(

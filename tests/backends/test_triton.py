@@ -1,7 +1,6 @@
 """The Triton back end, interpreted where there is no GPU."""
 
 import dataclasses
-import importlib.util
 import pathlib
 
 import pytest
@@ -13,7 +12,6 @@ from benchmarks import tune_triton as tune
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
 from flashmhf.backends.triton import configs, launch
-from flashmhf.backends.triton import fp8 as fp8_back_end
 from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
 
 NAMES = ("dq", "dk", "du", "dv", "dr")
@@ -194,35 +192,6 @@ def test_tensor_maps_of_tokens_end_at_32_bits(stride, taken):
     """Heads that lie far apart, as those of [1, H, L, d_h].transpose(1, 2) do, are columns of one map."""
     x = torch.empty_strided((1024, 3, 64), (64, stride, 1), dtype=torch.float16, device="meta")
     assert (launch._Rows(x, "q").descriptor((64, 64)) is not None) == taken
-
-
-@pytest.mark.parametrize(
-    ("module", "device", "capability", "dtype", "sizes", "reason"),
-    [
-        (back_end, "meta", (9, 0), torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
-        (back_end, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
-        (back_end, "cuda", (9, 0), torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
-        (back_end, "cuda", (9, 0), torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
-        (back_end, "cuda", (9, 0), torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
-        (back_end, "cuda", (7, 5), torch.bfloat16, {}, "compute capability 7.5; supported for bfloat16: 8.0"),
-        (back_end, "cuda", (7, 5), torch.float16, {}, None),
-        (fp8_back_end, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
-        (fp8_back_end, "cuda", (8, 9), torch.float64, {}, "dtype is float64; supported"),
-        (fp8_back_end, "cuda", (8, 9), torch.bfloat16, {"d_h": 16}, "d_h is 16; supported: 32, 64"),
-        (fp8_back_end, "cuda", (8, 6), torch.bfloat16, {}, "compute capability 8.6; supported for e4m3 products: 8.9 or later"),
-        (fp8_back_end, "cuda", (8, 9), torch.bfloat16, {}, None),
-    ],
-)
-def test_why_not(monkeypatch, module, device, capability, dtype, sizes, reason):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = module.why_not(torch.device(device), dtype, **{"d_h": 64, "d_e": 64} | sizes)
-    assert found is None if reason is None else reason in found
-
-
-def test_why_not_without_triton(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "Triton is not installed" in back_end.why_not(torch.device("cuda"), torch.float16, d_h=64, d_e=64)
 
 
 def test_table_has_every_row_and_survives_rewriting():
