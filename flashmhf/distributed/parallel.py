@@ -162,13 +162,17 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     for name, module in model.named_modules():
         if any(name.startswith(f"{done}.") for done in styles):
             continue
-        children = dict(module.named_children())
+        children, own = dict(module.named_children()), [key for key, _ in module.named_parameters(recurse=False)]
+        gated = {"gate_proj", "up_proj", "down_proj"} <= children.keys() and not isinstance(module, DenseMoE)
         if isinstance(module, (FlashMHF, MHFFN)):
             check_heads(name, module, size)
             styles[name] = HeadParallel()
         elif {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
             styles |= _attention_styles(name, module, size)
-        elif {"gate_proj", "up_proj", "down_proj"} <= children.keys() and not isinstance(module, DenseMoE):
+        elif own and (gated or any(isinstance(child, _DIVIDED) for child in module.modules())):
+            found = f"{name or 'module'} has parts to divide and parameters of its own, {', '.join(own)}"
+            raise ValueError(f"{found}; supported: own parameters in a child module")  # to replicate them is to replicate the parts, too
+        elif gated:
             width = module.get_submodule("gate_proj").out_features
             _check_divides(size, name or "module", width, f"a width of {width}", "the width")
             styles |= {_path(name, part): ColwiseParallel() for part in ("gate_proj", "up_proj")}
@@ -177,10 +181,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             styles[name] = _Placed(Shard(0))
         elif module is head:
             styles[name] = ColwiseParallel(output_layouts=Replicate())
-        elif name not in styles and (own := [key for key, _ in module.named_parameters(recurse=False)]):
-            if any(isinstance(child, _DIVIDED) for child in module.modules()):  # it would be replicated with the module
-                found = f"{name or 'module'} has a network to divide and parameters of its own, {', '.join(own)}"
-                raise ValueError(f"{found}; supported: own parameters in a child module")
+        elif own and name not in styles:
             styles[name] = _Placed(Replicate())
     return styles
 
