@@ -93,7 +93,7 @@ def _csv(path: Path, text_field: str) -> Iterator[str]:
         rows = csv.DictReader(stream, strict=True)
         _check_column(text_field, rows.fieldnames or ())
         for row in rows:
-            if None in row:  # the name of what no column has: most often text with a comma that is not quoted
+            if None in row:  # DictReader's key of surplus fields: most often of text whose comma is not quoted
                 raise ValueError(f"line {rows.line_num} has more fields than there are columns")
             yield row[text_field]
 

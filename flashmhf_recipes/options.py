@@ -302,7 +302,7 @@ def training_arguments(options: Options) -> TrainingArguments:
         for callback in get_reporting_integration_callbacks(arguments.report_to):
             callback()  # raises where the package of a report is missing
         if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
-            raise ValueError(f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: those that follow the step alone")
+            raise ValueError(f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: schedules of the step alone")
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)

@@ -127,7 +127,7 @@ class RunTrainer(Trainer, TrainerCallback):
             self.stop(control.should_evaluate)
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
-        """Leave out what is due then if the epoch, which is the whole run, has not ended."""
+        """Skip what is due at the end of the epoch, which is the whole run, where a signal has ended it early."""
         if self.stopped:
             control.should_log = control.should_save = False
 

@@ -131,7 +131,7 @@ def resume(
             raise OptionError(f"steps is {steps}; the run has done {done} steps")
         if first_process():
             metrics.keep_rows(output, done)
-            if options.steps > done:  # the finished model of a shorter run is not this run's: its last checkpoint is
+            if options.steps > done:  # without the shorter run's finished model, the last checkpoint is the run's model
                 (output / "config.json").unlink(missing_ok=True)
             if options.steps != before:
                 changes.append(_change_of_steps(arguments, done, before, options.steps))

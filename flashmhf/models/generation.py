@@ -16,7 +16,7 @@ _DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class _Printer(TextStreamer):
-    """Decode the continuation behind the end of the prompt: many tokenizers decode a first word without the space before it."""
+    """Decode the continuation together with the end of the prompt: many tokenizers drop the space before the first word."""
 
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:

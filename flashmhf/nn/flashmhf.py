@@ -31,7 +31,7 @@ _WRAPPERS = ("forward", "_old_forward", "_compiled_call_impl")  # what accelerat
 
 
 def other_part(feed_forward: nn.Module) -> str | None:
-    """Return the name of a module or function of a gated network that is no linear layer, SiLU or dropout, or None if all of them are."""
+    """Return the name of a module or function of a gated network that is not a linear layer, SiLU or dropout. None if there is none."""
     for name, part in {**vars(feed_forward), **feed_forward._modules}.items():
         known = isinstance(part, (nn.Linear, nn.SiLU, nn.Dropout, nn.Identity)) or part is nn.functional.silu
         known = known or type(part).__name__ == "SiLUActivation" or name in _WRAPPERS

@@ -95,10 +95,7 @@ def test_presets_and_networks_combine(settings, name):
         *(({"model": x}, "^model: ") for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})),
         ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
         *(
-            (
-                {"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
-                f"type is '{name}'; supported: those that follow the step alone",
-            )
+            ({"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1}, f"type is '{name}'; supported: schedules of the step alone")
             for name in ("reduce_lr_on_plateau", "greedy")
         ),
         ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
