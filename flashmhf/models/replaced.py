@@ -67,19 +67,26 @@ def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | No
     """
     if model_class is not None and not issubclass(model_class, PreTrainedModel):
         raise TypeError(f"model_class is {model_class.__name__}; supported: subclasses of transformers.PreTrainedModel, and None")
-    source = {name: kwargs[name] for name in _SOURCE if name in kwargs}
-    config = kwargs.get("config") or AutoConfig.from_pretrained(directory, **source)
-    if not getattr(config, NETWORKS, None):
-        raise ValueError(f"the configuration of {directory} records no networks that replace_ffn put there; load it with from_pretrained")
-    name = (config.architectures or ["none"])[0]
-    base = model_class or getattr(transformers, name, None)
+    base = model_class
     if base is None:
-        raise NotImplementedError(f"architectures of the configuration is {name!r}; supported: transformers' own; give model_class")
+        source = {name: kwargs[name] for name in _SOURCE if name in kwargs}
+        config = kwargs.get("config") or AutoConfig.from_pretrained(directory, **source)
+        name = (config.architectures or ["none"])[0]
+        base = getattr(transformers, name, None)
+        if base is None:
+            raise NotImplementedError(f"architectures of the configuration is {name!r}; supported: transformers' own; give model_class")
 
     class Replaced(base):
         def __init__(self, config: PreTrainedConfig, *args, **settings):
             super().__init__(config, *args, **settings)
-            _put_networks(self, getattr(config, NETWORKS))
+            # replace_ffn may have seen the language model of a larger one alone, whose own configuration records it then.
+            models = {id(part.config): part for part in reversed(list(self.modules())) if isinstance(part, PreTrainedModel)}
+            recorded = [(part, networks) for part in models.values() if (networks := getattr(part.config, NETWORKS, None))]
+            if not recorded:
+                found = f"the configuration of {directory} records no networks that replace_ffn put there"
+                raise ValueError(f"{found}; load it with from_pretrained")
+            for part, networks in recorded:
+                _put_networks(part, networks)
 
     Replaced.__name__, Replaced.__module__ = base.__name__, base.__module__  # by which transformers converts stored weights
     loaded = Replaced.from_pretrained(directory, **kwargs)
