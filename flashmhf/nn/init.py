@@ -84,7 +84,7 @@ class Scheme:
             nn.init.normal_(weight, std=std if self.init == "balanced" else self.initializer_range)
         elif role in ("in_proj", "out_proj"):
             nn.init.eye_(weight) if self.official.identity else nn.init.xavier_uniform_(weight, gain=gain)
-        elif role == "router":
+        elif role == "router" and gain:  # trunc_normal_ divides by the standard deviation
             nn.init.trunc_normal_(weight, std=INITIALIZER_RANGE * gain, a=-2.0, b=2.0)
         else:
             nn.init.normal_(weight, std=INITIALIZER_RANGE * gain)

@@ -68,6 +68,7 @@ def test_q_m_n_and_the_sum_over_subnets_have_unit_variance(name):
         ("official", OfficialInit()),
         ("official", OfficialInit(in_proj=0.5, k=2.0, u=3.0, v=0.25, router=4.0)),
         ("official", OfficialInit(identity=True)),
+        ("official", OfficialInit(k=0.0, router=0)),
     ],
 )
 @every_network
