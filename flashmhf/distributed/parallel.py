@@ -133,15 +133,19 @@ def _path(prefix: str, name: str) -> str:
 
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
     """Return the styles that divide Llama's attention by heads. transformers' forward counts local heads in the projections' results."""
-    projections = ("q_proj", "k_proj", "v_proj")
-    for name in projections:
-        heads = module.get_submodule(name).out_features // module.head_dim
-        _check_divides(size, _path(prefix, name), heads, f"{heads} heads", "them")
+    projections, head_dim = ("q_proj", "k_proj", "v_proj"), getattr(module, "head_dim", None)
     styles = {**{_path(prefix, name): ColwiseParallel() for name in projections}, _path(prefix, "o_proj"): RowwiseParallel()}
     for name, child in module.named_children():  # Qwen3's q_norm and k_norm of [..., H, d_h]: their gradient is a sum over all ranks' heads
         shapes = [tuple(parameter.shape) for parameter in child.parameters()]
-        if shapes and all(shape == (module.head_dim,) for shape in shapes):
+        if shapes and all(shape == (head_dim,) for shape in shapes):
             styles[_path(prefix, name)] = _Placed(Replicate(), activations=Shard(-2))
+    others = [name for name, _ in module.named_parameters() if _path(prefix, name.rpartition(".")[0]) not in styles]
+    if head_dim is None or others:  # DiffLlama subtracts the upper half of the heads from the lower: a rank would pair others
+        found = f"{prefix} is a {type(module).__name__} with {', '.join(others) or 'no head_dim'}"
+        raise ValueError(f"{found}; supported: Llama's attention, q_proj, k_proj, v_proj, o_proj and norms of one head")
+    for name in projections:
+        heads = module.get_submodule(name).out_features // head_dim
+        _check_divides(size, _path(prefix, name), heads, f"{heads} heads", "them")
     return styles
 
 
@@ -150,8 +154,8 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
     Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
     sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
-    device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width, for a model without any such network, and for a
-    module with both such a network and parameters of its own.
+    device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width, for a model without any such network, for a
+    module with both such a network and parameters of its own, and for another attention with these projections.
     """
     size = positive("size", size)
     if not any(isinstance(child, _DIVIDED) for child in model.modules()):
