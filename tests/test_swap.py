@@ -108,8 +108,9 @@ def test_replacement_by_layer_is_loaded_as_it_was(tmp_path):
     assert list(model.config.flashmhf_networks) == [f"model.layers.{i}.mlp" for i in range(3)]
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("part", [None, "language_model"])
-def test_a_model_whose_weights_transformers_renames_in_its_files(part, tmp_path):
+def test_a_model_whose_weights_transformers_renames_in_its_files(part, fp8, tmp_path):
     """Also if only its language model, which has a configuration of its own, was given to replace_ffn."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
     vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
@@ -119,10 +120,13 @@ def test_a_model_whose_weights_transformers_renames_in_its_files(part, tmp_path)
         assert flashmhf.replace_ffn(model) == ["model.language_model.layers.0.mlp"]
     else:
         flashmhf.replace_ffn(model.model.language_model)
+    if fp8:
+        flashmhf.quantize.quantize_(model)
     model.save_pretrained(tmp_path)
     again, report = load_replaced(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 def test_arguments_of_from_pretrained(tmp_path):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -101,25 +103,23 @@ def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
 
     transformers itself draws a missing tensor at random, with a warning.
     """
-    stored, layouts = {}, {}
+    conversions, own, stored = get_model_conversion_mapping(model), model.state_dict(), {}
+    rules = [[rule for rule in conversions if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)]
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  not a mapping
-                tensor = opened.get_slice(name)
-                stored[name] = list(tensor.get_shape()), tensor.get_dtype()
                 if name.endswith(".layout"):
-                    layouts[name] = opened.get_tensor(name)
-    for layout in layouts.values():
-        check_layout(layout)
-    prefix = f"{model.base_model_prefix}."
+                    check_layout(opened.get_tensor(name))
+                renamed, _ = rename_source_key(name, *rules, model.base_model_prefix, own)  # as the loading itself does
+                tensor = opened.get_slice(name)
+                stored[name if renamed not in own and name in own else renamed] = list(tensor.get_shape()), tensor.get_dtype()
     networks = {name: module for name, module in model.named_modules() if isinstance(module, Fp8FlashMHF)}
     for network, module in networks.items():
         for key, tensor in module.state_dict().items():
             name = f"{network}.{key}"
-            found = next((stored[each] for each in (name, prefix + name, name.removeprefix(prefix)) if each in stored), None)
-            if found is None:
+            if name not in stored:
                 raise ValueError(f"the checkpoint lacks {name}, which its quantization_config promises")
-            shape, dtype = found
+            shape, dtype = stored[name]
             if shape != list(tensor.shape):
                 raise ValueError(f"{name} has shape {shape} in the checkpoint; expected {list(tensor.shape)}")
             expected = _STORED_DTYPES.get(key.rpartition(".")[2], dtype)
