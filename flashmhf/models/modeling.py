@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
 from ..nn.init import Projection, Scheme
 from ..nn.multihead import HeadRMSNorm
-from ..nn.network import Network
+from ..nn.network import FixedDtypes, Network
 from . import decoding
 from .configuration import FlashMHFConfig
 
@@ -60,20 +60,13 @@ def check_complete(source: object, missing: Iterable[str]) -> None:
         raise ValueError(f"{source} lacks {len(names):,} weights of its model: {shown}")
 
 
-class FlashMHFRotaryEmbedding(LlamaRotaryEmbedding):
+class FlashMHFRotaryEmbedding(FixedDtypes, LlamaRotaryEmbedding):
     """Llama's rotary embedding with frequencies that stay float32 when the model is converted to 16 bits.
 
     bf16 frequencies put the angles of positions above 2048 wrong by more than a radian.
     """
 
-    def _apply(self, fn, recurse: bool = True):
-        buffers = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, before in buffers.items():
-            after = self._buffers[name]
-            if after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
-        return self
+    fixed = property(lambda self: tuple(self._buffers))
 
 
 class FlashMHFRMSNorm(LlamaRMSNorm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,20 @@ def constant(name: str) -> property:
     """
     text = f"_{name}"
     return property(lambda module: float(getattr(module, text)), lambda module, value: setattr(module, text, repr(float(value))))
+
+
+class FixedDtypes(nn.Module):
+    """A module whose tensors named in ``fixed`` keep their dtypes when it is converted."""
+
+    fixed: Collection[str]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
+        before = {name: getattr(self, name) for name in self.fixed}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            if (now := getattr(self, name)).dtype != tensor.dtype:
+                setattr(self, name, tensor.to(now.device))
+        return self
 
 
 class Contiguous(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,15 @@ from .. import checks, torch_private
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import check_input, only_values_matter, plain_layer
-from ..nn.network import Contiguous, constant
+from ..nn.network import Contiguous, FixedDtypes, constant
 from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf_fp8"  # quant_method in the configuration of a transformers model
 _PARTS = ("query", "_forward_parts")
-_FIXED = ("k8", "u8", "v8", "scales", "layout")  # they keep their dtypes
 
 
-class Fp8FlashMHF(Contiguous):
+class Fp8FlashMHF(FixedDtypes, Contiguous):
     """Run FlashMHF for inference with K, U and V in e4m3. :func:`to_fp8` makes it, and the constructor raises what that raises.
 
     State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj and out_proj as they were,
@@ -32,6 +30,7 @@ class Fp8FlashMHF(Contiguous):
     enabled.
     """
 
+    fixed = ("k8", "u8", "v8", "scales", "layout")
     k8: Tensor
     u8: Tensor
     v8: Tensor
@@ -92,22 +91,13 @@ class Fp8FlashMHF(Contiguous):
         mixed = torch.ops.flashmhf.fp8_gated_forward(q, *self.packed.tensors, self.router, self.router_eps, backend=self.backend)
         return mixed.flatten(-2) if self.out_proj is None else self.out_proj(mixed.flatten(-2))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8FlashMHF:
-        before = {name: getattr(self, name) for name in _FIXED}
-        super()._apply(fn, recurse)
-        for name, tensor in before.items():
-            now = getattr(self, name)
-            if now.dtype != tensor.dtype:
-                setattr(self, name, tensor.to(now.device))
-        return self
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as PyTorch does.
 
         Raises TypeError for packed weights of another dtype, which ``copy_`` would round without their scale, and ValueError for another
         layout.
         """
-        for name in _FIXED:
+        for name in self.fixed:
             stored, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(stored, Tensor) and stored.dtype != own.dtype:
                 raise TypeError(f"{prefix}{name} has dtype {checks.name_of(stored.dtype)}; supported: {checks.name_of(own.dtype)}")
