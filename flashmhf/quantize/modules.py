@@ -69,10 +69,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         weights = self._plain_weights() if only_values_matter(x) else None
-        if weights is None:
-            return self._forward_parts(x)
-        if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors())):
-            return layer.call(x, weights, self.backend)  # refuses
+        if weights is None or (torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))):
+            return self._forward_parts(x)  # the operator within refuses a q that requires a gradient
         return layer.run(x, weights, self.backend)
 
     def _plain_weights(self) -> LayerWeights | None:
