@@ -7,7 +7,6 @@ strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so infere
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -48,12 +47,6 @@ def options(**arguments: tuple[object, type]) -> None:
     """Raise TypeError for the first argument (value, type) whose value is not of its type; the dispatcher would say RuntimeError."""
     for name, (value, kind) in arguments.items():
         instance(name, value, kind, f"a {kind.__name__}")
-
-
-def real(**arguments: object) -> None:
-    """Raise TypeError for the first argument that is not a real number."""
-    for name, value in arguments.items():
-        instance(name, value, Real, "a float")
 
 
 def expect_device(name: str, tensor: Tensor, q: Tensor, *, of: str = "q") -> None:

@@ -6,6 +6,7 @@ Each names the argument, what it got and what is supported.
 from __future__ import annotations
 
 import operator
+from numbers import Real
 
 import torch
 
@@ -37,7 +38,7 @@ def epsilon(name: str, value: object) -> float:
     """Return `value` as a float. Raises TypeError if it is not a real number, ValueError if it is negative or not finite."""
     if isinstance(value, bool):
         raise TypeError(f"{name} must be a float, got bool")
-    checks.real(**{name: value})
+    checks.instance(name, value, Real, "a float")
     checks.epsilon(name, value)
     return float(value)
 

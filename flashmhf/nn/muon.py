@@ -46,10 +46,6 @@ def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return tensor.to_local()
 
 
-def _layout(tensor: Tensor) -> Hashable:
-    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
-
-
 def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
     """Return :func:`orthogonalise` of N stacked shards [N, ...] of tensors that are placed as ``parameter`` is.
 
@@ -176,7 +172,8 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
-                    alike[(*kind, _layout(parameter))].append(parameter)
+                    layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
+                    alike[kind, layout].append(parameter)
             for parameters in alike.values():
                 if group["muon"]:
                     self._step_alike(group, parameters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
     not finite.
     """
     checks.strided(q=q, w=w)
-    checks.real(eps=eps)
+    checks.instance("eps", eps, Real, "a float")
     checks.floating("q", q)
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")

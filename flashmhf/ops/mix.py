@@ -283,13 +283,12 @@ register_vmap("gated_backward")
 
 
 def _definition(describe: Callable[..., _Call], q: Tensor, k: Tensor, u: Tensor, v: Tensor, *gate: Any, activation: str) -> Tensor:
-    device_type = q.device.type
-    if not torch_private.autocasts(device_type):
-        return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
-    dtype = torch.get_autocast_dtype(device_type)
-    q, k, u, v, *gate = (*(cast(x, dtype) for x in (q, k, u, v)), *(widen(x, dtype) for x in gate))
-    with torch.autocast(device_type, enabled=False):
-        return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
+    if torch_private.autocasts(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        operands = (*(cast(x, dtype) for x in (q, k, u, v)), *(widen(x, dtype) for x in gate))
+        with torch.autocast(q.device.type, enabled=False):
+            return _definition(describe, *operands, activation=activation)
+    return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
 
 
 def flash_mhf(
