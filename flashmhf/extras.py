@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+
+from torch import nn
 
 _LM = (
     "accelerate",
@@ -32,3 +35,17 @@ def require(user: str, module: str) -> None:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(advice(user, error.name) or str(error), name=error.name) from None
+
+
+def pretrained_models(module: nn.Module, network: type[nn.Module]) -> Iterator[nn.Module]:
+    """Yield transformers' models within ``module``, itself included, that hold a ``network``, but none that is a part of another.
+
+    transformers is not imported for it.
+    """
+    inner: set[nn.Module] = set()
+    for part in module.modules():
+        kind = type(part)  # not the instance: PEFT's wrapper passes questions on to the model in it
+        if part not in inner and hasattr(kind, "save_pretrained") and hasattr(kind, "init_weights"):
+            inner.update(part.modules())
+            if any(isinstance(each, network) for each in part.modules()):
+                yield part

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
 
-from . import checks
+from . import checks, extras
 from .nn.arguments import positive
 from .nn.flashmhf import FlashMHF, default_subnet_dim, other_part
 from .nn.init import INITIALIZER_RANGE, Projection
@@ -62,7 +61,7 @@ def replace_ffn(
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
     Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the initializer_range
-    of ``model.config``. The configuration of a transformers model records all of its FlashMHF networks, so that
+    of ``model.config``. The configuration of a transformers model, ``model`` or a part of it, records all of its FlashMHF networks, so that
     :func:`flashmhf.models.load_replaced` loads what the model's own ``save_pretrained`` stores, and its ``init_weights`` draws them too.
     Raises TypeError if ``model`` is not a module, ValueError if there is nothing to replace, if ``model`` itself is the network to replace,
     and if sizes do not fit.
@@ -91,10 +90,10 @@ def replace_ffn(
         for name in members:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, network)
-    if "transformers" in sys.modules and hasattr(model, "save_pretrained"):
+    for part in extras.pretrained_models(model, FlashMHF):
         from .models import replaced
 
-        replaced.adopt(model)
+        replaced.adopt(part)
     return names
 
 

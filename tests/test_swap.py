@@ -129,6 +129,19 @@ def test_a_model_whose_weights_transformers_renames_in_its_files(part, fp8, tmp_
         assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_models_within_another_module_record_what_was_replaced(fp8, tmp_path):
+    whole = nn.ModuleDict({"actor": foreign(), "critic": foreign("Qwen3").model, "gelu": foreign(hidden_act="gelu")})
+    flashmhf.replace_ffn(whole, num_heads=2)
+    if fp8:
+        flashmhf.quantize.quantize_(whole)
+    for name in ("actor", "critic"):
+        whole[name].save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            assert torch.equal(load_replaced(tmp_path / name)(IDS)[0], whole[name](IDS)[0])
+    assert not {"flashmhf_networks", "quantization_config"} & whole["gelu"].config.to_dict().keys()
+
+
 def test_arguments_of_from_pretrained(tmp_path):
     """Where the files come from holds for the configuration too, and its settings are taken."""
     model = foreign()

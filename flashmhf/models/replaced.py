@@ -18,10 +18,8 @@ NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced 
 _SOURCE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # where files come from
 
 
-def adopt(model: nn.Module) -> None:
-    """Record every FlashMHF of a transformers model in its configuration, and have its ``init_weights`` draw them."""
-    if not isinstance(model, PreTrainedModel):
-        return
+def adopt(model: PreTrainedModel) -> None:
+    """Record every FlashMHF of a model in its configuration, and have its ``init_weights`` draw them."""
     record = {name: _settings(part) for name, part in model.named_modules(remove_duplicate=False) if isinstance(part, FlashMHF)}
     setattr(model.config, NETWORKS, record)
     _draw_with_model(model)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks, torch_private
+from .. import checks, extras, torch_private
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import check_input, only_values_matter, plain_layer
@@ -126,9 +126,9 @@ def is_flashmhf(module: nn.Module, name: str = "") -> bool:
 def quantize_(model: nn.Module) -> list[str]:
     """Replace every FlashMHF in ``model``, in place, by its FP8 module (:func:`to_fp8`) and return their names.
 
-    The configuration of a transformers model records it, so that ``from_pretrained`` loads what ``save_pretrained`` then stores, once
-    ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a module, ValueError if it holds no FlashMHF or is one itself
-    (use :func:`to_fp8`).
+    The configuration of a transformers model, ``model`` or a part of it, records it, so that ``from_pretrained`` loads what
+    ``save_pretrained`` then stores, once ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a module, ValueError if it
+    holds no FlashMHF or is one itself (use :func:`to_fp8`).
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, FlashMHF):
@@ -140,6 +140,6 @@ def quantize_(model: nn.Module) -> list[str]:
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, converted[id(module)])
-    if hasattr(model, "save_pretrained"):
-        model.config.quantization_config = {"quant_method": METHOD, "layout": LAYOUT}
+    for part in extras.pretrained_models(model, Fp8FlashMHF):
+        part.config.quantization_config = {"quant_method": METHOD, "layout": LAYOUT}
     return list(found)
