@@ -239,6 +239,12 @@ def test_warm_start_is_exact(num_subnets, eps, bias):
     assert (module.router.grad == 0).all() == (num_subnets == 1)
 
 
+def test_warm_start_in_another_dtype_rounds_nothing():
+    swiglu, x = flashmhf.SwiGLU(64, 192, dtype=torch.bfloat16), torch.randn(5, 64, dtype=torch.float64)
+    module = flashmhf.FlashMHF.from_swiglu(swiglu, 3, dtype=torch.float64)
+    torch.testing.assert_close(module(x), swiglu.double()(x), atol=1e-14, rtol=1e-12)
+
+
 def test_warm_started_model_equals_the_original():
     model = foreign()
     expected = model(IDS).logits
@@ -256,6 +262,12 @@ def adapted() -> nn.Module:
 def biased() -> nn.Module:
     swiglu = flashmhf.SwiGLU(64, 192)
     swiglu.down_proj.bias = nn.Parameter(torch.randn(64))
+    return swiglu
+
+
+def hooked(name: str) -> nn.Module:
+    swiglu = flashmhf.SwiGLU(64, 192)
+    swiglu.get_submodule(name).register_forward_hook(lambda module, args, out: 2 * out)
     return swiglu
 
 
@@ -309,6 +321,9 @@ def scaled() -> nn.Module:
         (lambda: foreign(hidden_act="gelu").model.layers[0].mlp, {}, ValueError, "act_fn is"),
         (lambda: nn.Linear(64, 64), {}, TypeError, "swiglu.gate_proj must be a torch.nn.Linear, got none"),
         (lambda: None, {}, TypeError, "swiglu.gate_proj must be a torch.nn.Linear, got none"),
+        (lambda: hooked(""), {}, ValueError, "swiglu has forward hooks or a forward of its own"),
+        (lambda: hooked("up_proj"), {}, ValueError, "swiglu.up_proj has forward hooks"),
+        (lambda: holding(forward=torch.sin), {}, ValueError, "swiglu has forward hooks or a forward of its own"),
         (adapted, {}, TypeError, "swiglu.up_proj must be a torch.nn.Linear, got Adapter"),
     ],
 )

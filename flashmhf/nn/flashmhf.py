@@ -124,7 +124,7 @@ class FlashMHF(GroupedHeads):
         Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
         dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
         Raises TypeError if one of the three is not a plain linear layer (an adapter is not), ValueError for another activation, biases in
-        gate_proj or up_proj, other weights, factors and limits in ``swiglu``, a width that num_subnets does not divide,
+        gate_proj or up_proj, hooks, other weights, factors and limits in ``swiglu``, a width that num_subnets does not divide,
         q_norm=True, which has no exact start either, and bias=False where down_proj has one.
         Shapes of the three that do not fit together are a ValueError, too.
         """
@@ -137,6 +137,11 @@ class FlashMHF(GroupedHeads):
         others = {name.partition(".")[0] for name in swiglu.state_dict()} - {"gate_proj", "up_proj", "down_proj"}
         if others:  # Inkling multiplies by a parameter, BitNet normalises
             raise ValueError(f"swiglu has weights in {', '.join(sorted(others))}; supported: gate_proj, up_proj and down_proj only")
+        for name in ("", "gate_proj", "up_proj", "down_proj"):
+            part = swiglu.get_submodule(name)
+            if "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
+                found = f"swiglu.{name}" if name else "swiglu"
+                raise ValueError(f"{found} has forward hooks or a forward of its own, which from_swiglu would lose; supported: without")
         if name := other_part(swiglu):
             raise ValueError(f"swiglu.{name} is {getattr(swiglu, name)}; supported: SiLU and dropout beside the three linear layers")
         for name, value in vars(swiglu).items():  # Falcon-H1 multiplies by some, DeepSeek-V4 cuts off at one; at inf nothing is cut off
@@ -162,7 +167,7 @@ class FlashMHF(GroupedHeads):
             module.out_proj.bias.copy_(bias)
         module.k.copy_(weight.view(module.weight_shape))
         module.u.copy_(swiglu.up_proj.weight.view(module.weight_shape))
-        module.v.copy_((num_subnets + 2 * module.router_eps) * swiglu.down_proj.weight.T.reshape(module.weight_shape))
+        module.v.copy_(swiglu.down_proj.weight.T.reshape(module.weight_shape)).mul_(num_subnets + 2 * module.router_eps)
         module.router.zero_()
         return module
 
