@@ -46,6 +46,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         for name in ("forward", "split_heads", "normalise", "_mix", "join_heads"):  # this package's own subclasses compute the same
             if not getattr(network, name).__module__.startswith(__package__.removesuffix("quantize")):
                 raise NotImplementedError(f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}")
+        if network._forward_hooks or network._forward_pre_hooks:  # such as the all-reduce of flashmhf.integrations.shards.shard
+            raise NotImplementedError("network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards")
         if network.activation != "silu":
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
@@ -113,7 +115,7 @@ def to_fp8(network: FlashMHF) -> Fp8FlashMHF:
     """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own. W_in and W_out keep their dtype.
 
     Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating, ValueError if d_e or d_h is not a multiple of 16 or
-    the activation is not SiLU, NotImplementedError for a network with methods of its own and for parameters that are DTensors.
+    the activation is not SiLU, NotImplementedError for a network with methods of its own or hooks and for parameters that are DTensors.
     """
     return Fp8FlashMHF(network).eval()
 
