@@ -68,7 +68,7 @@ class HeadParallel(ParallelStyle):
             raise TypeError(f"module is a {type(module).__name__}; supported: FlashMHF, MHFFN")
         check_heads("module", module, device_mesh.size())
         _distribute(module, device_mesh, placement_of, self.src_data_rank)
-        _wrap_forward(module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output)
+        wrap_forward(module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output)
         return module
 
 
@@ -86,7 +86,7 @@ class _Placed(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, lambda name: self.placement, self.src_data_rank)
-        _wrap_forward(module, device_mesh, self.activations, self.activations, self.activations, use_local_output=True)
+        wrap_forward(module, device_mesh, self.activations, self.activations, self.activations, use_local_output=True)
         return module
 
 
@@ -97,7 +97,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], 
         module.get_submodule(owner).register_parameter(attribute, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
-def _wrap_forward(
+def wrap_forward(
     module: nn.Module, mesh: DeviceMesh, inputs: Placement, within: Placement, outputs: Placement, use_local_output: bool
 ) -> None:
     """Have ``module`` take its first argument placed as ``inputs``, compute with it as ``within`` and return its result as ``outputs``."""

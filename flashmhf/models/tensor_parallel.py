@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 HEADS, BY_OUTPUT, BY_INPUT = "flashmhf_heads", "flashmhf_by_output", "flashmhf_by_input"
@@ -50,20 +50,12 @@ class _Heads(_Sharded):
         check_heads(parameter_name or param, module, mesh.size())
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        return TensorParallelLayer.install_forward(self, module, mesh)
-
-    def transform_inputs_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict, mesh: Any) -> tuple[tuple, dict]:
-        from torch.distributed.tensor import DTensor, Replicate
-
-        x, *rest = args
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        return (x, *rest), kwargs
-
-    def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: Any) -> Tensor:
         from torch.distributed.tensor import Replicate
 
-        return output.redistribute(mesh, [Replicate()]).to_local()
+        from ..distributed.parallel import wrap_forward
+
+        wrap_forward(module, mesh, Replicate(), Replicate(), Replicate(), use_local_output=True)
+        return module
 
 
 def register() -> None:
