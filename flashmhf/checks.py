@@ -20,10 +20,10 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def instance(name: str, value: object, kind: type | tuple[type, ...], shown: str) -> None:
-    """Raise TypeError for a value of another type than ``kind``, which the message calls ``shown``."""
+def instance(name: str, value: object, kind: type | tuple[type, ...], shown: str | None = None) -> None:
+    """Raise TypeError for a value of another type than ``kind``, which the message calls ``shown``; None for its name."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {shown}, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {shown or f'a {kind.__name__}'}, got {type(value).__name__}")
 
 
 def tensors(**arguments: object) -> None:
@@ -41,12 +41,6 @@ def strided(**arguments: object) -> None:
             raise TypeError(f"{name} is a nested tensor; supported: dense tensors, such as its values()")
         if value.layout != torch.strided:
             raise TypeError(f"{name} has layout {value.layout}; supported: torch.strided")
-
-
-def options(**arguments: tuple[object, type]) -> None:
-    """Raise TypeError for the first argument (value, type) whose value is not of its type; the dispatcher would say RuntimeError."""
-    for name, (value, kind) in arguments.items():
-        instance(name, value, kind, f"a {kind.__name__}")
 
 
 def expect_device(name: str, tensor: Tensor, q: Tensor, *, of: str = "q") -> None:
@@ -125,7 +119,7 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
 
 
 def activation(value: object) -> None:
-    options(activation=(value, str))
+    instance("activation", value, str)
     if value not in ACTIVATIONS:
         raise ValueError(f"activation is {value!r}; supported: {', '.join(map(repr, ACTIVATIONS))}")
 

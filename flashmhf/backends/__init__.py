@@ -26,7 +26,7 @@ NAMES = ("auto", *BACKENDS, REFERENCE)
 
 def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> None:
     """Raise TypeError if ``backend`` is not a string and ValueError if it is not one of ``names``."""
-    checks.options(backend=(backend, str))
+    checks.instance("backend", backend, str)
     if backend not in names:
         raise ValueError(f"backend is {backend!r}; supported: {', '.join(map(repr, names))}")
 

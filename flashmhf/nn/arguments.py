@@ -45,7 +45,7 @@ def epsilon(name: str, value: object) -> float:
 
 def flag(name: str, value: object) -> bool:
     """Return `value`. Raises TypeError if it is not a bool."""
-    checks.options(**{name: (value, bool)})
+    checks.instance(name, value, bool)
     return value
 
 

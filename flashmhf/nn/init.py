@@ -65,7 +65,7 @@ class Scheme:
     official: OfficialInit = OfficialInit()
 
     def __post_init__(self) -> None:
-        checks.options(init=(self.init, str))
+        checks.instance("init", self.init, str)
         if self.init not in INITS:
             raise ValueError(f"init is {self.init!r}; supported: {', '.join(map(repr, INITS))}")
         checks.instance("official", self.official, OfficialInit, "an OfficialInit")

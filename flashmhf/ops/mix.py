@@ -320,9 +320,10 @@ def flash_mhf(
     explicit back end that cannot run), each naming the argument, what it got and what is supported.
     """
     checks.strided(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
-    checks.options(backend=(backend, str), activation=(activation, str))
+    checks.instance("backend", backend, str)  # the dispatcher would raise a RuntimeError
+    checks.instance("activation", activation, str)
     if deterministic is not None:
-        checks.options(deterministic=(deterministic, bool))
+        checks.instance("deterministic", deterministic, bool)
     if backend == REFERENCE:
         return _definition(_forward, q, k, u, v, r, activation=activation)
     return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation)

@@ -54,5 +54,5 @@ def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backen
     requires a gradient.
     """
     checks.strided(q=q, **({} if r is None else {"r": r}))
-    checks.options(backend=(backend, str))
+    checks.instance("backend", backend, str)
     return torch.ops.flashmhf.fp8_forward(q, *operands(packed), r, backend=backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -110,11 +110,11 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
     scales = torch.stack(
         [scale(k, E4M3_MAX, True).amax(1, keepdim=True).expand(k.shape[:2]), scale(u, E4M3_MAX, True), scale(v, V_MAX, False)]
     )
-    rounded = [to_e4m3(w / s[..., None, None]) for w, s in zip((k, u, v), scales, strict=True)]
+    rounded = (to_e4m3(w / s[..., None, None]) for w, s in zip((k, u, v), scales, strict=True))
+    k8, u8, v8 = (w.view(torch.uint8) for w in rounded)  # PyTorch indexes e4m3 as bytes only
     over_heads, over_inter = permutation(k.shape[3], k.device), permutation(k.shape[2], k.device)
-    k8, u8 = (_as_bytes(w, lambda x: x[..., over_heads]) for w in rounded[:2])
-    v8 = _as_bytes(rounded[2], lambda x: x[:, :, over_inter].transpose(2, 3))
-    return PackedWeights(k8, u8, v8, scales.contiguous())
+    ordered = k8[..., over_heads], u8[..., over_heads], v8[:, :, over_inter].transpose(2, 3)
+    return PackedWeights(*(w.contiguous().view(E4M3) for w in ordered), scales.contiguous())
 
 
 def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,8 +131,3 @@ def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[T
     plain = k8.float()[..., over_heads], u8.float()[..., over_heads], v8.float()[..., over_inter].transpose(2, 3)
     k, u, v = ((w * s[..., None, None]).to(dtype).contiguous() for w, s in zip(plain, scales, strict=True))
     return k, u, v
-
-
-def _as_bytes(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``change`` of an e4m3 tensor, which PyTorch indexes as bytes only."""
-    return change(x.view(torch.uint8)).contiguous().view(E4M3)
