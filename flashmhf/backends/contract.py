@@ -71,6 +71,7 @@ class Settings(NamedTuple):
 DEFAULTS = Settings()
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 WeightGrads = tuple[Tensor, Tensor, Tensor]
+Sums = WeightGrads | None  # tensors to which backward adds the weights' gradients, or None for new ones
 
 
 class AnyBackend(Protocol):
@@ -100,7 +101,7 @@ class Backend(AnyBackend, Protocol):
         ...
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: WeightGrads | None = None
+        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None
     ) -> Gradients:
         """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
 

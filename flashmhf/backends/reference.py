@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import reference
-from .contract import Gate, Gradients, Router, Settings, WeightGrads, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
+from .contract import Gate, Gradients, Router, Settings, Sums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
@@ -18,9 +18,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     return reference.forward(q, k, u, v, r, activation=settings.activation).contiguous()
 
 
-def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: WeightGrads | None = None
-) -> Gradients:
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None) -> Gradients:
     values = reference.gate(q, *r) if isinstance(r, Router) else r
     dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, values, activation=settings.activation)
     if isinstance(r, Router):

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.types import Device
 
 from .. import checks
 from .arguments import epsilon, flag, positive
@@ -103,18 +102,8 @@ class Projection(nn.Linear):
     the weights away when the layer's constructor ends: what a network draws into its children afterwards would be lost.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        role: str,
-        fan_in: float,
-        scheme: Scheme,
-        bias: bool,
-        device: Device,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+    def __init__(self, in_features: int, out_features: int, role: str, fan_in: float, scheme: Scheme, **settings: Any) -> None:
+        super().__init__(in_features, out_features, **settings)
         self.role, self.fan_in, self.scheme = role, fan_in, scheme
         self.reset_parameters()
 

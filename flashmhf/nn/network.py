@@ -70,7 +70,7 @@ class Network(Contiguous):
         self, name: str, sizes: tuple[int, int], role: str, fan_in: float, bias: bool, device: Device, dtype: torch.dtype | None
     ) -> None:
         """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance; role: in_proj or out_proj."""
-        setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias, device, dtype))
+        setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias=bias, device=device, dtype=dtype))
         self._drawn_projections = {**self._drawn_projections, name: (role, fan_in)}
 
     def reset_parameters(

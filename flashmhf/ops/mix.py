@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Gate, Router, Settings, WeightGrads
+from ..backends.contract import Gate, Router, Settings, Sums
 from ..backends.tokens import collapse
 from .library import LIBRARY, cast, define, widen
 
@@ -30,7 +30,7 @@ class _Call(NamedTuple):
     u: Tensor
     v: Tensor
     r: Gate
-    into: WeightGrads | None  # dk, du, dv of backward_accumulate_
+    into: Sums  # dk, du, dv of backward_accumulate_
     backend: str
     settings: Settings
 

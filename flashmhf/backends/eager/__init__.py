@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import reference
 from ...reference import accumulate_dtype
 from .. import gating
-from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightGrads, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, Sums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 from ..tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger
@@ -101,15 +101,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    settings: Settings,
-    into: WeightGrads | None,
-    dq_dtype: torch.dtype,
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, into: Sums, dq_dtype: torch.dtype
 ) -> Gradients:
     """Return (dq, dk, du, dv, dr). With m = q k, n = q u, a = activation(m), g = grad_out v:
     dr = sum g a n, dn = g a r, dm = g n r a'(m), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import name_of
 from ...version import __version__
 from .. import driver
-from ..contract import Gate, Gradients, LayerWeights, Router, Settings, WeightGrads
+from ..contract import Gate, Gradients, LayerWeights, Router, Settings, Sums
 from ..tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
@@ -114,9 +114,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, settings.deterministic)
 
 
-def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: WeightGrads | None = None
-) -> Gradients:
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None) -> Gradients:
     how = (settings.deterministic, *settings.needs)
     if isinstance(r, Router):
         check_layout(q, None, k=k, u=u, v=v)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checks import name_of
 from .. import gating
-from ..contract import DEFAULTS, Gate, Gradients, Settings, WeightGrads, layer  # noqa: F401  (layer is this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, Sums, layer  # noqa: F401  (layer is this back end's too)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
@@ -65,15 +65,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    settings: Settings,
-    into: WeightGrads | None,
-    dq_dtype: torch.dtype,
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, into: Sums, dq_dtype: torch.dtype
 ) -> Gradients:
     dq, dr = _launch().token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)
     if settings.needs[1]:
