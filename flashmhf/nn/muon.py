@@ -131,14 +131,7 @@ class Muon(torch.optim.Optimizer):
             supported = "groups with the key, such as those of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
             raise ValueError(f"params: a group has no key 'muon'; supported: {supported}")
         super().add_param_group(param_group)
-        try:
-            self._check(self.param_groups[-1])
-        except (TypeError, ValueError):
-            del self.param_groups[-1]
-            raise
-
-    @staticmethod
-    def _check(group: dict[str, Any]) -> None:
+        group = self.param_groups.pop()  # it is back where it passes the checks
         for parameter in group["params"] if group["muon"] else ():
             if parameter.dim() < 2:
                 raise ValueError(f"params: a group with muon=True holds a parameter of shape {list(parameter.shape)}; supported: matrices")
@@ -147,6 +140,7 @@ class Muon(torch.optim.Optimizer):
                 raise TypeError(f"params: a group with muon=True holds a {name_of(parameter.dtype)} parameter; supported: {supported}")
         if group["muon"] and group["maximize"]:
             raise ValueError("params: a group with muon=True has maximize=True; supported: False")
+        self.param_groups.append(group)
         if group["fused"] is None:
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 

@@ -6,7 +6,6 @@ makes them independent of the tensors' addresses, too.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 
@@ -21,14 +20,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 SUBNET_DIM_MULTIPLE = 16
 MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
-
-
-@functools.cache
-def _launch():
-    """Return the launching module. It imports Triton, which need not be installed."""
-    from . import launch
-
-    return launch
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
@@ -60,14 +51,18 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Tensor:
     """Return S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
-    return _launch().forward(q, k, u, v, gating.values(q, r), settings.activation)
+    from . import launch  # imports Triton, which need not be installed
+
+    return launch.forward(q, k, u, v, gating.values(q, r), settings.activation)
 
 
 @gating.through_router
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, into: Sums, dq_dtype: torch.dtype
 ) -> Gradients:
-    dq, dr = _launch().token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)
+    from . import launch
+
+    dq, dr = launch.token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)
     if settings.needs[1]:
-        return dq, *_launch().weight_grads(grad_out, q, k, u, v, r, into, settings.activation), dr
+        return dq, *launch.weight_grads(grad_out, q, k, u, v, r, into, settings.activation), dr
     return dq, *(into or (q.new_empty(0) for _ in range(3))), dr
