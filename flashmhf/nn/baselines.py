@@ -47,7 +47,8 @@ class MHFFN(GroupedHeads):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, skip_linear, activation, bias, device, dtype)
+        projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
+        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
         self.intermediate_dim = positive("intermediate_dim", intermediate_dim)
         self.backend, self.deterministic = backend_and_deterministic(backend, deterministic, more=("naive",))
         shape = (self.num_kv_heads, self.intermediate_dim, self.head_dim)

@@ -102,7 +102,8 @@ class FlashMHF(GroupedHeads):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, skip_linear, activation, bias, device, dtype)
+        projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
+        super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
         self.num_subnets = positive("num_subnets", num_subnets)
         self.subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
         self.router_eps = epsilon("router_eps", router_eps)
@@ -137,10 +138,9 @@ class FlashMHF(GroupedHeads):
         others = {name.partition(".")[0] for name in swiglu.state_dict()} - {"gate_proj", "up_proj", "down_proj"}
         if others:  # Inkling multiplies by a parameter, BitNet normalises
             raise ValueError(f"swiglu has weights in {', '.join(sorted(others))}; supported: gate_proj, up_proj and down_proj only")
-        for name in ("", "gate_proj", "up_proj", "down_proj"):
-            part = swiglu.get_submodule(name)
+        for name, part in swiglu.named_modules():
             if "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
-                found = f"swiglu.{name}" if name else "swiglu"
+                found = f"swiglu.{name}".rstrip(".")
                 raise ValueError(f"{found} has forward hooks or a forward of its own, which from_swiglu would lose; supported: without")
         if name := other_part(swiglu):
             raise ValueError(f"swiglu.{name} is {getattr(swiglu, name)}; supported: SiLU and dropout beside the three linear layers")

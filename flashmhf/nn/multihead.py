@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.types import Device
@@ -127,7 +129,7 @@ class MultiHead(Network):
     out_proj: nn.Linear | None
 
     def __init__(
-        self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None, *, skip_linear: bool = False
+        self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None, skip_linear: bool = False
     ) -> None:
         super().__init__(dtype)
         self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
@@ -170,24 +172,16 @@ class GroupedHeads(MultiHead):
     v: nn.Parameter
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        num_kv_heads: int | None,
-        q_norm: bool,
-        q_norm_eps: float,
-        skip_linear: bool,
-        activation: str,
-        bias: bool,
-        device: Device,
-        dtype: torch.dtype | None,
+        self, d_model: int, num_heads: int, num_kv_heads: int | None, q_norm: bool, q_norm_eps: float, activation: str, **settings: Any
     ) -> None:
-        super().__init__(d_model, num_heads, bias, device, dtype, skip_linear=skip_linear)
+        """``settings``: the arguments of :class:`MultiHead` beside its sizes."""
+        super().__init__(d_model, num_heads, **settings)
         self.num_kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)
         checks.activation(activation)
         self.activation = activation
         q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
-        self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, device, dtype) if flag("q_norm", q_norm) else None
+        factory = settings["device"], settings["dtype"]
+        self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, *factory) if flag("q_norm", q_norm) else None
 
     def _draw_heads(self, summed: float) -> None:
         """Draw k, u, v and q_norm. ``summed``: the number of products that S sums, times the square of the gates' mean."""
