@@ -8,7 +8,7 @@ from torch import nn
 
 from . import checks, extras
 from .nn.arguments import positive
-from .nn.flashmhf import FlashMHF, default_subnet_dim, other_part
+from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim, other_part
 from .nn.init import INITIALIZER_RANGE, Projection
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -55,7 +55,7 @@ def replace_ffn(
     Args:
         model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj, up_proj,
             down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left alone.
-        num_heads: H; None for heads of 128 (the paper's choice), of 64 or fewer if d_model is not a multiple of 128.
+        num_heads: H; None for heads of 128 (the paper's choice), or of 64, 32 or 16 if d_model is not a multiple of 128.
         num_subnets: E; None for equal parameters, up to the granularity of d_e. Give num_subnets and subnet_dim both or neither.
         subnet_dim: d_e; give it together with num_subnets.
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
@@ -100,9 +100,7 @@ def replace_ffn(
 def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, num_layers, kwargs) -> FlashMHF:
     weight = swiglu.gate_proj.weight
     d_model = weight.shape[1]
-    if num_heads is None:
-        num_heads = d_model // next(size for size in (128, 64, 32, 16, d_model) if d_model % size == 0)
-    heads = positive("num_heads", num_heads)
+    heads = default_num_heads(d_model) if num_heads is None else positive("num_heads", num_heads)
     if num_subnets is None:
         matrices = sum(getattr(swiglu, name).weight.numel() for name in _PROJECTIONS)
         shared = {name: kwargs[name] for name in ("num_kv_heads", "skip_linear") if name in kwargs}

@@ -31,8 +31,8 @@ from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from ..distributed.parallel import check_heads  # noqa: E402
-from ..nn import FlashMHF, default_subnet_dim  # noqa: E402
 from ..nn.arguments import positive  # noqa: E402
+from ..nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim  # noqa: E402
 from ..nn.multihead import HeadRMSNorm  # noqa: E402
 
 __all__ = ["TitanFlashMHF", "TitanHeadRMSNorm", "feed_forward", "flashmhf_1_3b"]
@@ -99,7 +99,7 @@ def feed_forward(
     """Return the configuration of a FlashMHF network in place of the SwiGLU ``cfg``.
 
     Args:
-        num_heads: H; None for heads of 128, or one head for narrower models.
+        num_heads: H; None as in :func:`flashmhf.replace_ffn`.
         subnet_dim: d_e; None for 8/3 d_h rounded up to a multiple of 64.
         num_subnets: E; None for about the width of ``cfg``.
         q_norm, init: as in :class:`flashmhf.FlashMHF` and its ``reset_parameters``.
@@ -109,7 +109,7 @@ def feed_forward(
     dimension.
     """
     d_model, width = cfg.w1.in_features, cfg.w1.out_features
-    num_heads = max(1, d_model // 128) if num_heads is None else positive("num_heads", num_heads)
+    num_heads = default_num_heads(d_model) if num_heads is None else positive("num_heads", num_heads)
     if d_model % num_heads:
         raise ValueError(f"num_heads is {num_heads}; it must divide the model's dimension {d_model}")
     head_dim = d_model // num_heads

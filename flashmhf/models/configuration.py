@@ -8,8 +8,8 @@ from pathlib import Path
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from ..nn import default_subnet_dim
 from ..nn.convert import SILU
+from ..nn.flashmhf import default_num_heads, default_subnet_dim
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
 from ..reference import ACTIVATIONS
 from . import tensor_parallel
@@ -45,7 +45,7 @@ class FlashMHFConfig(LlamaConfig):
     Args:
         ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
         intermediate_size: the width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
-        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None for heads of 128.
+        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None as in :func:`flashmhf.replace_ffn`.
         ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only; None for d_e near 8/3 d_h.
         ffn_num_kv_heads: heads of K, U and V, a divisor of H that neighbouring heads share; None for H. "mh_ffn", "flashmhf" only.
         ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
@@ -86,7 +86,7 @@ class FlashMHFConfig(LlamaConfig):
         elif self.ffn_type in _OPERATOR:
             self.base_model_tp_plan = _ATTENTION_PLAN | tensor_parallel.network_plan(self.ffn_q_norm, self.ffn_skip_linear)
         if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
-            self.ffn_num_heads = max(1, self.hidden_size // 128)
+            self.ffn_num_heads = default_num_heads(self.hidden_size)
         if self.ffn_num_subnets is None and self.ffn_type in _GATED:
             head_dim = self.hidden_size // max(1, self.ffn_num_heads or 1)
             wanted = self.intermediate_size / default_subnet_dim(max(1, head_dim))

@@ -19,6 +19,11 @@ from .multihead import GroupedHeads, check_input, only_values_matter, plain_laye
 from .network import constant
 
 
+def default_num_heads(d_model: int) -> int:
+    """Return H of heads of 128 (the paper's choice), or else of 64, 32 or 16; 1 if 16 does not divide d_model."""
+    return d_model // next((size for size in (128, 64, 32, 16) if d_model % size == 0), d_model)
+
+
 def default_subnet_dim(head_dim: int) -> int:
     """Return d_e = 8/3 d_h, rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256.
 

@@ -268,6 +268,8 @@ def test_configuration_defaults():
     assert (config.ffn_type, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim) == ("flashmhf", 6, 4, 384)
     assert FlashMHFConfig().ffn_subnet_dim == 344  # transformers builds one to tell what differs from the defaults
     assert FlashMHFConfig(ffn_type="dense_moe").ffn_num_subnets == 1
+    for width, heads in ((64, 1), (576, 9), (960, 15), (1056, 33), (1152, 9)):  # of 64, 64, 32 and 128: sizes that the kernels have
+        assert FlashMHFConfig(hidden_size=width, num_attention_heads=1, intermediate_size=64).ffn_num_heads == heads
     assert FlashMHFConfig(ffn_router_eps=0).ffn_router_eps == 0  # a whole number
 
 
