@@ -7,6 +7,7 @@ strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so infere
 from __future__ import annotations
 
 import math
+from types import UnionType
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def instance(name: str, value: object, kind: type | tuple[type, ...], shown: str | None = None) -> None:
+def instance(name: str, value: object, kind: type | UnionType, shown: str | None = None) -> None:
     """Raise TypeError for a value of another type than ``kind``, which the message calls ``shown``; None for its name."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {shown or f'a {kind.__name__}'}, got {type(value).__name__}")

@@ -96,8 +96,7 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
     keys = network.k8 if hasattr(network, "k8") else network.k
-    counts = {"num_heads": network.num_heads, "num_kv_heads": len(keys)}
-    for count, total in counts.items():
+    for count, total in {"num_heads": network.num_heads, "num_kv_heads": len(keys)}.items():
         setattr(network, count, rank.of(count, total))
     for name, whole in [*network.named_parameters(), *network.named_buffers()]:
         part = _part(name, whole.detach(), rank)

@@ -31,7 +31,7 @@ from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from ..distributed.parallel import check_heads  # noqa: E402
-from ..nn.arguments import positive  # noqa: E402
+from ..nn.arguments import divisor, positive  # noqa: E402
 from ..nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim  # noqa: E402
 from ..nn.multihead import HeadRMSNorm  # noqa: E402
 
@@ -109,9 +109,7 @@ def feed_forward(
     dimension.
     """
     d_model, width = cfg.w1.in_features, cfg.w1.out_features
-    num_heads = default_num_heads(d_model) if num_heads is None else positive("num_heads", num_heads)
-    if d_model % num_heads:
-        raise ValueError(f"num_heads is {num_heads}; it must divide the model's dimension {d_model}")
+    num_heads = divisor("num_heads", default_num_heads(d_model) if num_heads is None else num_heads, "the model's dimension", d_model)
     head_dim = d_model // num_heads
     subnet_dim = default_subnet_dim(head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
     if num_subnets is None:

@@ -60,6 +60,5 @@ def check_dtype(dtype: object) -> None:
 def backend_and_deterministic(backend: object, deterministic: object, *, more: tuple[str, ...] = ()) -> tuple[str, bool | None]:
     """Return both settings of an operator, checked. ``more``: back ends that a module has beside those of the operator."""
     backends.check_name(backend, names=(*backends.NAMES, *more))
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
+    checks.instance("deterministic", deterministic, bool | None, "a bool or None")
     return backend, deterministic

@@ -41,7 +41,7 @@ class PackedWeights:
 
     def to(self, device: torch.device | str) -> PackedWeights:
         """Return the same weights on ``device``. Raises TypeError if it is not a device."""
-        checks.instance("device", device, (torch.device, str), "a torch.device or a str")
+        checks.instance("device", device, torch.device | str, "a torch.device or a str")
         return PackedWeights(*(x.to(device) for x in self.tensors), layout=self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:

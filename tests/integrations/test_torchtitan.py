@@ -39,7 +39,7 @@ def test_default_sizes_and_refusal():
     stock = llama3_configs["8B"](attn_backend="flex").layers[0].feed_forward
     network = feed_forward(stock)
     assert (network.num_heads, network.subnet_dim, network.num_subnets) == (32, 384, round(stock.w1.out_features / 384))
-    with pytest.raises(ValueError, match="num_heads is 7; it must divide the model's dimension 4096"):
+    with pytest.raises(ValueError, match="num_heads is 7; it must divide the model's dimension = 4096"):
         feed_forward(stock, num_heads=7)
     for name in ("num_heads", "num_subnets", "subnet_dim"):
         with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
