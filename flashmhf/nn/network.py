@@ -29,11 +29,11 @@ class FixedDtypes(nn.Module):
     fixed: Collection[str]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
-        before = {name: getattr(self, name) for name in self.fixed}
+        before = {name: getattr(self, name).detach() for name in self.fixed}
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             if (now := getattr(self, name)).dtype != tensor.dtype:
-                setattr(self, name, tensor.to(now.device))
+                now.data = tensor.to(now.device)
         return self
 
 

@@ -96,6 +96,7 @@ def test_a_checkpoint_of_the_whole_network_loads_into_every_rank(name):
             loaded.layout.weight_loader(loaded.layout, torch.tensor([7], dtype=torch.uint8))
         with pytest.raises(TypeError, match="mlp.k8 has dtype torch.bfloat16 in the checkpoint; expected torch.float8_e4m3fn"):
             loaded.k8.weight_loader(loaded.k8, whole.k8.bfloat16())
+        assert loaded.half().k8.dtype == whole.k8.dtype and loaded.router.dtype == torch.float16
 
 
 def test_refusals():
