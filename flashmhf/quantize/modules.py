@@ -46,12 +46,12 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         for name in ("forward", "split_heads", "normalise", "_mix", "join_heads"):  # this package's own subclasses compute the same
             if not getattr(network, name).__module__.startswith(__package__.removesuffix("quantize")):
                 raise NotImplementedError(f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}")
-        if network._forward_hooks or network._forward_pre_hooks:  # such as the all-reduce of flashmhf.integrations.shards.shard
-            raise NotImplementedError("network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards")
         if network.activation != "silu":
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
             raise NotImplementedError("network has DTensor parameters; supported: plain ones, before parallelize or fully_shard")
+        if network._forward_hooks or network._forward_pre_hooks:  # such as the all-reduce of flashmhf.integrations.shards.shard
+            raise NotImplementedError("network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards")
         super().__init__()
         self.d_model, self.num_heads, self.head_dim = network.d_model, network.num_heads, network.head_dim
         self.router_eps, self.backend = network.router_eps, "auto"
