@@ -144,7 +144,8 @@ class FlashMHF(GroupedHeads):
         if others:  # Inkling multiplies by a parameter, BitNet normalises
             raise ValueError(f"swiglu has weights in {', '.join(sorted(others))}; supported: gate_proj, up_proj and down_proj only")
         for name, part in swiglu.named_modules():
-            if "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
+            patched = "forward" in vars(part) and "_old_forward" not in vars(part)  # accelerate's keeps the old one, and moves tensors
+            if patched or part._forward_hooks or part._forward_pre_hooks:
                 found = f"swiglu.{name}".rstrip(".")
                 raise ValueError(f"{found} has forward hooks or a forward of its own, which from_swiglu would lose; supported: without")
         if name := other_part(swiglu):
