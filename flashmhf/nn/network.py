@@ -40,20 +40,15 @@ class FixedDtypes(nn.Module):
 class Contiguous(nn.Module):
     """A module whose own parameters and buffers stay contiguous, as the kernels need them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_pre_hook(_make_contiguous)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Contiguous:
         # .to(memory_format=torch.channels_last) is meant for images and changes the strides of every tensor of four dimensions.
         return super()._apply(lambda tensor: out.contiguous() if (out := fn(tensor)).dim() == 4 else out, recurse)
 
-
-def _make_contiguous(module: Contiguous, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Make the module's own tensors in a state dict contiguous: with assign=True they become the module's, and files keep strides."""
-    for name in (*module._parameters, *module._buffers):
-        if isinstance(value := state_dict.get(prefix + name), Tensor):
-            state_dict[prefix + name] = value.contiguous()
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in (*self._parameters, *self._buffers):  # with assign=True they become the module's, and files keep strides
+            if isinstance(value := state_dict.get(prefix + name), Tensor):
+                state_dict[prefix + name] = value.contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Network(Contiguous):

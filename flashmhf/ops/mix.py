@@ -164,22 +164,18 @@ def _resolve(deterministic: bool | None) -> bool:
 
 
 def _describe(
-    *operands: Any, deterministic: bool | None, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu"
+    *operands: Any, deterministic: bool | None = None, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu"
 ) -> _Call:
     tokens, weights = needs
     return _Call(*operands, backend, Settings(_resolve(deterministic), (tokens, weights), activation))
 
 
-def _forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, deterministic: bool | None = None, **how: str
-) -> _Call:
-    return _describe((), q, k, u, v, r, None, deterministic=deterministic, **how)
+def _forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, **how: Any) -> _Call:
+    return _describe((), q, k, u, v, r, None, **how)
 
 
-def _gated_forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool | None = None, **how: str
-) -> _Call:
-    return _describe((), q, k, u, v, Router(w, eps), None, deterministic=deterministic, **how)
+def _gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, **how: Any) -> _Call:
+    return _describe((), q, k, u, v, Router(w, eps), None, **how)
 
 
 def _backward(
