@@ -20,20 +20,16 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None) -> Gradients:
     values = reference.gate(q, *r) if isinstance(r, Router) else r
-    dq, dk, du, dv, dr = reference.backward(grad_out, q, k, u, v, values, activation=settings.activation)
+    dq, dk, du, dv, of_gate = reference.backward(grad_out, q, k, u, v, values, activation=settings.activation)
+    tokens, weights = settings.needs
+    needs = (tokens, weights, weights, weights, weights if isinstance(r, Router) else tokens)
     if isinstance(r, Router):
-        dq_gate, dw = reference.gate_backward(dr, q, *r)
-        return _select(q, settings.needs, ((dq + dq_gate).to(q.dtype),), (dk, du, dv, dw.to(r.w.dtype)))
-    results = _select(q, settings.needs, (dq, dr), (dk, du, dv))
-    if into is None or not settings.needs[1]:
-        return results
-    for total, grad in zip(into, results[1:4], strict=True):
-        total += grad
-    return results[0], *into, results[4]
-
-
-def _select(q: Tensor, needs: tuple[bool, bool], tokens: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the first of ``tokens``, ``weights``, the rest of ``tokens``; contiguous, and empty where not needed."""
-    none = q.new_empty(0)
-    first, *rest = (x.contiguous() if needs[0] else none for x in tokens)
-    return (first, *(x.contiguous() if needs[1] else none for x in weights), *rest)
+        dq_gate, dw = reference.gate_backward(of_gate, q, *r)
+        dq, of_gate = (dq + dq_gate).to(q.dtype), dw.to(r.w.dtype)
+    results = (dq, dk, du, dv, of_gate)
+    dq, dk, du, dv, of_gate = (x.contiguous() if need else q.new_empty(0) for x, need in zip(results, needs, strict=True))
+    if into is not None and weights:
+        for total, grad in zip(into, (dk, du, dv), strict=True):
+            total += grad
+        dk, du, dv = into
+    return dq, dk, du, dv, of_gate
