@@ -38,10 +38,7 @@ def require(user: str, module: str) -> None:
 
 
 def pretrained_models(module: nn.Module, network: type[nn.Module]) -> Iterator[nn.Module]:
-    """Yield transformers' models within ``module``, itself included, that hold a ``network``, but none that is a part of another.
-
-    transformers is not imported for it.
-    """
+    """Yield transformers' models within ``module``, itself included, that hold a ``network``, but none that is a part of another."""
     inner: set[nn.Module] = set()
     for part in module.modules():
         kind = type(part)  # not the instance: PEFT's wrapper passes questions on to the model in it

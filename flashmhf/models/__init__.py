@@ -11,7 +11,7 @@ extras.require("flashmhf.models", "transformers")
 import transformers  # noqa: E402  (the line above says what is missing)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from . import modeling, tensor_parallel  # noqa: E402
+from . import modeling  # noqa: E402
 from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
 from .loading import load  # noqa: E402
 from .modeling import (  # noqa: E402
@@ -25,7 +25,6 @@ from .modeling import (  # noqa: E402
 from .quantization import FlashMHFFp8Config  # noqa: E402
 from .replaced import load_replaced  # noqa: E402
 
-tensor_parallel.register()
 transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
 for _auto, _model in AUTO_CLASSES.items():
     if _auto != "AutoConfig":

@@ -1,7 +1,6 @@
 """transformers' tensor parallelism (``tp_plan="auto"``) for the multi-head networks: styles of ours in transformers' table.
 
-transformers' own column style shards dimension -2 of K, which is d_e; heads are dimension 0. Importing ``flashmhf.models`` registers the
-styles.
+transformers' own column style shards dimension -2 of K, which is d_e; heads are dimension 0. Importing this module registers the styles.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 HEADS, BY_OUTPUT, BY_INPUT = "flashmhf_heads", "flashmhf_by_output", "flashmhf_by_input"
 # Of one block's network. transformers takes a parameter's style from its own module's entry.
 _PROJECTIONS = {".in_proj": BY_OUTPUT, ".out_proj": BY_INPUT}
-_Q_NORM = {".q_norm": BY_OUTPUT}
 
 
 def network_plan(q_norm: bool, skip_linear: bool) -> dict[str, str]:
     """Return the entries of ``base_model_tp_plan`` for FlashMHF and MHFFN as ``layers.*.mlp``."""
-    modules = {"": HEADS} | ({} if skip_linear else _PROJECTIONS) | (_Q_NORM if q_norm else {})
+    modules = {"": HEADS} | ({} if skip_linear else _PROJECTIONS) | ({".q_norm": BY_OUTPUT} if q_norm else {})
     return {f"layers.*.mlp{name}": style for name, style in modules.items()}
 
 
@@ -58,7 +56,6 @@ class _Heads(_Sharded):
         return module
 
 
-def register() -> None:
-    ALL_PARALLEL_STYLES.register(HEADS, _Heads(0))
-    ALL_PARALLEL_STYLES.register(BY_OUTPUT, _Sharded(0))
-    ALL_PARALLEL_STYLES.register(BY_INPUT, _Sharded(1, replicated=("bias",)))
+ALL_PARALLEL_STYLES.register(HEADS, _Heads(0))
+ALL_PARALLEL_STYLES.register(BY_OUTPUT, _Sharded(0))
+ALL_PARALLEL_STYLES.register(BY_INPUT, _Sharded(1, replicated=("bias",)))

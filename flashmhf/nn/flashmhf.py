@@ -130,9 +130,8 @@ class FlashMHF(GroupedHeads):
         Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all d_model. The head
         dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager one.
         Raises TypeError if one of the three is not a plain linear layer (an adapter is not), ValueError for another activation, biases in
-        gate_proj or up_proj, hooks, other weights, factors and limits in ``swiglu``, a width that num_subnets does not divide,
-        q_norm=True, which has no exact start either, and bias=False where down_proj has one.
-        Shapes of the three that do not fit together are a ValueError, too.
+        gate_proj or up_proj, hooks, other weights, factors and limits in ``swiglu``, shapes that do not fit each other, a width that
+        num_subnets does not divide, q_norm=True, which has no exact start either, and bias=False where down_proj has one.
         """
         for name in ("gate_proj", "up_proj", "down_proj"):
             layer = getattr(swiglu, name, None)
