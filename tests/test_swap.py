@@ -289,8 +289,9 @@ def test_a_network_with_a_parameter_of_its_own_stays():
     assert list(flashmhf.replace_ffn(model)) == ["0"]
 
 
-def test_a_limit_that_cuts_nothing_off_is_none():
-    x, swiglu = torch.randn(5, 64), holding(limit=float("inf"))
+def test_a_limit_that_cuts_nothing_off_is_none_and_a_forward_that_accelerate_wraps_is_the_networks_own():
+    hooks = pytest.importorskip("accelerate.hooks")
+    x, swiglu = torch.randn(5, 64), hooks.add_hook_to_module(holding(limit=float("inf")), hooks.AlignDevicesHook("cpu"))
     torch.testing.assert_close(flashmhf.FlashMHF.from_swiglu(swiglu)(x), swiglu(x))
 
 
