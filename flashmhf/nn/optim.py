@@ -54,8 +54,8 @@ def param_groups(
         weight_decay: the weight decay of all matrices but the projections, whose own is chosen so that the decay per step is equal.
         projection_rate: the share of ``lr`` that the projections get, above 0.
         muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of vectors, q_norm's weights,
-            embeddings and output layers (a linear layer with as many output features as an embedding of ``model`` has rows, if no
-            other trained linear layer has as many).
+            embeddings and output layers (linear layers with as many output features as the largest embedding of ``model`` has rows, or
+            alone with as many as another has).
 
     Returns groups with "params", "lr" and "weight_decay", and "muon" if asked for. Empty groups are left out.
 
@@ -85,12 +85,13 @@ def param_groups(
 
 
 def vocabulary_weights(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of embeddings, and of trained linear layers that alone have as many outputs as an embedding has rows.
+    """Return the ids of the weights of embeddings, and of linear layers with as many output features as the largest has rows.
 
-    Many layers as wide as an embedding has rows are those of blocks: a table of learned positions is often as long as a model is wide.
+    Of a smaller embedding one such layer counts, but not several: learned positions are often as many as a model is wide.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module.weight.requires_grad]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     widths, sizes = Counter(module.out_features for module in linears), {module.num_embeddings for module in embeddings}
-    outputs = [module for module in linears if module.out_features in sizes and widths[module.out_features] == 1]
+    largest = max(sizes, default=0)
+    outputs = [module for module in linears if (out := module.out_features) in sizes and (out == largest or widths[out] == 1)]
     return {id(module.weight) for module in (*embeddings, *outputs)}

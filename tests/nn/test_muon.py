@@ -69,7 +69,7 @@ def test_other_groups_move_as_with_adamw():
 
 def make_model() -> nn.Sequential:
     ffn = flashmhf.FlashMHF(64, 2, 2, 16, q_norm=True, backend="eager")
-    return nn.Sequential(OrderedDict(embedding=nn.Embedding(50, 64), ffn=ffn, head=nn.Linear(64, 50)))
+    return nn.Sequential(OrderedDict(embedding=nn.Embedding(100, 64), ffn=ffn, head=nn.Linear(64, 100)))
 
 
 def test_groups_of_a_model():
@@ -81,7 +81,7 @@ def test_groups_of_a_model():
     assert rule[id(model.ffn.in_proj.weight)] == (True, 0.3)
     assert rule[id(model.ffn.q_norm.weight)] == (False, 1.0)  # [H, d_h] gains, no matrix
     assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
-    model.original = copy.deepcopy(model.head).requires_grad_(False)  # as PEFT's modules_to_save keeps it
+    model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
     model.positions = nn.Embedding(64, 64)  # as many as the model is wide: its projections have as many outputs
     groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True)
     assert {id(p) for group in groups if group["muon"] for p in group["params"]} == {key for key, (muon, _) in rule.items() if muon}
