@@ -68,9 +68,10 @@ class MetricsCallback(TrainerCallback):
             return
         step = state.global_step
         row = {"step": step} | {name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "eval_loss") if name in logs}
+        for name in row:
+            if not math.isfinite(row[name]):
+                raise TrainingError(f"the {name} is {row[name]} at step {step}; try a lower learning_rate or a longer warmup")
         if "loss" in logs:
-            if not math.isfinite(logs["loss"]):
-                raise TrainingError(f"the loss is {logs['loss']} at step {step}; try a lower learning_rate or a longer warmup")
             row |= self._speed(args, step)
         with (self.output / FILE).open("a") as out:
             out.write(json.dumps(row) + "\n")

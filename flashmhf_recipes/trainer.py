@@ -22,7 +22,7 @@ from flashmhf.nn import Muon, param_groups
 from flashmhf.nn.optim import PROJECTION_RATE
 
 from . import checkpoints
-from .errors import OptionError
+from .errors import OptionError, TrainingError
 from .layout import WHOLE, load_optimizer, whole_optimizer
 from .options import Options
 from .stopping import Stopped, StopSignals
@@ -137,6 +137,8 @@ class RunTrainer(Trainer, TrainerCallback):
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)
             total /= self.args.world_size
+        if not total.isfinite():  # the checkpoints before this one are the last good ones, and would be rotated away
+            raise TrainingError(f"the loss is {total} at step {self.state.global_step}; try a lower learning_rate or a longer warmup")
         progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged, "evaluation_due": self.evaluation_due}
         self.state.stateful_callbacks[PROGRESS] = progress
         super()._save_checkpoint(model, trial)

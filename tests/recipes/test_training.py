@@ -269,12 +269,25 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
     assert json.loads((run / "config.json").read_text())["vocab_size"] == 70_001
 
 
-def test_a_diverging_run_stops_with_its_step(text, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "message", "kept"),
+    [
+        ({"log_every": 2}, "the loss is nan at step 4", []),
+        ({"log_every": 20, "save_every": 1}, "the loss is nan at step 4", ["checkpoint-2", "checkpoint-3"]),
+        ({"log_every": 20, "eval_fraction": 0.1, "eval_every": 5}, "the eval_loss is nan at step 5", []),
+    ],
+    ids=["log", "checkpoint", "evaluation"],
+)
+def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_path):
+    """It keeps its last good checkpoints, which those of broken weights would push out, and its metrics stay valid JSON."""
+
     def spoil(model, **_):
         model.lm_head.weight.data.fill_(float("nan"))
 
-    with pytest.raises(TrainingError, match="the loss is nan at step 5; try a lower learning_rate or a longer warmup"):
-        training.start(options(tmp_path / "run", text), bar=False, callbacks=[At("on_step_begin", 3, spoil)])
+    with pytest.raises(TrainingError, match=f"{message}; try a lower learning_rate or a longer warmup"):
+        training.start(options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_begin", 3, spoil)])
+    assert [path.name for path in checkpoints.complete_checkpoints(tmp_path / "run")] == kept
+    assert "NaN" not in (tmp_path / "run" / metrics.FILE).read_text()
 
 
 def test_operations_a_token():
