@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import errno
 import json
+import math
 import os
 import shlex
 import signal
@@ -290,6 +291,9 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         raise OptionError("give --data, --tasks or both")
     if args.json and (Path(args.json).is_dir() or not _writable(Path(args.json))):
         raise OptionError(f"--json is {args.json!r}; it must name a file that can be written")
+    tasks = [name for task in args.tasks or () for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))]
+    if tasks:
+        evaluation.check_tasks(tasks, args.include_path, args.shots)
     model, tokenizer = _load(args)
     figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
     if args.data:
@@ -299,19 +303,23 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
         print(f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits a byte")
         figures["held_out"] = {name: getattr(found, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens", "left_out")}
-    if args.tasks:
-        tasks = [name for task in args.tasks for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))]
+    if tasks:
         settings = {name: getattr(args, name) for name in ("include_path", "limit", "batch", "shots")}
-        scores = evaluation.task_scores(model, tokenizer, tasks, **settings)
-        for task, values in scores.items():
+        figures["tasks"], average = evaluation.task_scores(model, tokenizer, tasks, **settings)
+        for task, values in figures["tasks"].items():
             print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-        accuracies = [values["acc"] for values in scores.values() if "acc" in values]
-        if len(accuracies) > 1:
-            print(f"average acc: {sum(accuracies) / len(accuracies):.4f}")
-        figures["tasks"] = scores
+        if average is not None:
+            print(f"average acc: {average:.4f}")
     if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(_finite(figures), indent=1) + "\n")
     return 0
+
+
+def _finite(value):
+    """Return ``value`` with None for numbers that JSON does not have: a perplexity or a metric of lm-eval may be infinite or NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _generate(parser: Parser, arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ def held_out_loss(
     """Loss over files' documents, each after an end-of-text token, every token scored once.
 
     Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window): a token sees at least window - stride
-    tokens before it, unless the document begins later. Raises ValueError for sizes, DataError where there is no text.
+    tokens before it, unless the document begins later. Raises ValueError for sizes and a loss that is not finite, DataError where there
+    is no text.
     """
     limit = positions(model)
     window = limit if window is None else window
@@ -110,6 +112,8 @@ def window_losses(model: PreTrainedModel, ids: np.ndarray, window: int, stride: 
         inputs = torch.from_numpy(np.stack([ids[start:end] for start, end, _ in group])).to(model.device)
         logits = model(inputs, use_cache=False, logits_to_keep=scored + 1).logits[:, :-1].float()
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, -scored:].flatten(), reduction="sum")
+        if not nats.isfinite():
+            raise ValueError(f"the loss of the model is {nats}: its weights are damaged, or its dtype has too small a range")
         yield nats.item(), scored * len(group)
 
 
@@ -127,6 +131,16 @@ def task_manager(include_path: str | None = None):
     return TaskManager(include_path=include_path)
 
 
+def check_tasks(tasks: Iterable[str], include_path: str | None = None, shots: int | None = None):
+    """Return lm-eval's index of tasks. Raises what :func:`task_scores` does, but before any work."""
+    manager = task_manager(include_path)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise OptionError(f"lm-eval has no tasks {unknown}; local ones are found through include_path")
+    if shots is not None and shots < 0:
+        raise OptionError(f"shots is {shots}; it must be at least 0")
+    return manager
+
+
 def task_scores(
     model: PreTrainedModel,
     tokenizer,
@@ -136,25 +150,27 @@ def task_scores(
     limit: int | None = None,
     batch: int = 16,
     shots: int | None = None,
-) -> dict[str, dict[str, float]]:
-    """Metrics of tasks by lm-eval's names, and of local ones in its format below ``include_path``.
+) -> tuple[dict[str, dict[str, float]], float | None]:
+    """Return the metrics of tasks by lm-eval's names, also of local ones in its format below ``include_path``, and their mean accuracy.
 
-    Raises ImportError without the extra flashmhf[eval], ValueError for unknown tasks.
+    In the mean a group that has an accuracy counts once, and its members do not count. It is None where there are not two to average.
+    Raises ImportError without the extra flashmhf[eval], ValueError for unknown tasks and for negative ``shots``.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    tasks, manager = list(tasks), task_manager(include_path)
-    unknown = [task for task in tasks if task not in manager.all_tasks]
-    if unknown:
-        raise OptionError(f"lm-eval has no tasks {unknown}; local ones are found through include_path")
+    tasks = list(tasks)
+    manager = check_tasks(tasks, include_path, shots)
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions(model), add_bos_token=False)
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0)
-    return {
+    scores = {
         task: {
             name.removesuffix(",none"): value
-            for name, value in scores.items()
+            for name, value in values.items()
             if isinstance(value, int | float) and "stderr" not in name and name not in ("sample_len", "name")
         }
-        for task, scores in found["results"].items()
+        for task, values in found["results"].items()
     }
+    members = {name for group, names in found["group_subtasks"].items() if "acc" in scores.get(group, ()) for name in names}
+    accuracies = [values["acc"] for task, values in scores.items() if "acc" in values and task not in members]
+    return scores, fmean(accuracies) if len(accuracies) > 1 else None

@@ -87,6 +87,10 @@ def test_held_out_refusals(trained, text, tmp_path):
         evaluation.held_out_loss(model, tokenizer, [text], window=1)
     with pytest.raises(ValueError, match="stride is 64; it must be at least 1 and below the window of 64"):
         evaluation.held_out_loss(model, tokenizer, [text], window=64, stride=64)
+    broken = copy.deepcopy(model)
+    broken.lm_head.weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match="the loss of the model is nan: its weights are damaged"):
+        evaluation.held_out_loss(broken, tokenizer, [text])
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="no text is left to evaluate on.*documents without text"):
         evaluation.held_out_loss(model, tokenizer, [tmp_path])
@@ -233,7 +237,7 @@ def test_train_command_and_resume(text, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_eval_command_with_tasks_and_json(runs, text, tmp_path, capsys):
+def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, capsys):
     """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks.
 
     A local task in lm-eval's own format: which continuation the training text had.
@@ -246,13 +250,23 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, capsys):
     task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "test_split": "test"}
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}"}
     task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
-    (tmp_path / "tiny_choice.yaml").write_text(json.dumps(task))  # which is YAML, too
+    wrong = {"doc_to_target": "{{1 - answer}}"}
+    group = {"group": "two_wrong", "task": ["wrong", "wrong_too"], "metadata": {"version": 1.0}}
+    group["aggregate_metric_list"] = [{"metric": "acc"}]
+    for i, config in enumerate((task, task | wrong | {"task": "wrong"}, task | wrong | {"task": "wrong_too"}, group)):
+        (tmp_path / f"{i}.yaml").write_text(json.dumps(config))  # which is YAML, too
     figures = tmp_path / "figures.json"
+    monkeypatch.setattr(evaluation.HeldOut, "perplexity", math.inf)  # of an untrained model with large logits
     model = ["--model", str(runs["swiglu"]), "--device", "cpu", "--include-path", str(tmp_path)]
-    assert cli.main(["eval", *model, "--tasks", "tiny_choice", "--data", str(text), "--window", "64", "--json", str(figures)]) == 0
-    written = json.loads(figures.read_text())
-    assert written["tasks"]["tiny_choice"]["acc"] == 1.0
-    assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in capsys.readouterr().out
-    assert cli.main(["eval", *model, "--tasks", "tiny_chioce"]) == 2
-    assert "lm-eval has no tasks ['tiny_chioce']" in capsys.readouterr().err
+    command = ["eval", *model, "--data", str(text), "--window", "64", "--json", str(figures), "--tasks"]
+    assert cli.main([*command, "tiny_choice", "two_wrong"]) == 0
+    written = json.loads(figures.read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    assert written["tasks"]["tiny_choice"]["acc"] == 1.0 and written["held_out"]["perplexity"] is None
+    out = capsys.readouterr().out
+    assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in out
+    assert "average acc: 0.5000" in out  # the group is one of two, its members do not count besides
+    for arguments, message in (("tiny_chioce", "lm-eval has no tasks ['tiny_chioce']"), ("tiny_choice --shots -1", "shots is -1")):
+        assert cli.main([*command, *arguments.split()]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err and not captured.out  # before the model is loaded and evaluated
     assert set(evaluation.PAPER_TASKS) <= set(evaluation.task_manager(str(tmp_path)).all_tasks)
