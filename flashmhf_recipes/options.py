@@ -164,6 +164,18 @@ class Options:
         resolved._check()
         return resolved
 
+    def refuse_unused(self) -> None:
+        """Raise OptionError for options that others leave without effect. A run that was once started with them can be resumed."""
+        unused = {
+            "tokenizer": "with tokens, which have theirs" if self.tokens and not self.init_from else "",
+            "text_field": "with tokens" if self.tokens else "",
+            "split": "" if self.dataset else "without dataset",
+            "min_learning_rate": "with another lr_scheduler_type" if "lr_scheduler_type" in self.arguments else "",
+        }
+        for name, why in unused.items():
+            if why and getattr(self, name) != getattr(Options, name):
+                raise OptionError(f"{name} is {getattr(self, name)!r}, which has no effect {why}; leave it out")
+
     def _preset(self) -> Preset:
         if self.ffn is not None and self.ffn not in FFN_TYPES:
             raise OptionError(f"ffn is {self.ffn!r}; supported: {', '.join(FFN_TYPES)}")
@@ -171,7 +183,7 @@ class Options:
         if name in SCALES:
             name = f"{self.ffn or 'flashmhf'}-{name}"
         elif self.ffn is not None:
-            name = f"{self.ffn}-{name.split('-')[1] if '-' in name else name}"
+            name = f"{self.ffn}-{name.partition('-')[2]}"
         return preset(name)
 
     def _from_trained(self) -> None:

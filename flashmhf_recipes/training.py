@@ -68,6 +68,7 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     Raises ValueError (OptionError and DataError), FileExistsError where the directory holds a run or other files of ours or another
     process works in it, TrainingError, Stopped.
     """
+    options.refuse_unused()
     options = options.resolve()
     output = Path(options.output)
     if first_process():

@@ -18,6 +18,7 @@ pytest.importorskip("accelerate")
 from transformers import TrainingArguments
 
 from flashmhf_recipes import options as module
+from flashmhf_recipes import training
 from flashmhf_recipes.options import Options, empty_model, training_arguments
 
 NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
@@ -61,6 +62,7 @@ def test_paths_in_python(tmp_path):
         ({"preset": "370m", "ffn": "pkv"}, "pkv-370m"),
         ({"preset": "flashmhf-370m", "ffn": "pkv"}, "pkv-370m"),
         ({"preset": "flashmhf-1.3b-dh64"}, "flashmhf-1.3b-dh64"),
+        ({"preset": "flashmhf-1.3b-dh64", "ffn": "flashmhf"}, "flashmhf-1.3b-dh64"),
     ],
 )
 def test_presets_and_networks_combine(settings, name):
@@ -84,6 +86,7 @@ def test_presets_and_networks_combine(settings, name):
         ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
         ({"preset": "flashmhf-7b"}, "no preset 'flashmhf-7b'; supported: .*flashmhf-1.3b"),
         ({"ffn": "mlp"}, "ffn is 'mlp'; supported: swiglu"),
+        ({"preset": "flashmhf-128m-dh64", "ffn": "swiglu"}, "no preset 'swiglu-128m-dh64'"),
         ({"data": []}, "give one of data, dataset and tokens"),
         ({"dataset": "pile"}, "give one of data, dataset and tokens"),
         ({"learning_rate": 1e-6}, "min_learning_rate is 1e-05; it must be at most learning_rate = 1e-06"),
@@ -110,6 +113,21 @@ def test_refused_settings(settings, message):
         options = resolved(**settings)
         empty_model(options)
         training_arguments(options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": [], "tokens": "run", "tokenizer": "gpt2"}, "tokenizer is 'gpt2', which has no effect with tokens"),
+        ({"data": [], "tokens": "run", "text_field": "body"}, "text_field is 'body', which has no effect with tokens"),
+        ({"split": "test"}, "split is 'test', which has no effect without dataset"),
+        ({"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}}, "min_learning_rate is 0.0001, which has no effect"),
+    ],
+)
+def test_options_without_effect_are_refused(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        training.start(Options(**{"output": str(tmp_path / "run"), "preset": "tiny", "data": ["x"]} | settings))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
