@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import typing
@@ -83,13 +84,14 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
 class Stream:
     """A text stream that writes what its encoding lacks as escapes, and drops what can no longer be written.
 
-    A reader that has closed its pipe and a full disk are noted in :attr:`error`; the command goes on, and its status tells in the end.
+    A reader that has closed its pipe, a full disk and a stream that is closed from the start (None) are noted in :attr:`error`; the
+    command goes on, and its status tells in the end.
     """
 
-    def __init__(self, stream: typing.TextIO):
-        self._stream = stream
-        self._encoding = getattr(stream, "encoding", None) or "utf-8"
-        self.error: OSError | None = None
+    def __init__(self, stream: typing.TextIO | None):
+        self.error = None if stream else OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._stream = stream or open(os.devnull, "w")
+        self._encoding = getattr(self._stream, "encoding", None) or "utf-8"
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)

@@ -334,6 +334,8 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     add("--seed", type=int)
     add("--stream", action=argparse.BooleanOptionalAction, help="print words as they come (where the output is a terminal)")
     args = parser.parse_args(arguments)
+    if args.prompt == "-" and sys.stdin is None:
+        raise OptionError("prompt is '-', and standard input is closed")
     model, tokenizer = _load(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}

@@ -150,12 +150,14 @@ def test_interruption_is_short(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("shell", "variables", "status", "error"),
     [
-        ("| head -n 0; exit ${PIPESTATUS[0]}", {"PYTHONUNBUFFERED": "1"}, 141, ""),
-        ("> /dev/full", {}, 2, "flashmhf: error: standard output: No space left on device\n"),
+        ("info | head -n 0; exit ${PIPESTATUS[0]}", {"PYTHONUNBUFFERED": "1"}, 141, ""),
+        ("info > /dev/full", {}, 2, "flashmhf: error: standard output: No space left on device\n"),
+        ("info >&-", {}, 2, "flashmhf: error: standard output: Bad file descriptor\n"),
+        ("generate --model x - <&-", {}, 2, "flashmhf: error: prompt is '-', and standard input is closed\n"),
     ],
 )
-def test_output_that_cannot_be_written(shell, variables, status, error):
-    program = f"{sys.executable} -m flashmhf_recipes info {shell}"
+def test_streams_that_cannot_be_used(shell, variables, status, error):
+    program = f"{sys.executable} -m flashmhf_recipes {shell}"
     done = subprocess.run(program, shell=True, executable="/bin/bash", env=environment() | variables, capture_output=True, timeout=200)
     assert (done.returncode, done.stderr.decode()) == (status, error)
 
