@@ -5,7 +5,9 @@ Everything that touches private attributes of the Trainer stands here.
 
 from __future__ import annotations
 
+import atexit
 import math
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -42,6 +44,8 @@ class RunTrainer(Trainer, TrainerCallback):
         self.options, self.checkpoint, self.signals, self.layout = options, checkpoint, signals, options.layout(args.world_size)
         self.stopped = self.evaluation_due = False
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
+        if args.dataloader_num_workers:
+            atexit.register(_end_workers)
         self.data_index = self.layout.data_index(args.process_index)
         if self.model.config.tie_word_embeddings:
             # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them again.
@@ -225,3 +229,11 @@ class _Turns(Sampler[list[int]]):
 def _keep_worker(worker: int) -> None:
     """For a data loader's worker: a SIGTERM to the process group leaves it alive until the step is finished."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """For the end of the process: multiprocessing ends what an error or persistent workers left by SIGTERM, and waits for it forever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a worker that was killed
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -129,6 +130,14 @@ def test_a_signal_to_the_process_group_leaves_data_loaders_alive(text, expected,
         training.start(run, bar=False, callbacks=[At("on_step_begin", 6, signal_all)])
     training.resume(output, bar=False)
     same_run(output, expected)
+
+
+def test_an_error_ends_the_process_with_its_data_loaders(text, tmp_path):
+    """They ignore the SIGTERM by which multiprocessing ends them, and it waited for them."""
+    program = "import sys; from lm_runs import *; run = options(*sys.argv[1:], arguments={'dataloader_num_workers': 1}); "
+    program += "training.start(run, bar=False, callbacks=[At('on_step_end', 2, lambda **_: 1 / 0)])"
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "run", text], env=environment(), capture_output=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.endswith(b"ZeroDivisionError: division by zero\n")
 
 
 def test_an_ignored_signal_stays_ignored(text, tmp_path):
