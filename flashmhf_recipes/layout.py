@@ -37,10 +37,6 @@ class Layout:
     tp: int
 
     @property
-    def processes(self) -> int:
-        return self.replicas * self.shards * self.tp
-
-    @property
     def data_processes(self) -> int:
         """The number of processes that see different sequences."""
         return self.replicas * self.shards

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
@@ -207,23 +208,19 @@ class RunTrainer(Trainer, TrainerCallback):
             unfinished.rmdir()
 
 
-class _Turns(Sampler[list[int]]):
+class _Turns(DistributedSampler):
     """The batches of ``size`` consecutive samples that process ``index`` of ``processes`` gets: every one of them gets as many.
 
-    The last batch is repeated where there are no more.
+    The first batches are repeated where there are no more.
     """
 
     def __init__(self, samples: int, size: int, processes: int, index: int):
-        self.samples, self.size, self.processes, self.index = samples, size, processes, index
-
-    def __len__(self) -> int:
-        return math.ceil(math.ceil(self.samples / self.size) / self.processes)
+        super().__init__(range(math.ceil(samples / size)), processes, index, shuffle=False)
+        self.samples, self.size = samples, size
 
     def __iter__(self) -> Iterator[list[int]]:
-        last = (self.samples - 1) // self.size
-        for turn in range(len(self)):
-            start = self.size * min(turn * self.processes + self.index, last)
-            yield list(range(start, min(start + self.size, self.samples)))
+        for batch in super().__iter__():
+            yield list(range(batch * self.size, min((batch + 1) * self.size, self.samples)))
 
 
 def _keep_worker(worker: int) -> None:

@@ -35,7 +35,7 @@ LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_
 )
 def test_layouts(sizes, processes, environment, expected):
     layout = layout_of(*sizes, processes, environment)
-    assert layout == Layout(*expected) and layout.processes == processes
+    assert layout == Layout(*expected)
     assert [layout.data_index(rank) for rank in range(processes)] == [rank // expected[2] for rank in range(processes)]
 
 
