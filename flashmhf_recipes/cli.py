@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import errno
 import json
-import math
 import os
 import shlex
 import signal
@@ -291,9 +290,9 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         raise OptionError("give --data, --tasks or both")
     if args.json and (Path(args.json).is_dir() or not _writable(Path(args.json))):
         raise OptionError(f"--json is {args.json!r}; it must name a file that can be written")
-    tasks = [name for task in args.tasks or () for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))]
+    tasks = tuple(name for task in args.tasks or () for name in (evaluation.PAPER_TASKS if task == "paper" else (task,)))
     if tasks:
-        evaluation.check_tasks(tasks, args.include_path, args.shots)
+        evaluation.task_manager(tasks, args.include_path, args.shots)
     model, tokenizer = _load(args)
     figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
     if args.data:
@@ -311,15 +310,9 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         if average is not None:
             print(f"average acc: {average:.4f}")
     if args.json:
-        Path(args.json).write_text(json.dumps(_finite(figures), indent=1) + "\n")
+        valid = json.loads(json.dumps(figures), parse_constant=lambda _: None)  # JSON has no NaN and no infinity
+        Path(args.json).write_text(json.dumps(valid, indent=1) + "\n")
     return 0
-
-
-def _finite(value):
-    """Return ``value`` with None for numbers that JSON does not have: a perplexity or a metric of lm-eval may be infinite or NaN."""
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _generate(parser: Parser, arguments: list[str]) -> int:

@@ -124,20 +124,15 @@ def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
 
 
 @lru_cache
-def task_manager(include_path: str | None = None):
-    """Return lm-eval's index of its tasks and of those below ``include_path``; it reads thousands of files."""
+def task_manager(tasks: tuple[str, ...], include_path: str | None = None, shots: int | None = None):
+    """Return lm-eval's index, of thousands of files. Raises for what :func:`task_scores` refuses, before any work."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=include_path)
-
-
-def check_tasks(tasks: Iterable[str], include_path: str | None = None, shots: int | None = None):
-    """Return lm-eval's index of tasks. Raises what :func:`task_scores` does, but before any work."""
-    manager = task_manager(include_path)
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise OptionError(f"lm-eval has no tasks {unknown}; local ones are found through include_path")
     if shots is not None and shots < 0:
         raise OptionError(f"shots is {shots}; it must be at least 0")
+    manager = TaskManager(include_path=include_path)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise OptionError(f"lm-eval has no tasks {unknown}; local ones are found through include_path")
     return manager
 
 
@@ -160,7 +155,7 @@ def task_scores(
     from lm_eval.models.huggingface import HFLM
 
     tasks = list(tasks)
-    manager = check_tasks(tasks, include_path, shots)
+    manager = task_manager(tuple(tasks), include_path, shots)
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions(model), add_bos_token=False)
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0)
     scores = {

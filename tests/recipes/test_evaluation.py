@@ -265,8 +265,7 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in out
     assert "average acc: 0.5000" in out  # the group is one of two, its members do not count besides
-    for arguments, message in (("tiny_chioce", "lm-eval has no tasks ['tiny_chioce']"), ("tiny_choice --shots -1", "shots is -1")):
+    for arguments, message in (("paper tiny_chioce", "lm-eval has no tasks ['tiny_chioce']"), ("tiny_choice --shots -1", "shots is -1")):
         assert cli.main([*command, *arguments.split()]) == 2
         captured = capsys.readouterr()
         assert message in captured.err and not captured.out  # before the model is loaded and evaluated
-    assert set(evaluation.PAPER_TASKS) <= set(evaluation.task_manager(str(tmp_path)).all_tasks)
