@@ -69,8 +69,6 @@ def _status(arguments: list[str]) -> int:
             raise
     except (ImportError, ValueError, OSError, NotImplementedError, TrainingError) as error:
         message = str(error)
-    except KeyError as error:
-        message = str(error.args[0])
     except RuntimeError as error:
         import torch
 
