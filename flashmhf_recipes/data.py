@@ -60,8 +60,7 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
     import datasets
 
     (datasets.enable_progress_bars if bar else datasets.disable_progress_bars)()
-    left_out: Counter = Counter()
-    files = find_files(paths, left_out)
+    files, left_out = find_files(paths)
     try:
         table = datasets.Dataset.from_generator(
             read,

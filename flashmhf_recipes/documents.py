@@ -19,14 +19,13 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # of text formats
 _UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud800"), and no tokenizer takes it
 
 
-def find_files(paths: Iterable[str | Path], left_out: Counter | None = None) -> list[Path]:
-    """Return the files named, and those with a known suffix below the directories named, sorted and each once.
+def find_files(paths: Iterable[str | Path]) -> tuple[list[Path], Counter]:
+    """Return the files named and those with a known suffix below the directories named, sorted and each once, and counts of the rest there.
 
-    Links are followed; a directory that is reached again through one is not read again. ``left_out`` counts what lies below the
-    directories and is not read. Raises DataError for a path that does not exist, a file of another type and a directory without files.
+    Links are followed; a directory that is reached again through one is not read again. Raises DataError for a path that does not exist,
+    a file of another type and a directory without files.
     """
-    left_out = Counter() if left_out is None else left_out
-    files: list[Path] = []
+    files, left_out = [], Counter()
     for path in map(Path, paths):
         below = list(_below(path, left_out)) if path.is_dir() else [path] if reader(path) else []
         if not path.exists():
@@ -35,7 +34,7 @@ def find_files(paths: Iterable[str | Path], left_out: Counter | None = None) -> 
             found = "has no files that can be read" if path.is_dir() else f"ends in {path.suffix!r}"
             raise DataError(f"{path} {found}; supported: {', '.join(READERS)}")
         files += below
-    return list({path.resolve(): path for path in files}.values())  # a file given twice would be on both sides of a split
+    return list({path.resolve(): path for path in files}.values()), left_out  # a file given twice would be on both sides of a split
 
 
 def _below(directory: Path, left_out: Counter) -> Iterator[Path]:

@@ -82,10 +82,9 @@ def held_out_loss(
         raise OptionError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
     if batch < 1:
         raise OptionError(f"batch is {batch}; it must be at least 1")
-    left_out: Counter = Counter()
-    files = find_files(paths, left_out)
+    files, left_out = find_files(paths)
     documents = Documents(read(files, text_field), "text", f"read {len(files):,} files", left_out)
-    result = HeldOut(left_out=documents.left_out)
+    result = HeldOut(left_out=left_out)
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
         for text in documents:
             result.documents += 1

@@ -24,8 +24,8 @@ from flashmhf_recipes.errors import DataError  # noqa: E402
 
 def read(*paths, **kwargs) -> tuple[list[str], dict]:
     """The documents' texts, and what was left out."""
-    left_out = Counter()
-    return [record["text"] for record in documents.read(documents.find_files(paths, left_out), **kwargs)], dict(left_out)
+    files, left_out = documents.find_files(paths)
+    return [record["text"] for record in documents.read(files, **kwargs)], dict(left_out)
 
 
 @pytest.fixture(scope="module")
