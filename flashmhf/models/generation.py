@@ -69,9 +69,14 @@ def generate(
         raise ValueError(f"the prompt has {len(ids)} tokens; the model has {limit} positions")
     if seed is not None:
         set_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    # top_k: transformers' own default samples from the 50 likeliest tokens. A penalty in the model's files would change the likeliest.
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {"do_sample": False}
     settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, **sampling
+        max_new_tokens=min(max_new_tokens, room),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        repetition_penalty=1.0,
+        **sampling,
     )
     if model.device.type == "cuda" and isinstance(model, FlashMHFForCausalLM):
         settings.cache_implementation = "static"

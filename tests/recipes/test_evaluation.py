@@ -136,6 +136,19 @@ def test_generation(trained):
         generation.generate(model, tokenizer, "cat dog " * 200)
 
 
+def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
+    """transformers' top_k of 50 and a model's own repetition penalty did, too."""
+    model, tokenizer = trained
+    outputs, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1])
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 3.0)
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.linspace(1, 2, 300).expand(*x.shape[:-1], 300))
+    for temperature in (0.0, 1e30):
+        generation.generate(model, tokenizer, "", temperature=temperature, top_p=1.0, seed=0)
+    likeliest, uniform = (set(out[0, 1:].tolist()) for out in outputs)
+    assert likeliest == {299} and len(uniform) > 60
+
+
 def test_generation_of_what_no_model_takes(trained, monkeypatch):
     model, tokenizer = trained
     with pytest.raises(ValueError, match="prompt is not Unicode"):
