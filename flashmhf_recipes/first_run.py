@@ -198,9 +198,8 @@ def _peak(run: Callable[[], None], device: torch.device) -> float:
     nan on a CPU without Linux's resettable high-water mark.
     """
 
-    def status(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+    def high_water() -> int:
+        return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
     run()
     if device.type == "cuda":
@@ -211,11 +210,11 @@ def _peak(run: Callable[[], None], device: torch.device) -> float:
     try:
         ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
         Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS:")
+        before = high_water()
     except (OSError, AttributeError):
         return float("nan")
     run()
-    return status("VmHWM:") - before
+    return high_water() - before
 
 
 # Language models
@@ -280,10 +279,9 @@ def train(text: bytes, device: torch.device, steps: int | None = None, bar: bool
     swiglu["intermediate_size"] = modules["SwiGLU"]().intermediate_dim
     trained = {}
     with tempfile.TemporaryDirectory() as scratch:
-        file, bytewise = Path(scratch) / "text.txt", Path(scratch) / "bytewise"
+        file = Path(scratch) / "text.txt"
         wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + budget["length"]  # more would only be tokenised
         file.write_text(text[:wanted].decode(errors="replace"))
-        tokenizer.train([], tokenizer.SMALLEST).save_pretrained(bytewise)  # no merges: a token a byte
         for name, sizes in (("SwiGLU", swiglu), ("FlashMHF", ours)):
             # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
             model = sizes | {"max_position_embeddings": budget["length"], "initializer_range": sizes["hidden_size"] ** -0.5}
@@ -293,8 +291,7 @@ def train(text: bytes, device: torch.device, steps: int | None = None, bar: bool
                 ffn=name.lower(),
                 model=model,
                 data=file,
-                tokenizer=str(bytewise),
-                vocab_size=1,  # as many as the tokenizer has
+                vocab_size=tokenizer.SMALLEST,  # no merges: a token a byte
                 micro_batch=budget["batch"],
                 optimizer="muon",
                 weight_decay=0.3,
