@@ -299,7 +299,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
         print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
         print(f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits a byte")
-        figures["held_out"] = {name: getattr(found, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens", "left_out")}
+        figures["held_out"] = vars(found)
     if tasks:
         settings = {name: getattr(args, name) for name in ("include_path", "limit", "batch", "shots")}
         figures["tasks"], average = evaluation.task_scores(model, tokenizer, tasks, **settings)

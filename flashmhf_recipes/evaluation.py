@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .data import Documents, pieces
+from .data import Documents, encode
 from .documents import find_files, read
 from .errors import DataError, OptionError
 
@@ -31,27 +31,15 @@ def positions(model: PreTrainedModel) -> int | None:
 
 @dataclass
 class HeldOut:
-    """Sums over all scored tokens of some text, and counts of what was not read."""
+    """The loss of some text in nats a token, and in bits a byte, which are comparable across tokenizers; counts of what was not read."""
 
-    nats: float = 0.0
-    tokens: int = 0
-    bytes: int = 0
-    documents: int = 0
-    left_out: Counter = field(default_factory=Counter)
-
-    @property
-    def loss(self) -> float:
-        """Nats a token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 709 else math.inf
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Comparable across tokenizers."""
-        return self.nats / (self.bytes * math.log(2))
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    documents: int
+    left_out: Counter
 
 
 def held_out_loss(
@@ -84,20 +72,20 @@ def held_out_loss(
         raise OptionError(f"batch is {batch}; it must be at least 1")
     files, left_out = find_files(paths)
     documents = Documents(read(files, text_field), "text", f"read {len(files):,} files", left_out)
-    result = HeldOut(left_out=left_out)
+    nats, tokens, size, count = 0.0, 0, 0, 0
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
         for text in documents:
-            result.documents += 1
-            result.bytes += len(text.encode())
-            parts = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in pieces(text)]
-            ids = np.concatenate(([tokenizer.eos_token_id], *parts)).astype(np.int64)
-            for nats, count in window_losses(model, ids, window, stride, batch):
-                result.nats += nats
-                result.tokens += count
-                progress.update(count)
-    if not result.tokens:
+            count += 1
+            size += len(text.encode())
+            ids = np.concatenate(([tokenizer.eos_token_id], *encode([text], tokenizer)))[:-1].astype(np.int64)
+            for part, scored in window_losses(model, ids, window, stride, batch):
+                nats, tokens = nats + part, tokens + scored
+                progress.update(scored)
+    if not tokens:
         raise DataError(f"no text is left to evaluate on: {documents}")
-    return result
+    loss = nats / tokens
+    perplexity = math.exp(loss) if loss < 709 else math.inf
+    return HeldOut(loss, perplexity, nats / (size * math.log(2)), tokens, size, count, left_out)
 
 
 @torch.no_grad()
