@@ -44,6 +44,7 @@ class Training:
         **sizes: object,
     ):
         self.device, self.layout, self.length, self.precision = device, layout, length, precision
+        self.processes = layout.data_processes * layout.tp
         config = preset(name).config(max_position_embeddings=max(length, 4096), tie_word_embeddings=False, use_cache=False, **sizes)
         torch.manual_seed(0)
         with device:
@@ -65,7 +66,7 @@ class Training:
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
         """The loss of ``batch`` [sequences, length], the same on all processes; each process computes its share of the sequences."""
-        rank = dist.get_rank() if self.layout.processes > 1 else 0
+        rank = dist.get_rank() if self.processes > 1 else 0
         mine = batch.chunk(self.layout.data_processes)[self.layout.data_index(rank)].to(self.device)
         bf16 = torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
         with bf16:
@@ -76,9 +77,9 @@ class Training:
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         total = loss.detach()
-        if self.layout.processes > 1:  # the processes that share heads have the same loss
+        if self.processes > 1:  # the processes that share heads have the same loss
             dist.all_reduce(total)
-            total /= self.layout.processes
+            total /= self.processes
         return total
 
     def measure(self, sequences: int, steps: int) -> dict[str, object]:
@@ -98,10 +99,10 @@ class Training:
             "parameters": self.parameters,
             "ms": {name: 1e3 * counted[int(f * (len(counted) - 1))] for name, f in (("p20", 0.2), ("p80", 0.8))} | {"p50": 1e3 * typical},
             "tokens_per_s": speed,
-            "mfu": None if peak is None else speed * self.flops / (peak * self.layout.processes),
+            "mfu": None if peak is None else speed * self.flops / (peak * self.processes),
             "memory_mib": torch.cuda.max_memory_allocated(self.device) / 2**20 if gpu else None,
             "losses": losses,
-        } | (open_communication(self, batch) if gpu and self.layout.processes > 1 else {})
+        } | (open_communication(self, batch) if gpu and self.processes > 1 else {})
 
 
 def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterator[torch.Tensor]:
