@@ -183,7 +183,7 @@ class Options:
         if name in SCALES:
             name = f"{self.ffn or 'flashmhf'}-{name}"
         elif self.ffn is not None:
-            name = f"{self.ffn}-{name.partition('-')[2]}"
+            name = f"{self.ffn}-{name.partition('-')[2] or name}"
         return preset(name)
 
     def _from_trained(self) -> None:
@@ -205,7 +205,7 @@ class Options:
                 inside = False
             if not inside:
                 raise OptionError(f"{name} is {value!r}; supported: {supported}")
-        if self.min_learning_rate > self.learning_rate:
+        if self.min_learning_rate > self.learning_rate and "lr_scheduler_type" not in self.arguments:
             raise OptionError(f"min_learning_rate is {self.min_learning_rate}; it must be at most learning_rate = {self.learning_rate}")
         chosen_device(self.device)
         settings = {entry.name for entry in fields(FlashMHFConfig) if entry.init}

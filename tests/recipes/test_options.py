@@ -87,6 +87,7 @@ def test_presets_and_networks_combine(settings, name):
         ({"preset": "flashmhf-7b"}, "no preset 'flashmhf-7b'; supported: .*flashmhf-1.3b"),
         ({"ffn": "mlp"}, "ffn is 'mlp'; supported: swiglu"),
         ({"preset": "flashmhf-128m-dh64", "ffn": "swiglu"}, "no preset 'swiglu-128m-dh64'"),
+        ({"preset": "128mm", "ffn": "swiglu"}, "no preset 'swiglu-128mm'"),
         ({"data": []}, "give one of data, dataset and tokens"),
         ({"dataset": "pile"}, "give one of data, dataset and tokens"),
         ({"learning_rate": 1e-6}, "min_learning_rate is 1e-05; it must be at most learning_rate = 1e-06"),
@@ -128,6 +129,11 @@ def test_options_without_effect_are_refused(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         training.start(Options(**{"output": str(tmp_path / "run"), "preset": "tiny", "data": ["x"]} | settings))
     assert not any(tmp_path.iterdir())
+
+
+def test_another_schedule_has_any_learning_rate():
+    """It does not end at min_learning_rate, which it refuses to be given."""
+    assert resolved(learning_rate=1e-6, arguments={"lr_scheduler_type": "constant"}).learning_rate == 1e-6
 
 
 @pytest.mark.parametrize(
