@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 
 from torch import nn
@@ -40,9 +41,9 @@ def require(user: str, module: str) -> None:
 def pretrained_models(module: nn.Module, network: type[nn.Module]) -> Iterator[nn.Module]:
     """Yield transformers' models within ``module``, itself included, that hold a ``network``, but none that is a part of another."""
     inner: set[nn.Module] = set()
-    for part in module.modules():
-        kind = type(part)  # not the instance: PEFT's wrapper passes questions on to the model in it
-        if part not in inner and hasattr(kind, "save_pretrained") and hasattr(kind, "init_weights"):
+    library = sys.modules.get("transformers.modeling_utils")  # a model of transformers has imported it
+    for part in module.modules() if library else ():
+        if part not in inner and isinstance(part, library.PreTrainedModel):
             inner.update(part.modules())
             if any(isinstance(each, network) for each in part.modules()):
                 yield part

@@ -8,6 +8,7 @@ import flashmhf
 
 transformers = pytest.importorskip("transformers")
 
+from huggingface_hub import PyTorchModelHubMixin  # noqa: E402
 from transformers.models.bitnet.modeling_bitnet import BitNetMLP  # noqa: E402
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP  # noqa: E402
 
@@ -140,6 +141,15 @@ def test_models_within_another_module_record_what_was_replaced(fp8, tmp_path):
         with torch.no_grad():
             assert torch.equal(load_replaced(tmp_path / name)(IDS)[0], whole[name](IDS)[0])
     assert not {"flashmhf_networks", "quantization_config"} & whole["gelu"].config.to_dict().keys()
+
+
+class OfTheHub(nn.Sequential, PyTorchModelHubMixin):
+    def init_weights(self) -> None: ...
+
+
+def test_a_model_of_the_hubs_mixin_has_no_configuration_that_records():
+    model = OfTheHub(flashmhf.SwiGLU(64, 192))
+    assert flashmhf.replace_ffn(model) == flashmhf.quantize.quantize_(model) == ["0"]
 
 
 def test_arguments_of_from_pretrained(tmp_path):
