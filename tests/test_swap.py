@@ -294,6 +294,7 @@ def test_a_network_with_a_parameter_of_its_own_stays():
     narrow = holding(down_proj=nn.Linear(192, 48, bias=False))  # as Idefics2 has one between its images and its text
     swiglu = holding(act=nn.SiLU(), drop=nn.Dropout())
     swiglu.compile()  # which it keeps as a function of its own
+    swiglu._get_name = lambda: "LigerSwiGLUMLP"  # as Liger names a network that it patches
     others = [holding(act=nn.GELU()), holding(_act=nn.GELU()), holding(activation=torch.relu), holding(_activation=torch.relu)]
     model = nn.Sequential(swiglu, scaled, narrow, *others)
     assert list(flashmhf.replace_ffn(model)) == ["0"]

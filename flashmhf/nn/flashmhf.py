@@ -32,15 +32,13 @@ def default_subnet_dim(head_dim: int) -> int:
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
-_WRAPPERS = ("forward", "_old_forward", "_compiled_call_impl")  # what accelerate and Module.compile set is the network's own forward
-
-
 def other_part(feed_forward: nn.Module) -> str | None:
     """Return the name of a module or function of a gated network that is not a linear layer, SiLU or dropout. None if there is none."""
     for name, part in {**vars(feed_forward), **feed_forward._modules}.items():
         known = isinstance(part, (nn.Linear, nn.SiLU, nn.Dropout, nn.Identity)) or part is nn.functional.silu
-        known = known or type(part).__name__ == "SiLUActivation" or name in _WRAPPERS
-        if callable(part) and not known:
+        known = known or type(part).__name__ == "SiLUActivation"
+        patched = hasattr(nn.Module, name) or name == "_old_forward"  # what Module.compile, accelerate and Liger set on the instance
+        if callable(part) and not known and not patched:
             return name
     return None
 
