@@ -229,7 +229,10 @@ def _keep_worker(worker: int) -> None:
 
 
 def _end_workers() -> None:
-    """For the end of the process: multiprocessing ends what an error or persistent workers left by SIGTERM, and waits for it forever."""
+    """Kill the data loaders' workers that still run when the process ends, after an error or because they are persistent.
+
+    multiprocessing would send them SIGTERM, which they ignore, and wait for them forever.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a worker that was killed
     for process in multiprocessing.active_children():
         if process.daemon:

@@ -155,7 +155,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
     sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
     device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width, for a model without any such network, for a
-    module with both such a network and parameters of its own, and for another attention with these projections.
+    module with both such a network and parameters of its own, and for attention with these projections that is not Llama's.
     """
     size = positive("size", size)
     if not any(isinstance(child, _DIVIDED) for child in model.modules()):

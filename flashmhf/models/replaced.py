@@ -77,7 +77,7 @@ def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | No
     class Replaced(base):
         def __init__(self, config: PreTrainedConfig, *args, **settings):
             super().__init__(config, *args, **settings)
-            # replace_ffn may have seen the language model of a larger one alone, whose own configuration records it then.
+            # If replace_ffn got only the language model within a larger model, that one's own configuration has the record.
             models = {id(part.config): part for part in reversed(list(self.modules())) if isinstance(part, PreTrainedModel)}
             recorded = [(part, networks) for part in models.values() if (networks := getattr(part.config, NETWORKS, None))]
             if not recorded:

@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
             supported = "groups with the key, such as those of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
             raise ValueError(f"params: a group has no key 'muon'; supported: {supported}")
         super().add_param_group(param_group)
-        group = self.param_groups.pop()  # it is back where it passes the checks
+        group = self.param_groups.pop()  # put back below, if it passes the checks
         for parameter in group["params"] if group["muon"] else ():
             if parameter.dim() < 2:
                 raise ValueError(f"params: a group with muon=True holds a parameter of shape {list(parameter.shape)}; supported: matrices")

@@ -54,8 +54,8 @@ def param_groups(
         weight_decay: the weight decay of all matrices but the projections, whose own is chosen so that the decay per step is equal.
         projection_rate: the share of ``lr`` that the projections get, above 0.
         muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of vectors, q_norm's weights,
-            embeddings and output layers (linear layers with as many output features as the largest embedding of ``model`` has rows, or
-            alone with as many as another has).
+            embeddings and output layers. Output layers are the linear layers with as many output features as the largest embedding of
+            ``model`` has rows, and one with as many as a smaller embedding has rows, if it is the only one.
 
     Returns groups with "params", "lr" and "weight_decay", and "muon" if asked for. Empty groups are left out.
 
@@ -87,7 +87,8 @@ def param_groups(
 def vocabulary_weights(model: nn.Module) -> set[int]:
     """Return the ids of the weights of embeddings, and of linear layers with as many output features as the largest has rows.
 
-    Of a smaller embedding one such layer counts, but not several: learned positions are often as many as a model is wide.
+    A layer with as many as a smaller embedding has rows counts only if there is no second one: learned positions are often as many as a
+    model is wide, and then its projections have that size.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
