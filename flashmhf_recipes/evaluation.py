@@ -85,7 +85,7 @@ def held_out_loss(
         raise DataError(f"no text is left to evaluate on: {documents}")
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < 709 else math.inf
-    return HeldOut(loss, perplexity, nats / (size * math.log(2)), tokens, size, count, left_out)
+    return HeldOut(loss, perplexity, nats / (size * math.log(2)), tokens, size, count, +left_out)  # + drops counts of 0
 
 
 @torch.no_grad()
