@@ -54,14 +54,9 @@ BATCH = 8
 LENGTHS = (192, 384, 768, 1536, 1920, 2880, 4032, 8064, 16128)
 DECODE_TOKENS = (1, 16, 64, 96, 128, 192, 256, 384, 512, 1024)
 
-# The paper's appendix "Efficiency Benchmark Configuration Details on Hopper": H100, batch 8, ms and MB by length; None: out of memory.
+# The paper's appendix "Efficiency Benchmark Configuration Details on Hopper": H100, batch 8, ms by length; None: out of memory.
 PAPER_MS = {
     "FlashMHF": dict(zip(LENGTHS, (6.80, 13.20, 24.40, 48.60, 59.60, 90.40, 126.40, 254.60, 497.40), strict=True)),
     "SwiGLU": dict(zip(LENGTHS, (6.24, 12.24, 24.72, 48.96, 63.12, 94.56, 127.44, 267.60, 535.20), strict=True)),
     "MH-FFN": dict(zip(LENGTHS, (101.40, 146.60, 235.60, 401.60, 484.60, 688.60, 933.20, 1793.40, None), strict=True)),
-}
-PAPER_MB = {
-    "FlashMHF": dict(zip(LENGTHS, (184.10, 218.20, 286.50, 423.00, 491.20, 661.90, 866.30, 1582.20, 3016.20), strict=True)),
-    "SwiGLU": dict(zip(LENGTHS, (251.00, 370.00, 606.00, 1070.00, 1306.00, 1892.00, 2592.00, 5050.00, 9966.00), strict=True)),
-    "MH-FFN": dict(zip(LENGTHS, (2702.10, 4462.00, 7982.20, 15021.50, 18541.60, 27341.90, 37902.30, 74864.00, None), strict=True)),
 }
