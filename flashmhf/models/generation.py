@@ -41,7 +41,7 @@ def generate(
     seed: int | None = None,
     streamer: TextStreamer | None = None,
 ) -> str:
-    """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token.
+    """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token. The model's own settings take no part.
 
     A model of this package on a GPU decodes with a static cache by CUDA graphs (flashmhf.models.decoding).
 
@@ -69,23 +69,24 @@ def generate(
         raise ValueError(f"the prompt has {len(ids)} tokens; the model has {limit} positions")
     if seed is not None:
         set_seed(seed)
-    # top_k: transformers' own default samples from the 50 likeliest tokens. A penalty in the model's files would change the likeliest.
+    # top_k: transformers' own default samples from the 50 likeliest tokens.
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {"do_sample": False}
     settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, room),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-        repetition_penalty=1.0,
-        **sampling,
+        max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, **sampling
     )
     if model.device.type == "cuda" and isinstance(model, FlashMHFForCausalLM):
         settings.cache_implementation = "static"
     inputs = torch.tensor([ids], device=model.device)
-    out = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        generation_config=settings,
-        streamer=streamer,
-        logits_processor=LogitsProcessorList([RefuseNotFinite()]),
-    )
+    # transformers would take what ``settings`` leaves open from the model's files, such as beams or a penalty.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        out = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            generation_config=settings,
+            streamer=streamer,
+            logits_processor=LogitsProcessorList([RefuseNotFinite()]),
+        )
+    finally:
+        model.generation_config = own
     return tokenizer.decode(out[0], **_DECODING)[len(tokenizer.decode(ids, **_DECODING)) :]

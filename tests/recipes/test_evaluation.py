@@ -137,16 +137,18 @@ def test_generation(trained):
 
 
 def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
-    """transformers' top_k of 50 and a model's own repetition penalty did, too."""
+    """transformers' top_k of 50 and what a model's own files set did, too."""
     model, tokenizer = trained
     outputs, generate = [], model.generate
     monkeypatch.setattr(model, "generate", lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1])
-    monkeypatch.setattr(model.generation_config, "repetition_penalty", 3.0)
+    for name, value in {"repetition_penalty": 3.0, "min_p": 0.9, "no_repeat_ngram_size": 1}.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    own = model.generation_config.to_dict()
     monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.linspace(1, 2, 300).expand(*x.shape[:-1], 300))
     for temperature in (0.0, 1e30):
         generation.generate(model, tokenizer, "", temperature=temperature, top_p=1.0, seed=0)
     likeliest, uniform = (set(out[0, 1:].tolist()) for out in outputs)
-    assert likeliest == {299} and len(uniform) > 60
+    assert likeliest == {299} and len(uniform) > 60 and model.generation_config.to_dict() == own
 
 
 def test_generation_of_what_no_model_takes(trained, monkeypatch):
