@@ -318,8 +318,7 @@ def flash_mhf(
     checks.strided(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
     checks.instance("backend", backend, str)  # the dispatcher would raise a RuntimeError
     checks.instance("activation", activation, str)
-    if deterministic is not None:
-        checks.instance("deterministic", deterministic, bool)
+    checks.instance("deterministic", deterministic, bool | None, "a bool or None")
     if backend == REFERENCE:
         return _definition(_forward, q, k, u, v, r, activation=activation)
     return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation)
