@@ -167,7 +167,7 @@ TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="cublas"), ValueError, f"backend is 'cublas'; supported: {NAMES}"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=None), TypeError, "backend must be a str, got NoneType"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, activation=None), TypeError, "activation must be a str, got NoneType"),
-        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"), TypeError, "deterministic must be a bool, got str"),
+        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"), TypeError, "deterministic must be a bool or None, got str"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="auto", activation="tanh"), ValueError, TANH),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="reference", activation="tanh"), ValueError, TANH),
         (lambda x: flashmhf.gate(x.q.long(), x.w), TypeError, "q has dtype int64"),
