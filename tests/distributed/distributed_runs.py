@@ -280,6 +280,7 @@ def main_grad() -> None:
 
 def initialisation() -> None:
     """Weights that are first sharded, on the meta device, and then drawn, as large models are made; d_e sharded, too."""
+    torch.manual_seed(0)  # the deviations of a few hundred values differ by more than a fifth in some draws
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for heads, subnets, options in ((4, 2, {}), (4, 2, {"q_norm": True}), (3, 3, {"bias": True})):
         with torch.device("meta"):
