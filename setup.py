@@ -1,7 +1,9 @@
-"""Builds the op library libflashmhf_hopper.so (CMake, where nvcc is) and the optional launch-planner module flashmhf._plan.
+"""Builds the op library libflashmhf_hopper.so (CMake, where nvcc is) and the optional launch-planner module
+flashmhf._plan.
 
-FLASHMHF_WHEEL=1 builds what a release ships (tools/build_wheel.py): one wheel for every Python, hence without flashmhf._plan, whose
-library runs on manylinux_2_28. A wheel of another CUDA than 13 has it in its version (0.2.0+cu12).
+FLASHMHF_WHEEL=1 builds what a release ships (tools/build_wheel.py): one wheel for every Python, hence without
+flashmhf._plan, whose library runs on manylinux_2_28. A wheel of another CUDA than 13 has it in its version
+(0.2.0+cu12).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def cmake_build(build_dir: Path, version: str) -> Path:
     """Builds the op library and returns where it lies, with what ptxas says about its kernels beside it."""
     torch_root = toolchain.torch_root()
     if torch_root is None:
-        raise RuntimeError(f"no {toolchain.TORCH_REQUIREMENT} to take headers from; install it first, or build with isolation")
+        raise RuntimeError(
+            f"no {toolchain.TORCH_REQUIREMENT} to take headers from; install it first, or build with isolation"
+        )
     for tool in ("cmake", "ninja"):
         if shutil.which(tool) is None:
             raise RuntimeError(f"{tool} was not found; pip install {tool}, or build with isolation")
@@ -85,7 +89,10 @@ class BuildExtensions(build_ext):
         print(f"flashmhf: installed without its CUDA library: {reason}", file=sys.stderr)
 
     def library(self) -> Path:
-        """The op library: $FLASHMHF_LIBRARY (compiled before), else built here. Raises RuntimeError with the reason why there is none."""
+        """The op library:
+
+        $FLASHMHF_LIBRARY (compiled before), else built here. Raises RuntimeError with the reason why there is none.
+        """
         if os.environ.get("FLASHMHF_LIBRARY"):
             return Path(os.environ["FLASHMHF_LIBRARY"])
         reason = toolchain.no_cuda_reason()

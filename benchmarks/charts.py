@@ -30,7 +30,9 @@ def cell(record: dict, group: str, length: int | None = None) -> dict[str, dict]
 def bars(axes, values: dict[str, float], title: str, unit: str) -> None:
     """Draw one horizontal bar per subject, ours first and in colour, each with its number."""
     names = [name for name in NAMES if name in values]
-    bar = axes.barh([NAMES[name] for name in names], [values[name] for name in names], color=[OURS, *[OTHERS] * (len(names) - 1)])
+    bar = axes.barh(
+        [NAMES[name] for name in names], [values[name] for name in names], color=[OURS, *[OTHERS] * (len(names) - 1)]
+    )
     axes.bar_label(bar, fmt=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.1f}", padding=3)
     axes.invert_yaxis()
     axes.set_title(title, loc="left")
@@ -44,28 +46,51 @@ def overview(record: dict, length: int = 4032) -> Figure:
     forward, training = cell(record, "latency", length), cell(record, "training", length)
     figure = Figure(figsize=(10.5, 2.9), layout="constrained")
     axes = figure.subplots(1, 3)
-    bars(axes[0], {name: stack_ms(row) for name, row in forward.items()}, f"Inference, {8 * length:,} tokens", "ms, all layers")
+    bars(
+        axes[0],
+        {name: stack_ms(row) for name, row in forward.items()},
+        f"Inference, {8 * length:,} tokens",
+        "ms, all layers",
+    )
     inference = {name: row["memory_mib"]["beyond"] for name, row in forward.items() if name != "official"}
     bars(axes[1], inference, "Memory, inference", "MiB per layer, beyond weights")
-    trained = {name: training[name]["memory_mib"]["beyond"] for name in ("flashmhf_hopper", "swiglu_compiled", "swiglu")}
+    trained = {
+        name: training[name]["memory_mib"]["beyond"] for name in ("flashmhf_hopper", "swiglu_compiled", "swiglu")
+    }
     bars(axes[2], trained, "Memory, training", "MiB per layer, beyond weights")
     return figure
 
 
 def speedup(record: dict) -> Figure:
-    """Draw how many times faster 20 FlashMHF layers are than 24 SwiGLU layers, for decode and prefill, by the number of tokens."""
+    """Draw how many times faster 20 FlashMHF layers are than 24 SwiGLU layers, for decode and prefill, by the number of
+    tokens.
+    """
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     for other, style in (("swiglu_compiled", "-"), ("swiglu", "--")):
         points = {}
         for group in ("decode", "latency"):
-            rows = [row for row in record["rows"] if (row["group"], row["shape"], row["status"]) == (group, "paper", "ok")]
+            rows = [
+                row for row in record["rows"] if (row["group"], row["shape"], row["status"]) == (group, "paper", "ok")
+            ]
             by_tokens: dict[int, dict[str, float]] = {}
             for row in rows:
                 by_tokens.setdefault(row["tokens"], {})[row["subject"]] = stack_ms(row)
-            points |= {t: ms[other] / ms["flashmhf_hopper"] for t, ms in by_tokens.items() if {other, "flashmhf_hopper"} <= ms.keys()}
+            points |= {
+                t: ms[other] / ms["flashmhf_hopper"]
+                for t, ms in by_tokens.items()
+                if {other, "flashmhf_hopper"} <= ms.keys()
+            }
         tokens = sorted(points)
-        axes.plot(tokens, [points[t] for t in tokens], style, marker="o", markersize=3, color=OURS, label=f"against {NAMES[other]}")
+        axes.plot(
+            tokens,
+            [points[t] for t in tokens],
+            style,
+            marker="o",
+            markersize=3,
+            color=OURS,
+            label=f"against {NAMES[other]}",
+        )
     axes.axhline(1, color=OTHERS, linewidth=1)
     axes.set(xscale="log", xlabel="tokens in the batch", ylabel="times faster", ylim=(0.9, None))
     axes.set_xscale("log", base=2)

@@ -12,12 +12,13 @@ collectives  all-gather, reduce-scatter and all-reduce of bf16 tensors
 layouts      the losses of a 128M model in every layout, in float32 on the eager back end and in bf16, with deterministic algorithms
 train        the models of 1.3B on one GPU (each process trains alone), under FSDP2, tensor parallelism, and both
 
-A layout is "fsdp2 N", "tp N" or "fsdp2 M x tp N" over all ranks, made by the recipe (flashmhf_recipes.layout). Training has --micro-batch
-sequences per group of ranks that see the same ones. ``x_one`` is the speed-up over one GPU; of training it is tokens/s over ranks times
-those of one GPU. ``open_communication_ms`` is the time of a step in which collectives run and no other kernel does.
+A layout is "fsdp2 N", "tp N" or "fsdp2 M x tp N" over all ranks, made by the recipe (flashmhf_recipes.layout). Training
+has --micro-batch sequences per group of ranks that see the same ones. ``x_one`` is the speed-up over one GPU; of
+training it is tokens/s over ranks times those of one GPU. ``open_communication_ms`` is the time of a step in which
+collectives run and no other kernel does.
 
-Every part's rows are written when it ends. A part that fails is a row with its reason; the ones after it run in new processes. Exit
-status 1: a part failed, or a layout's losses are not within 1e-3 of one GPU's.
+Every part's rows are written when it ends. A part that fails is a row with its reason; the ones after it run in new
+processes. Exit status 1: a part failed, or a layout's losses are not within 1e-3 of one GPU's.
 """
 
 from __future__ import annotations
@@ -65,18 +66,28 @@ TIMEOUT = datetime.timedelta(minutes=3)  # of a collective: the longest wait is 
 # A program that uses NVLink multicast can put the GPUs of a host that others share out of service.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 LOSS_TOLERANCE = 1e-3
-LAYOUTS_RATE = 3e-3  # the 128M preset's, reached after 1,000 steps as in its training; within 50 of them, layouts' losses part by 0.4
+# the 128M preset's, reached after 1,000 steps as in its training; within 50 of them, layouts' losses part by 0.4
+LAYOUTS_RATE = 3e-3
 SHAPE = {"d_model": 2048, "heads": 16, "subnets": 22, "subnet_dim": 384, "tokens": 32_256}
 SMOKE_SHAPE = {"d_model": 64, "heads": 4, "subnets": 2, "subnet_dim": 16, "tokens": 64}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="processes (all GPUs of this host)")
+    parser.add_argument(
+        "--ranks", type=int, default=torch.cuda.device_count(), help="processes (all GPUs of this host)"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX_DEVICE.json, with the number of ranks before the device")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="PREFIX",
+        help="write PREFIX_DEVICE.json, with the number of ranks before the device",
+    )
     parser.add_argument("--smoke", action="store_true", help="CPU and gloo, tiny")
-    parser.add_argument("--steps", type=int, help="of layouts (50) and of train (12), without the first ones that do not count")
+    parser.add_argument(
+        "--steps", type=int, help="of layouts (50) and of train (12), without the first ones that do not count"
+    )
     parser.add_argument("--length", type=int, help="tokens of a sequence of train (4096)")
     parser.add_argument("--micro-batch", type=int, default=4, help="of train (4)")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="no part goes on after it")
@@ -211,11 +222,16 @@ def compiled(job: Job) -> Iterator[dict]:
     yield {"part": "compiled", "tp": 1, "subject": "one", "status": "ok", "ms": {"p50": alone}}
     if one.num_heads % job.ranks:
         return
-    for name, sequence, pipelined in (("all-reduce", False, False), ("sequence", True, False), ("sequence, asynchronous", True, True)):
+    for name, sequence, pipelined in (
+        ("all-reduce", False, False),
+        ("sequence", True, False),
+        ("sequence, asynchronous", True, True),
+    ):
         job.free()
         many, x = (sharded(job.ranks, sequence_dim=0), mine) if sequence else (sharded(job.ranks), tokens)
         if pipelined and job.gpu:
-            with warnings.catch_warnings():  # deprecated from torch 2.11 on, but Inductor still asks whether it was called
+            # deprecated from torch 2.11 on, but Inductor still asks whether it was called
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
         with config.patch(_micro_pipeline_tp=pipelined and job.gpu):
@@ -225,7 +241,14 @@ def compiled(job: Job) -> Iterator[dict]:
         check(out, expected.tensor_split(job.ranks)[job.rank] if sequence else expected)
         ms = job.milliseconds(call)
         fused = sorted(set(re.findall(r"symm_mem\.(fused_\w+)", "".join(code))))
-        row = {"part": "compiled", "tp": job.ranks, "subject": name, "status": "ok", "ms": {"p50": ms}, "x_one": alone / ms}
+        row = {
+            "part": "compiled",
+            "tp": job.ranks,
+            "subject": name,
+            "status": "ok",
+            "ms": {"p50": ms},
+            "x_one": alone / ms,
+        }
         yield row | {"fused_operators": fused}
 
 
@@ -242,7 +265,14 @@ def collectives(job: Job) -> Iterator[dict]:
         for name, (call, ways) in calls.items():
             ms = job.milliseconds(call)
             sent = ways * mib * MIB * (job.ranks - 1) / job.ranks
-            yield {"part": "collectives", "mib": mib, "subject": name, "status": "ok", "ms": {"p50": ms}, "gb_per_s": sent / ms / 1e6}
+            yield {
+                "part": "collectives",
+                "mib": mib,
+                "subject": name,
+                "status": "ok",
+                "ms": {"p50": ms},
+                "gb_per_s": sent / ms / 1e6,
+            }
 
 
 # Training
@@ -252,14 +282,21 @@ def preset_of(job: Job, ffn: str, scale: str) -> tuple[str, dict[str, int], list
     """The preset's name, the sizes that differ from it, and the numbers of heads that tensor parallelism divides."""
     name, sizes = f"{ffn}-{'tiny' if job.options.smoke else scale}", {}
     if job.options.smoke:
-        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4} | ({"ffn_num_heads": 4} if ffn == "flashmhf" else {})
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4} | (
+            {"ffn_num_heads": 4} if ffn == "flashmhf" else {}
+        )
     config = preset(name).config(**sizes)
-    heads = [config.num_attention_heads, config.num_key_value_heads, *([config.ffn_num_heads] if ffn == "flashmhf" else [])]
+    heads = [
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        *([config.ffn_num_heads] if ffn == "flashmhf" else []),
+    ]
     return name, sizes, heads
 
 
 def layouts(job: Job) -> Iterator[dict]:
-    """The order of every sum is fixed, so that two runs of one program repeat each other's bits; PyTorch warns where it cannot fix one.
+    """The order of every sum is fixed, so that two runs of one program repeat each other's bits; PyTorch warns where it
+    cannot fix one.
 
     "one, reordered" is one GPU whose sequences come in reverse order: how far rounding alone moves the losses.
     """
@@ -279,7 +316,11 @@ def layouts(job: Job) -> Iterator[dict]:
             alone = alone or losses
             gap = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
             row = {"part": "layouts", "precision": precision, "layout": layout_name, "subject": "flashmhf"}
-            verdict = {"status": "ok"} if gap <= LOSS_TOLERANCE else {"status": "wrong", "reason": f"a loss differs by {gap:.2e}"}
+            verdict = (
+                {"status": "ok"}
+                if gap <= LOSS_TOLERANCE
+                else {"status": "wrong", "reason": f"a loss differs by {gap:.2e}"}
+            )
             yield row | verdict | {"error": gap, "losses": losses}
     torch.use_deterministic_algorithms(False)
 
@@ -293,7 +334,13 @@ def train(job: Job) -> Iterator[dict]:
             job.free()
             sequences = job.options.micro_batch * layout.data_processes
             found = Training(name, job.device, layout, **settings).measure(sequences, job.options.steps or 12)
-            row = {"part": "train", "layout": layout_name, "sequences": sequences, "subject": ffn, "status": "ok"} | found
+            row = {
+                "part": "train",
+                "layout": layout_name,
+                "sequences": sequences,
+                "subject": ffn,
+                "status": "ok",
+            } | found
             speed.setdefault(ffn, row["tokens_per_s"])
             if layout is not ALONE:
                 row["x_one"] = row["tokens_per_s"] / (job.ranks * speed[ffn])
@@ -319,7 +366,10 @@ def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[st
             timeout=TIMEOUT,
         )
         if rank == 0:
-            write(folder / "environment.json", environment.describe(job.device) | {"variables": ENVIRONMENT, "ranks": options.ranks})
+            write(
+                folder / "environment.json",
+                environment.describe(job.device) | {"variables": ENVIRONMENT, "ranks": options.ranks},
+            )
         for part in parts:
             rows = []
             for row in globals()[part](job):
@@ -330,7 +380,8 @@ def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[st
                 write(folder / f"{part}.json", rows)
     except BaseException as error:
         traceback.print_exc()
-        with contextlib.suppress(FileExistsError), open(folder / "error.txt", "x") as file:  # another's failure may follow from this
+        # another's failure may follow from this
+        with contextlib.suppress(FileExistsError), open(folder / "error.txt", "x") as file:
             file.write(environment.brief(error))
         os._exit(1)  # the other processes wait in a collective, and so would this one's end
     dist.destroy_process_group()
@@ -355,7 +406,9 @@ def run(folder: Path, options: argparse.Namespace, parts: list[str], deadline: f
         time.sleep(0.2)
         if any(child.exitcode for child in children):
             written = folder / "error.txt"
-            reason = written.read_text() if written.exists() else f"exit status {[child.exitcode for child in children]}"
+            reason = (
+                written.read_text() if written.exists() else f"exit status {[child.exitcode for child in children]}"
+            )
             written.unlink(missing_ok=True)
         elif time.monotonic() > deadline:
             reason = f"not finished within --limit {options.limit:g}"

@@ -1,11 +1,13 @@
-"""Measures on this GPU the constants of csrc/forward/cost_model.h and csrc/backward/cost_model.h, and prints them beside those in the code.
+"""Measures on this GPU the constants of csrc/forward/cost_model.h and csrc/backward/cost_model.h, and prints them
+beside those in the code.
 
     cmake -G Ninja -B build -DTORCH_ROOT=... && cmake --build build --target forward_harness backward_harness
     python -m benchmarks.measure_cost_model build [--head-dim 128] [--rounds 5]
 
-Each constant is a difference of two launches that the harnesses time without Python: one that pays the cost and one that does not, by
-forcing the plan. Fixed times are given as tiles * d_h, so that one figure serves all head dimensions. The GPU should be idle otherwise, and
-hot (the script warms it up): the constants are ratios of times, so clocks cancel only where they are equal in both.
+Each constant is a difference of two launches that the harnesses time without Python: one that pays the cost and one
+that does not, by forcing the plan. Fixed times are given as tiles * d_h, so that one figure serves all head dimensions.
+The GPU should be idle otherwise, and hot (the script warms it up): the constants are ratios of times, so clocks cancel
+only where they are equal in both.
 
 Exit status: 0 printed, 2 no harness or a failed launch.
 """
@@ -49,7 +51,9 @@ class Harness:
             "splits": r"split over (\d+)", "ctas": r"of (\d+) CTAs", "items": r"items (\d+) of which", "whole": r"of which (\d+) whole",
             "inter_time": r"inter time ([\d.]+)", "token_time": r"token time ([\d.]+)", "tiles": r"token tiles (\d+)",
         }  # fmt: skip
-        plan = {name: float(match[1]) for name, pattern in patterns.items() if (match := re.search(pattern, done.stdout))}
+        plan = {
+            name: float(match[1]) for name, pattern in patterns.items() if (match := re.search(pattern, done.stdout))
+        }
         return Launch(median, plan | {"adds": "added by forward" in done.stdout})
 
     def compare(self, *runs: tuple[str, dict]) -> list[Launch]:
@@ -71,11 +75,15 @@ def forward_constants(harness: Harness) -> dict[str, float]:
         return {"T": rows * items, "H": 1, "E": subnets}
 
     # Time of a tile: two lengths of the inter dimension in whole waves.
-    short, long = harness.compare(("forward", shape(4 * clusters, 11) | whole), ("forward", shape(4 * clusters, 44) | whole))
+    short, long = harness.compare(
+        ("forward", shape(4 * clusters, 11) | whole), ("forward", shape(4 * clusters, 44) | whole)
+    )
     tile = (long.ms - short.ms) / (4 * (long.plan["inter_tiles"] - short.plan["inter_tiles"]))
 
     def split_cost(items: int, subnets: int, **cost: int) -> float:
-        """What splitting the items behind the whole waves costs beyond its tiles, in tiles, and an equal launch without that costs."""
+        """What splitting the items behind the whole waves costs beyond its tiles, in tiles, and an equal launch without
+        that costs.
+        """
         base = items // clusters * clusters
         arguments = {"combine": 0, "behind_waves": 0, "next_item": 0, **gate} | cost
         split, reference = harness.compare(
@@ -113,7 +121,10 @@ def backward_constants(harness: Harness, sms: int) -> dict[str, float]:
     waves = heads * subnets * (D_E // 64) / sms
 
     def times(kernels: str, deterministic: int) -> tuple[float, float]:
-        """ms of a token tile of every CTA, and ms at none. Both launches are short: a long one meets the power limit and lower clocks."""
+        """ms of a token tile of every CTA, and ms at none.
+
+        Both launches are short: a long one meets the power limit and lower clocks.
+        """
         few, many = harness.compare(
             ("backward", shape | {"T": 1024, "kernels": kernels, "deterministic": deterministic}),
             ("backward", shape | {"T": 4096, "kernels": kernels, "deterministic": deterministic}),
@@ -126,7 +137,8 @@ def backward_constants(harness: Harness, sms: int) -> dict[str, float]:
     pair, _ = times("pair", 1)
     tile = fused / waves
     one, two = harness.compare(
-        ("backward", shape | {"T": 4096, "kernels": "fused"}), ("backward", shape | {"T": 4096, "kernels": "fused", "groups": 2})
+        ("backward", shape | {"T": 4096, "kernels": "fused"}),
+        ("backward", shape | {"T": 4096, "kernels": "fused", "groups": 2}),
     )
     launch_ms = two.ms - one.ms
     return {
@@ -147,8 +159,12 @@ def in_code(direction: str) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=Path, help="CMake build folder with forward_harness and backward_harness")
-    parser.add_argument("--head-dim", type=int, default=128, choices=(96, 128), help="d_h of the launches (default 128)")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each pair of launches is compared (default 5)")
+    parser.add_argument(
+        "--head-dim", type=int, default=128, choices=(96, 128), help="d_h of the launches (default 128)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="times that each pair of launches is compared (default 5)"
+    )
     options = parser.parse_args(arguments)
     harness = Harness(options.build, options.head_dim, options.rounds)
     try:

@@ -3,8 +3,8 @@
     $ python -m benchmarks.plan 16 22 384 128 32256             # H E d_e d_h T
     $ python -m benchmarks.plan 16 22 384 128 32256 --backward
 
-Runs without a GPU. Needs the module flashmhf._plan, which an installation from source builds. Exit status 2: there is no such module, or
-no kernel for the shape.
+Runs without a GPU. Needs the module flashmhf._plan, which an installation from source builds. Exit status 2: there is
+no such module, or no kernel for the shape.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def positive_integer(text: str) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, what in (
         ("H", "heads"),
         ("E", "sub-networks per head"),
@@ -87,12 +89,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("T", "tokens of a sequence"),
     ):
         parser.add_argument(name, type=positive_integer, help=what)
-    parser.add_argument("--batch", type=positive_integer, default=1, help="sequences whose tokens do not lie at one stride (1)")
+    parser.add_argument(
+        "--batch", type=positive_integer, default=1, help="sequences whose tokens do not lie at one stride (1)"
+    )
     parser.add_argument("--kv-heads", type=positive_integer, metavar="H_kv", help="heads of K, U and V; divides H (H)")
     kernel = parser.add_mutually_exclusive_group()
-    kernel.add_argument("--backward", action="store_true", help="the backward launches, for all gradients with a router")
+    kernel.add_argument(
+        "--backward", action="store_true", help="the backward launches, for all gradients with a router"
+    )
     kernel.add_argument("--fp8", action="store_true", help="the forward with K, U and V in e4m3")
-    parser.add_argument("--deterministic", action="store_true", help="with --backward: bitwise equal gradients from run to run")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="with --backward: bitwise equal gradients from run to run"
+    )
     return parser.parse_args(arguments)
 
 
@@ -101,7 +109,9 @@ def planner():
     try:
         from flashmhf import _plan
     except ImportError:
-        advice = "a wheel has none; install from source with a C++20 compiler: pip install --no-binary flashmhf flashmhf"
+        advice = (
+            "a wheel has none; install from source with a C++20 compiler: pip install --no-binary flashmhf flashmhf"
+        )
         raise NoPlannerError(f"the planner module flashmhf._plan is not installed: {advice}") from None
     return _plan
 
@@ -122,7 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(problem: Problem) -> None:
-    """ValueError for sizes that the Hopper kernels do not take and for tensors beyond the GPU's memory (millions of items)."""
+    """ValueError for sizes that the Hopper kernels do not take and for tensors beyond the GPU's memory (millions of
+    items).
+    """
     if problem.head_dim not in hopper.HEAD_DIMS:
         raise ValueError(f"d_h is {problem.head_dim}; supported: {', '.join(map(str, hopper.HEAD_DIMS))}")
     if problem.subnet_dim % hopper.SUBNET_DIM_MULTIPLE:
@@ -131,7 +143,9 @@ def check(problem: Problem) -> None:
         raise ValueError(f"H_kv is {problem.kv_heads}; supported: divisors of H = {problem.heads}")
     moved = 2 * problem.token_bytes + problem.weight_bytes
     if moved > MEMORY_GB * 10**9:
-        raise ValueError(f"Q, K, U, V and the output take {moved / 1e9:.3g} GB; supported: {MEMORY_GB} GB, an H200's memory")
+        raise ValueError(
+            f"Q, K, U, V and the output take {moved / 1e9:.3g} GB; supported: {MEMORY_GB} GB, an H200's memory"
+        )
 
 
 def least_us(flops: int, moved: int, tflops: int = MATRIX_TFLOPS) -> tuple[float, float]:
@@ -163,17 +177,25 @@ def _bound_rows(flops: int, moved: int, tflops: int = MATRIX_TFLOPS) -> list[tup
     bound, least = ("tensor cores", products) if products >= memory else ("memory", memory)
     return [
         ("bound", f"{bound}: {_duration(least)}"),
-        ("", f"products {_duration(products)} at {tflops} TFLOP/s, memory {_duration(memory)} at {MEMORY_GB_PER_S / 1000} TB/s"),
+        (
+            "",
+            f"products {_duration(products)} at {tflops} TFLOP/s, memory {_duration(memory)} at {MEMORY_GB_PER_S / 1000} TB/s",
+        ),
     ]
 
 
 def _items(plan: dict, p: Problem) -> str:
-    """A block has the tokens of the first head of a group, then those of the next; a bundle's row tile has those of several heads."""
+    """A block has the tokens of the first head of a group, then those of the next;
+
+    a bundle's row tile has those of several heads.
+    """
     rows = 64 * plan["consumers"] * plan["row_ctas"]
     heads = _count(p.kv_heads, "head") + ("" if p.group == 1 else " of K, U, V")
     what = "tokens" if p.group == 1 else f"rows, the tokens of {p.group} heads of Q"
     together = f", {plan['bundle']} heads in a row tile" if plan["bundle"] > 1 else ""
-    return f"{plan['blocks'] * p.kv_heads:,}: {heads} x {_count(plan['blocks'], 'block')} of up to {rows} {what}{together}"
+    return (
+        f"{plan['blocks'] * p.kv_heads:,}: {heads} x {_count(plan['blocks'], 'block')} of up to {rows} {what}{together}"
+    )
 
 
 def forward(problem: Problem) -> str:
@@ -216,7 +238,10 @@ def forward(problem: Problem) -> str:
 
 
 def backward(problem: Problem, deterministic: bool = False) -> str:
-    """The plan of the backward launches for all gradients with a router, as text. Raises ValueError for what has no kernel."""
+    """The plan of the backward launches for all gradients with a router, as text.
+
+    Raises ValueError for what has no kernel.
+    """
     # The operator copies the tokens of several sequences into one where heads share weights.
     p = problem if problem.group == 1 else replace(problem, batch=1, length=problem.tokens)
     module = planner()
@@ -231,7 +256,11 @@ def backward(problem: Problem, deterministic: bool = False) -> str:
         sums = "in a fixed order"
     else:
         kernels = "one fused kernel: 8 products"
-        sums = "dQ and dR in the order of the items" if plan["ordered"] else "dQ and dR in no fixed order: low bits vary from run to run"
+        sums = (
+            "dQ and dR in the order of the items"
+            if plan["ordered"]
+            else "dQ and dR in no fixed order: low bits vary from run to run"
+        )
     split = launch["items"] - launch["whole"]
     parts = f"{launch['whole']:,} whole" + (f", {split:,} in {launch['parts']} parts" if split else "")
     moved = 3 * p.token_bytes + 2 * p.weight_bytes

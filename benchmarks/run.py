@@ -5,14 +5,16 @@
     $ python -m benchmarks.run --suite host --base ../before
     $ python -m benchmarks.run --suite operator --help        # the options of that suite
 
-``--out benchmarks/results/forward`` writes forward_h100.json on an H100 and forward_h100.md, the same as tables, after every cell, so
-that an interrupted run leaves what it has. All records have one shape: ``environment`` (command, commit, date, device, versions),
-``suite``, ``settings``, ``before`` and ``after`` (matrix product, copy, clocks) and ``rows``. A row first says which problem it is, then
+``--out benchmarks/results/forward`` writes forward_h100.json on an H100 and forward_h100.md, the same as tables, after
+every cell, so that an interrupted run leaves what it has. All records have one shape: ``environment`` (command, commit,
+date, device, versions),
+``suite``, ``settings``, ``before`` and ``after`` (matrix product, copy, clocks) and ``rows``. A row first says which
+problem it is, then
 ``subject``, ``status``, and ``ms`` with the 20, 50 and 80 percentiles.
 
-``--base`` measures another build in the same run, cell by cell in turn with this one: a folder with a source tree and its built library
-(``flashmhf/libflashmhf_hopper.so``), or a commit, which is checked out and built beside this checkout. Both are measured by this
-checkout's benchmarks. Rows then have ``build`` and ``turn``.
+``--base`` measures another build in the same run, cell by cell in turn with this one: a folder with a source tree and
+its built library (``flashmhf/libflashmhf_hopper.so``), or a commit, which is checked out and built beside this
+checkout. Both are measured by this checkout's benchmarks. Rows then have ``build`` and ``turn``.
 
 Exit status 1: a subject was wrong or failed, or the bits of two builds differ.
 """
@@ -55,14 +57,24 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--suite", choices=SUITES)
     known, _ = first.parse_known_args(arguments)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="benchmarks.run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="benchmarks.run"
+    )
     parser.add_argument("--suite", choices=SUITES, required=True)
-    parser.add_argument("--out", type=pathlib.Path, metavar="PREFIX", help="write PREFIX_DEVICE.json and PREFIX_DEVICE.md")
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="PREFIX", help="write PREFIX_DEVICE.json and PREFIX_DEVICE.md"
+    )
     parser.add_argument("--base", metavar="FOLDER_OR_COMMIT", help="another build to measure in turn with this one")
     parser.add_argument("--turns", type=int, default=2, help="with --base: how often each cell is measured (2)")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", default=float("inf"), help="start no measurement after so many seconds")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        default=float("inf"),
+        help="start no measurement after so many seconds",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="windows of each subject (5)")
     parser.add_argument("--window", type=float, default=0.04, metavar="SECONDS", help="length of a window (0.04)")
     suite = None
@@ -94,7 +106,12 @@ def new_record(options: argparse.Namespace) -> dict:
     from .harness import environment
 
     settings = {name: getattr(options, name) for name in ("dtype", "rounds", "window", "parts")}
-    return {"suite": options.suite, "environment": environment.describe(options.device), "settings": settings, "rows": []}
+    return {
+        "suite": options.suite,
+        "environment": environment.describe(options.device),
+        "settings": settings,
+        "rows": [],
+    }
 
 
 def measure(options: argparse.Namespace, suite, save: Callable[[dict], None]) -> dict:
@@ -131,7 +148,9 @@ class Worker:
         # The tree's commit is asked of git; where there is none, it stays unknown.
         variables = {name: value for name, value in os.environ.items() if name != "FLASHMHF_COMMIT" or tree == ROOT}
         command = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def answer(self) -> dict:
         text = self.process.stdout.readline()
@@ -149,7 +168,10 @@ class Worker:
 
 
 def serve(arguments: list[str]) -> None:
-    """Answers on standard output, one JSON object a line: what is measured, then the rows of each cell whose number comes in."""
+    """Answers on standard output, one JSON object a line:
+
+    what is measured, then the rows of each cell whose number comes in.
+    """
     from .harness import environment
 
     answers = os.fdopen(os.dup(1), "w")
@@ -157,7 +179,9 @@ def serve(arguments: list[str]) -> None:
     options, suite = parse(arguments)
     context = make_context(options)
     cells = suite.cells(options, context)
-    print(json.dumps({"environment": environment.describe(options.device), "cells": len(cells)}), file=answers, flush=True)
+    print(
+        json.dumps({"environment": environment.describe(options.device), "cells": len(cells)}), file=answers, flush=True
+    )
     for index in sys.stdin:
         print(json.dumps({"rows": cells[int(index)].measure(context)}), file=answers, flush=True)
 
@@ -261,12 +285,18 @@ def differences(record: dict) -> tuple[str, bool]:
     found: dict[tuple, dict[str, list]] = {}
     for row in record["rows"]:
         key = (*(f"{name} {value}" for name, value in identity(row).items()), row["subject"])
-        value = row.get("digest") or (row["ms"]["p50"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}")
+        value = row.get("digest") or (
+            row["ms"]["p50"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+        )
         found.setdefault(key, {"base": [], "this": []})[row["build"]].append(value)
     lines, equal = [], True
     for key, builds in found.items():
         what = [", ".join(key[:-1]), key[-1]]
-        if all(isinstance(value, float) for values in builds.values() for value in values) and builds["base"] and builds["this"]:
+        if (
+            all(isinstance(value, float) for values in builds.values() for value in values)
+            and builds["base"]
+            and builds["this"]
+        ):
             base, this = (statistics.median(builds[build]) for build in ("base", "this"))
             lines.append([*what, f"{base:.5f}", f"{this:.5f}", f"{this / base:.4f}"])
         else:
@@ -274,7 +304,8 @@ def differences(record: dict) -> tuple[str, bool]:
             equal &= base == this
             lines.append([*what, base, this, "equal" if base == this else "DIFFERENT"])
     builds = [
-        f"{build}: commit {where['commit']}, " + ", ".join(f"{name} {reason}" for name, reason in where["back_ends"].items())
+        f"{build}: commit {where['commit']}, "
+        + ", ".join(f"{name} {reason}" for name, reason in where["back_ends"].items())
         for build, where in record["builds"].items()
     ]
     return "\n\n".join([*builds, table(["problem", "subject", "base", "this", "this ÷ base"], lines)]), equal

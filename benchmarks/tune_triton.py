@@ -2,8 +2,9 @@
 
     python -m benchmarks.tune_triton [--head-dims 64 128] [--bits 16] [--dry-run]
 
-Candidates compile in parallel (Triton's cache on disk hands them to the timing process). Those that do not fit the GPU drop out, as
-do those that the compiler gets wrong (Triton 3.6: 16-bit weight_grads of 64 x 16, 4 warps, unpipelined, writes out of bounds).
+Candidates compile in parallel (Triton's cache on disk hands them to the timing process). Those that do not fit the GPU
+drop out, as do those that the compiler gets wrong (Triton 3.6: 16-bit weight_grads of 64 x 16, 4 warps, unpipelined,
+writes out of bounds).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from flashmhf.backends.triton.configs import Config
 from .harness import timing
 
 KERNELS = ("forward", "token_grads", "weight_grads")
-# Where the time goes decides: the paper's efficiency shape for 16 bits, a shape of the same kind for fp32's slow products.
+# Where the time goes decides: the paper's efficiency shape for 16 bits, a shape of the same kind for fp32's slow
+# products.
 SHAPES = {16: {"T": 16128, "H": 16, "E": 22, "d_e": 384}, 32: {"T": 2048, "H": 16, "E": 4, "d_e": 128}}
 # Large enough not to be split, so that it compiles what SHAPES runs.
 WARM_SHAPE = {"T": 2048, "H": 16, "E": 2, "d_e": 384}
@@ -46,7 +48,15 @@ def candidates(kernel: str, bits: int) -> list[Config]:
 
 
 def inputs(shape: dict[str, int], head_dim: int, bits: int) -> dict[str, torch.Tensor]:
-    p = testing.problem(shape["T"], shape["H"], head_dim, shape["E"], shape["d_e"], torch.bfloat16 if bits == 16 else torch.float32, "cuda")
+    p = testing.problem(
+        shape["T"],
+        shape["H"],
+        head_dim,
+        shape["E"],
+        shape["d_e"],
+        torch.bfloat16 if bits == 16 else torch.float32,
+        "cuda",
+    )
     return {"grad_out": p.grad_out, "q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r}
 
 
@@ -71,7 +81,10 @@ def checked_inputs(bits: int, head_dim: int) -> tuple[dict[str, torch.Tensor], d
 
 
 def try_candidate(job: tuple[str, int, int, Config]) -> str | None:
-    """Why the candidate is out: it does not compile or fit, or the compiler gets it wrong. Else it is in the cache on disk."""
+    """Why the candidate is out:
+
+    it does not compile or fit, or the compiler gets it wrong. Else it is in the cache on disk.
+    """
     kernel, bits, head_dim, config = job
     x, expected = checked_inputs(bits, head_dim)
     try:
@@ -108,7 +121,13 @@ def main() -> None:
     args = parser.parse_args()
     arch = launch._architecture(torch.device("cuda", torch.cuda.current_device()))[0]
     best = dict(configs.TABLE)
-    jobs = [(kernel, b, d, c) for b in args.bits for d in args.head_dims for kernel in KERNELS for c in candidates(kernel, b)]
+    jobs = [
+        (kernel, b, d, c)
+        for b in args.bits
+        for d in args.head_dims
+        for kernel in KERNELS
+        for c in candidates(kernel, b)
+    ]
     with ProcessPoolExecutor(max(1, os.cpu_count() - 2), mp_context=multiprocessing.get_context("spawn")) as pool:
         reasons = list(pool.map(try_candidate, jobs, chunksize=2))
     for (kernel, bits, head_dim, config), reason in zip(jobs, reasons, strict=True):
@@ -119,10 +138,16 @@ def main() -> None:
         for head_dim in args.head_dims:
             x = inputs(SHAPES[bits], head_dim, bits)
             for kernel in KERNELS:
-                timed = [(milliseconds(kernel, x, c), c) for name, b, d, c in fits if (name, b, d) == (kernel, bits, head_dim)]
+                timed = [
+                    (milliseconds(kernel, x, c), c)
+                    for name, b, d, c in fits
+                    if (name, b, d) == (kernel, bits, head_dim)
+                ]
                 timed.sort(key=lambda pair: pair[0])
                 best[arch, bits, head_dim] = {**best[arch, bits, head_dim], kernel: timed[0][1]}
-                print(f"{bits} {head_dim} {kernel}: " + "; ".join(f"{ms:.2f} ms {c}" for ms, c in timed[:3]), flush=True)
+                print(
+                    f"{bits} {head_dim} {kernel}: " + "; ".join(f"{ms:.2f} ms {c}" for ms, c in timed[:3]), flush=True
+                )
     text = rewrite(best)
     if args.dry_run:
         print(text[text.index("TABLE") :])

@@ -3,9 +3,9 @@
     $ python -m benchmarks.write_readme            # after a record has changed
     $ python -m benchmarks.write_readme --check    # changes nothing; exit status 1 when a file disagrees with the records
 
-A table or a paragraph stands between the markers ``<!-- NAME: begin (benchmarks/write_readme.py) -->`` and ``<!-- NAME: end -->``. It is
-made from the record of the first device of DEVICES that has one. Users' pages say what was measured and on which device; commits and dates
-stand in the records and in developers' pages.
+A table or a paragraph stands between the markers ``<!-- NAME: begin (benchmarks/write_readme.py) -->`` and ``<!-- NAME:
+end -->``. It is made from the record of the first device of DEVICES that has one. Users' pages say what was measured
+and on which device; commits and dates stand in the records and in developers' pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEVICES = ("h100", "h200")
 WRITER = "benchmarks/write_readme.py"
 KEPT = ", 16-bit projections"  # of subjects of older records
-OPERATOR_COLUMNS = ("operator", "T", "H, d_h, E, d_e", "Hopper ms", "TFLOP/s", "÷ product", "Triton ms", "TFLOP/s", "÷ product")
+OPERATOR_COLUMNS = (
+    "operator",
+    "T",
+    "H, d_h, E, d_e",
+    "Hopper ms",
+    "TFLOP/s",
+    "÷ product",
+    "Triton ms",
+    "TFLOP/s",
+    "÷ product",
+)
 
 
 class Records:
@@ -56,9 +66,13 @@ class Records:
         return record if record["environment"]["flashmhf"] == flashmhf.__version__ else None
 
     def several_gpus(self, part: str) -> dict[int, dict]:
-        """Number of GPUs -> the record of so many GPUs of one host, which `benchmarks.distributed` writes, of those that have ``part``."""
+        """Number of GPUs -> the record of so many GPUs of one host, which `benchmarks.distributed` writes, of those
+        that have ``part``.
+        """
         found = {}
-        for path in (path for device in reversed(DEVICES) for path in self.folder.glob(f"distributed_x*_{device}.json")):
+        for path in (
+            path for device in reversed(DEVICES) for path in self.folder.glob(f"distributed_x*_{device}.json")
+        ):
             record = json.loads(path.read_text())
             if by(record["rows"], "part").get((part,)):
                 found[record["environment"]["ranks"]] = record
@@ -107,7 +121,10 @@ def conditions(what: str, record: dict) -> str:
 
 
 def by(rows: list[dict], *names: str) -> dict[tuple, dict[str, dict]]:
-    """Subject -> row, for each combination of what ``names`` have, in the rows' order; rows without a number are left out."""
+    """Subject -> row, for each combination of what ``names`` have, in the rows' order;
+
+    rows without a number are left out.
+    """
     found: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["status"] == "ok":
@@ -143,7 +160,9 @@ def faster(record: dict, group: str, subject: str) -> dict[int, float]:
 
 
 def training(record: dict, what: str, subject: str) -> float:
-    """FlashMHF's time over that of ``subject`` (stack_ms), or the memory of ``subject`` over FlashMHF's (beyond), in training."""
+    """FlashMHF's time over that of ``subject`` (stack_ms), or the memory of ``subject`` over FlashMHF's (beyond), in
+    training.
+    """
     rows = tables.Rows(record)
     ours, other = (rows.value(what, "training", name) for name in (rows.ours, subject))
     return ours / other if what == "stack_ms" else other / ours
@@ -176,7 +195,9 @@ def layers_in_short(records: Records) -> str:
     liger = faster(record, "latency", "swiglu_liger").values()
     than_liger = f", {span(liger)} times faster than Liger's" if liger else ""
     memory = training(record, "beyond", "swiglu_compiled")
-    compiled, checkpointed = (longer(training(record, "stack_ms", name)) for name in ("swiglu_compiled", "swiglu_checkpointed"))
+    compiled, checkpointed = (
+        longer(training(record, "stack_ms", name)) for name in ("swiglu_compiled", "swiglu_checkpointed")
+    )
     return (
         f"- **Decode:** {span(decode.values())} times faster than compiled SwiGLU, least at {min(decode, key=decode.get):,} tokens.\n"
         f"- **Prefill:** {span(prefill.values())} times faster than compiled SwiGLU{than_liger}{beside}.\n"
@@ -190,7 +211,13 @@ def layer_prefill_table(records: Records) -> str:
     rows, lines = tables.Rows(record), []
     for length in rows.sizes("latency"):
         times = [rows.value("stack_ms", "latency", name, length) for name in (rows.ours, *OTHERS)]
-        lines.append([f"{BATCH * length:,}", *(fixed(ms, 1) for ms in times), *(fixed(tables.ratio(ms, times[0]), 2) for ms in times[1:])])
+        lines.append(
+            [
+                f"{BATCH * length:,}",
+                *(fixed(ms, 1) for ms in times),
+                *(fixed(tables.ratio(ms, times[0]), 2) for ms in times[1:]),
+            ]
+        )
     header = ["tokens", "FlashMHF, ms", "SwiGLU compiled, ms", "SwiGLU eager, ms", "faster than compiled", "than eager"]
     return f"{table(header, lines)}\n\n*All layers, batch 8.*"
 
@@ -200,8 +227,17 @@ def layer_memory_table(records: Records) -> str:
     rows, lines = tables.Rows(record), []
     for length in rows.sizes("latency"):
         memory = [rows.value("beyond", "latency", name, length) for name in (rows.ours, *OTHERS, "mhffn_naive")]
-        lines.append([f"{BATCH * length:,}", *(fixed(mib, 0) for mib in memory), fixed(tables.ratio(memory[1], memory[0]), 1)])
-    header = ["tokens", "FlashMHF", "SwiGLU compiled", "SwiGLU eager", "multi-head in plain PyTorch", "less than compiled"]
+        lines.append(
+            [f"{BATCH * length:,}", *(fixed(mib, 0) for mib in memory), fixed(tables.ratio(memory[1], memory[0]), 1)]
+        )
+    header = [
+        "tokens",
+        "FlashMHF",
+        "SwiGLU compiled",
+        "SwiGLU eager",
+        "multi-head in plain PyTorch",
+        "less than compiled",
+    ]
     return f"{table(header, lines)}\n\n*Peak of one layer beyond weights and input, MiB.*"
 
 
@@ -215,9 +251,16 @@ def implementations_table(records: Records) -> str:
     for name in found[(lengths[0],)]:
         times = [rows.value("stack_ms", "latency", name, length) for length in lengths]
         ours = [rows.value("stack_ms", "latency", rows.ours, length) for length in lengths]
-        cells = [cell for ms, our in zip(times, ours, strict=True) for cell in (fixed(ms, 1), fixed(tables.ratio(ms, our), 2))]
+        cells = [
+            cell
+            for ms, our in zip(times, ours, strict=True)
+            for cell in (fixed(ms, 1), fixed(tables.ratio(ms, our), 2))
+        ]
         lines.append([SUBJECTS[name].title, *cells])
-    header = ["implementation", *(cell for length in lengths for cell in (f"{BATCH * length:,} tokens, ms", "÷ FlashMHF"))]
+    header = [
+        "implementation",
+        *(cell for length in lengths for cell in (f"{BATCH * length:,} tokens, ms", "÷ FlashMHF")),
+    ]
     return f"{table(header, lines)}\n\n*All layers, forward.*"
 
 
@@ -228,7 +271,9 @@ def layer_training_table(records: Records) -> str:
     lines = []
     for name in by([row for row in record["rows"] if row["group"] == "training"], "length")[(length,)]:
         time, memory = (rows.value(what, "training", name) for what in ("stack_ms", "beyond"))
-        lines.append([SUBJECTS[name].title, f"{time:.1f}", f"{training(record, 'stack_ms', name):.2f}", f"{memory:,.0f}"])
+        lines.append(
+            [SUBJECTS[name].title, f"{time:.1f}", f"{training(record, 'stack_ms', name):.2f}", f"{memory:,.0f}"]
+        )
     header = ["implementation", "ms", "FlashMHF's time ÷ this", "MiB per layer"]
     return f"{table(header, lines)}\n\n*Forward and backward of all layers, {BATCH * length:,} tokens.*"
 
@@ -257,7 +302,9 @@ def other_gpus(records: Records) -> str:
     rows, shares = tables.Rows(record), []
     for group in ("latency", "training"):
         for length in rows.sizes(group):
-            ours, other = (rows.value("stack_ms", group, name, length) for name in ("flashmhf_triton", "swiglu_compiled"))
+            ours, other = (
+                rows.value("stack_ms", group, name, length) for name in ("flashmhf_triton", "swiglu_compiled")
+            )
             if None not in (ours, other):
                 shares.append((group, ours / other))
     forward, step = (span(share for found, share in shares if found == group) for group in ("latency", "training"))
@@ -291,7 +338,9 @@ Cells = dict[tuple[str, bool], dict[tuple, dict[str, dict]]]
 
 
 def whole_models(records: Records, blocks: str) -> tuple[dict, dict[str, dict[str, dict]]]:
-    """A record, and scale -> network -> row of models trained without checkpointing, from the smallest to the largest, where both ran."""
+    """A record, and scale -> network -> row of models trained without checkpointing, from the smallest to the largest,
+    where both ran.
+    """
     record, cells = training_cells(records)
     found = {key[0]: rows for key, rows in cells[(blocks, False)].items() if {"flashmhf", "swiglu"} <= rows.keys()}
     return record, {scale: found[scale] for scale in sorted(found, key=SCALES.index)}
@@ -311,7 +360,11 @@ def whole_training(records: Records) -> str:
     if not models:
         return "The training of whole models has not been measured."
     scales = [scale.upper() for scale in models]
-    what = f"A whole {scales[0]} model trains" if len(scales) == 1 else f"Whole models of {scales[0]} to {scales[-1]} parameters train"
+    what = (
+        f"A whole {scales[0]} model trains"
+        if len(scales) == 1
+        else f"Whole models of {scales[0]} to {scales[-1]} parameters train"
+    )
     speed = span(of_swiglu(models, "tokens_per_s"))
     return f"{what} at {speed} of SwiGLU's speed with compiled blocks, in {saved(models)} ({gpu(record)})."
 
@@ -334,10 +387,16 @@ def whole_prefill(records: Records) -> str:
     record = records.find("model")
     found = by(record["rows"], "scale", "batch", "length") if record else {}
     names = ("flashmhf compiled", "swiglu compiled")
-    pairs = {key: [cell[name]["ms"]["p50"] for name in names] for key, cell in found.items() if cell.keys() >= set(names)}
+    pairs = {
+        key: [cell[name]["ms"]["p50"] for name in names] for key, cell in found.items() if cell.keys() >= set(names)
+    }
     ratios = sorted((theirs / ours, key) for key, (ours, theirs) in pairs.items())
     ends = [f"{ratio:.2f} ({scale.upper()}, {batch} x {length:,} tokens)" for ratio, (scale, batch, length) in ratios]
-    return f" Compiled, it reads prompts at {' to '.join(dict.fromkeys((ends[0], ends[-1])))} of SwiGLU's speed." if ends else ""
+    return (
+        f" Compiled, it reads prompts at {' to '.join(dict.fromkeys((ends[0], ends[-1])))} of SwiGLU's speed."
+        if ends
+        else ""
+    )
 
 
 def training_cells(records: Records) -> tuple[dict, Cells]:
@@ -351,7 +410,9 @@ def training_cells(records: Records) -> tuple[dict, Cells]:
         record = next(iter(records.several_gpus("train").values()))
         cells[("compiled", False)] = {("1.3b", 0, 0): trained(record)}
         return record, cells
-    for (blocks, checkpointed, *key), rows in by(record["rows"], "blocks", "checkpointing", "scale", "batch", "length").items():
+    for (blocks, checkpointed, *key), rows in by(
+        record["rows"], "blocks", "checkpointing", "scale", "batch", "length"
+    ).items():
         cells[(blocks, checkpointed)][tuple(key)] = rows
     return record, cells
 
@@ -368,7 +429,10 @@ def decision_table(records: Records) -> str:
     """One line per question that a reader decides by; what no record has is said to be unmeasured."""
     record, model = records["layer"], SHAPES["paper"]
     rows = tables.Rows(record)
-    memories = [[rows.value("beyond", "latency", name, n) for name in ("swiglu_compiled", rows.ours)] for n in rows.sizes("latency")]
+    memories = [
+        [rows.value("beyond", "latency", name, n) for name in ("swiglu_compiled", rows.ours)]
+        for n in rows.sizes("latency")
+    ]
     less = [compiled / ours for compiled, ours in memories]
     where = f"{gpu(record)}, {model.layers} layers against {model.swiglu_layers}"
     speed = {name: f"{1 / training(record, 'stack_ms', f'swiglu_{name}'):.2f}" for name in ("compiled", "checkpointed")}
@@ -386,19 +450,33 @@ def decision_table(records: Records) -> str:
         pairs = {key: [cell[name] for name in names] for key, cell in found.items() if cell.keys() >= set(names)}
         speeds = [theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs.values()]
         less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs.values() if "memory_mib" in ours]
-        lines.append([f"whole model, prefill, {way.strip() or 'eager'}", *_compared(prompts, [key[0] for key in pairs], speeds, less)])
+        lines.append(
+            [
+                f"whole model, prefill, {way.strip() or 'eager'}",
+                *_compared(prompts, [key[0] for key in pairs], speeds, less),
+            ]
+        )
     generated = generation(records["generate"])
     speeds = [cell["flashmhf"]["x_swiglu"] for cell in generated.values()]
     lines.append(["whole model, generation", *_compared(records["generate"], [key[0] for key in generated], speeds)])
     record, cells = training_cells(records)
     for blocks in ("eager", "compiled"):
-        for name, *checkpointed in (("", False, False), (", both checkpointed", True, True), (", only SwiGLU checkpointed", False, True)):
+        for name, *checkpointed in (
+            ("", False, False),
+            (", both checkpointed", True, True),
+            (", only SwiGLU checkpointed", False, True),
+        ):
             mine, other = (cells[(blocks, way)] for way in checkpointed)
             keys = [key for key in mine if "flashmhf" in mine[key] and "swiglu" in other.get(key, {})]
             pairs = [(mine[key]["flashmhf"], other[key]["swiglu"]) for key in keys]
             speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
             less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs]
-            lines.append([f"whole model, training step, {blocks}{name}", *_compared(record, [key[0] for key in keys], speeds, less)])
+            lines.append(
+                [
+                    f"whole model, training step, {blocks}{name}",
+                    *_compared(record, [key[0] for key in keys], speeds, less),
+                ]
+            )
     lines.append(["loss at equal parameters", "[see quality](quality.md)", "", ""])
     header = ["what", "speed ÷ SwiGLU's", "SwiGLU's memory ÷ FlashMHF's", "measured"]
     note = (
@@ -427,13 +505,18 @@ def several_gpus_training(records: Records) -> str:
         for ranks, several in found.items():
             row = trained(several).get(name)
             for other in several["rows"] if row else ():
-                if (other["part"], other["subject"], other["status"]) == ("train", name, "ok") and other["layout"] != "one":
-                    layout = other["layout"].replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
+                if (other["part"], other["subject"], other["status"]) == ("train", name, "ok") and other[
+                    "layout"
+                ] != "one":
+                    layout = (
+                        other["layout"].replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
+                    )
                     memory = f"{other['memory_mib'] / row['memory_mib']:.2f}"
                     lines.append([title, f"{ranks} {gpu(several)}s, {layout}", f"{other['x_one']:.2f}", memory])
     header = ["model", "layout", "speed ÷ that of as many single GPUs", "memory per GPU ÷ that of one"]
     note = software(
-        "Compiled blocks, bf16, sequences of 4,096 tokens. Single GPUs train at the same time, each its own copy", found.values()
+        "Compiled blocks, bf16, sequences of 4,096 tokens. Single GPUs train at the same time, each its own copy",
+        found.values(),
     )
     return f"{table(header, lines)}\n\n{note}"
 
@@ -452,7 +535,10 @@ def expected_memory(records: Records) -> str:
             more.append(sharded["memory_mib"] / 1024 - gib[ranks])
             cells[ranks] = f"{gib[ranks] + more[-1]:.0f} GiB"
             places.append(f"{ranks} {gpu(several)}s")
-    cells = {ranks: cells.get(ranks) or f"{span([each + over for over in more], 0)} GiB, estimated" for ranks, each in gib.items()}
+    cells = {
+        ranks: cells.get(ranks) or f"{span([each + over for over in more], 0)} GiB, estimated"
+        for ranks, each in gib.items()
+    }
     batch = f"{row.get('batch', 4)} sequences of {row.get('length', 4096):,} tokens"
     where = f"Measured on {', '.join(places)}; estimates are computed, with the {span(more, 0)} GiB added by which these exceeded it"
     note = f"*FlashMHF-{scale.upper()} with AdamW, {batch} per GPU at once. {where}.*"
@@ -465,10 +551,19 @@ def several_gpus_module(records: Records) -> str:
         rows = [row for row in record["rows"] if row["status"] == "ok"]
         for row in rows:
             if row["part"] == "module" and row["tp"] == ranks:
-                lines.append([row["direction"], f"{ranks} {gpu(record)}s", f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"])
+                lines.append(
+                    [row["direction"], f"{ranks} {gpu(record)}s", f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"]
+                )
             if row["part"] == "compiled" and row["tp"] == ranks:
                 way = row["subject"].replace("sequence", "sequence parallel")
-                lines.append([f"forward, compiled, {way}", f"{ranks} {gpu(record)}s", f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"])
+                lines.append(
+                    [
+                        f"forward, compiled, {way}",
+                        f"{ranks} {gpu(record)}s",
+                        f"{row['ms']['p50']:.2f}",
+                        f"{row['x_one']:.2f}",
+                    ]
+                )
     note = software("One FlashMHF network (d_model 2,048, 16 heads), 32,256 tokens, bf16", found.values())
     return f"{table(['what', 'GPUs', 'ms', 'times faster than one GPU'], lines)}\n\n{note}"
 
@@ -492,10 +587,16 @@ def deterministic_price(records: Records) -> str:
 
 def fp8_price(records: Records) -> str:
     """What FP8 gains and costs."""
-    record, networks, generated, evaluated = (records[name] for name in ("fp8", "fp8_networks", "generate_fp8", "fp8_model"))
+    record, networks, generated, evaluated = (
+        records[name] for name in ("fp8", "fp8_networks", "generate_fp8", "fp8_model")
+    )
     rows = [row for row in record["rows"] if (row["part"], row["subject"]) == ("operator", "fp8")]
     graphs = by([row for row in _without_e4m3_projections(networks) if row["way"] == "graph"], "T")
-    whole = [row["flashmhf in 16 bits"]["ms"]["p50"] / row["flashmhf"]["ms"]["p50"] for row in graphs.values() if "flashmhf" in row]
+    whole = [
+        row["flashmhf in 16 bits"]["ms"]["p50"] / row["flashmhf"]["ms"]["p50"]
+        for row in graphs.values()
+        if "flashmhf" in row
+    ]
     cells = by(_without_e4m3_projections(generated), "batch", "context").values()
     gain = [row["flashmhf fp8"]["tokens_per_s"] / row["flashmhf"]["tokens_per_s"] for row in cells]
     loss = {row["subject"]: row["loss"] for row in _without_e4m3_projections(evaluated)}
@@ -541,14 +642,26 @@ def training_table(records: Records) -> str:
     if record is None:
         return "The presets of 128M and 370M: not measured."
     for row in record["rows"]:
-        found.setdefault((row["scale"], row["blocks"], row["checkpointing"], row["batch"], row["length"]), {})[row["subject"]] = row
+        found.setdefault((row["scale"], row["blocks"], row["checkpointing"], row["batch"], row["length"]), {})[
+            row["subject"]
+        ] = row
     lines = []
-    for (scale, blocks, checkpointing, batch, length), rows in sorted(found.items(), key=lambda item: SCALES.index(item[0][0])):
+    for (scale, blocks, checkpointing, batch, length), rows in sorted(
+        found.items(), key=lambda item: SCALES.index(item[0][0])
+    ):
         ours, theirs = ({} if rows[name]["status"] != "ok" else rows[name] for name in ("flashmhf", "swiglu"))
         gib = [f"{row['memory_mib'] / 1024:.1f}" if row else "" for row in (ours, theirs)]
         speeds = [row.get("tokens_per_s") for row in (ours, theirs)]
         setting = [scale.upper(), f"{batch} x {length:,}", blocks, "yes" if checkpointing else "no"]
-        lines.append([*setting, *(fixed(rate, 0) for rate in speeds), fixed(tables.ratio(*speeds), 2), *gib, fixed(ours.get("mfu"), 2)])
+        lines.append(
+            [
+                *setting,
+                *(fixed(rate, 0) for rate in speeds),
+                fixed(tables.ratio(*speeds), 2),
+                *gib,
+                fixed(ours.get("mfu"), 2),
+            ]
+        )
     header = ["model", "batch", "blocks", "checkpointed", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio"]
     header += ["FlashMHF GiB", "SwiGLU GiB", "FlashMHF MFU"]
     return f"{table(header, lines)}\n\n{machine('Steps with AdamW under bf16 autocast; memory is the peak', record)}"
@@ -563,7 +676,11 @@ def prefill_table(records: Records) -> str:
             ours, theirs = (rows.get(name + way, {}).get("ms", {}).get("p50") for name in ("flashmhf", "swiglu"))
             cells += [fixed(ours, 1), fixed(theirs, 1), fixed(theirs / ours if ours and theirs else None, 2)]
         lines.append(cells)
-    header = ["model", "prompts", *(f"{cell}{way}" for way in ("", ", compiled") for cell in ("FlashMHF ms", "SwiGLU ms", "ratio"))]
+    header = [
+        "model",
+        "prompts",
+        *(f"{cell}{way}" for way in ("", ", compiled") for cell in ("FlashMHF ms", "SwiGLU ms", "ratio")),
+    ]
     return f"{table(header, lines)}\n\n*Models with random weights, bf16, to the last token of each prompt.*"
 
 
@@ -592,7 +709,10 @@ def generate_table(records: Records) -> str:
 
 
 def _without_e4m3_projections(record: dict) -> list[dict]:
-    """Return a record's rows. Of an older one, which has FP8 networks with projections in e4m3, too, those with 16-bit ones alone."""
+    """Return a record's rows.
+
+    Of an older one, which has FP8 networks with projections in e4m3, too, those with 16-bit ones alone.
+    """
     kept = {row["subject"].removesuffix(KEPT) for row in record["rows"] if row["subject"].endswith(KEPT)}
     rows = (row for row in record["rows"] if row["subject"] not in kept)
     return [row | {"subject": row["subject"].removesuffix(KEPT)} for row in rows]
@@ -616,14 +736,20 @@ def fp8_operator_table(records: Records) -> str:
     record = records["fp8"]
     parts = {part: [row for row in record["rows"] if row["part"] == part] for part in ("operator", "decode")}
     lines = []
-    for (d_h, tokens), rows in sorted(by(parts["operator"], "d_h", "T").items(), key=lambda item: (item[0][0], -item[0][1])):
+    for (d_h, tokens), rows in sorted(
+        by(parts["operator"], "d_h", "T").items(), key=lambda item: (item[0][0], -item[0][1])
+    ):
         row = rows["fp8"]
         ratios = [fixed(row.get(name), 2) for name in ("x_16 bits", "x_product", "x_swiglu fp8")]
         lines.append([str(d_h), f"{tokens:,}", f"{row['tflops']:.0f}", *ratios])
     header = ["d_h", "T", "TFLOP/s", "÷ our bf16 kernel", "÷ bf16 8192³ product", "÷ SwiGLU in FP8"]
     copy = record["before"]["copy_gb_per_s"]
     few = [
-        [str(tokens), *(f"{1e3 * rows[name]['ms']['p50']:.1f}" for name in ("fp8", "16 bits")), f"{rows['fp8']['gb_per_s'] / copy:.2f}"]
+        [
+            str(tokens),
+            *(f"{1e3 * rows[name]['ms']['p50']:.1f}" for name in ("fp8", "16 bits")),
+            f"{rows['fp8']['gb_per_s'] / copy:.2f}",
+        ]
         for (tokens,), rows in by(parts["decode"], "T").items()
     ]
     few_header = ["T, d_h = 128", "µs", "bf16 kernel µs", "share of a copy's bandwidth"]
@@ -643,14 +769,18 @@ def fp8_networks_table(records: Records) -> str:
         "than FP8 SwiGLU, CUDA graph",
         "than FP8 SwiGLU, no graph",
     ]
-    cells = [[f"{count:,}", *(ways[way][i] for i in (0, 1) for way in ("graph", "called"))] for count, ways in lines.items()]
+    cells = [
+        [f"{count:,}", *(ways[way][i] for i in (0, 1) for way in ("graph", "called"))] for count, ways in lines.items()
+    ]
     what = "Times faster, whole networks, d_model 2,048. SwiGLU: 24 layers against 20, two compiled row-wise `torch._scaled_mm`"
     return f"{table(header, cells)}\n\n{machine(what, record)}"
 
 
 def groups_table(records: Records) -> str:
     """The forward with g = H / H_kv heads that share weights: TFLOP/s of many tokens, µs of few from a CUDA graph."""
-    paths = [records.folder / f"{name}_{device}.json" for device in reversed(DEVICES) for name in ("groups", "groups_heads")]
+    paths = [
+        records.folder / f"{name}_{device}.json" for device in reversed(DEVICES) for name in ("groups", "groups_heads")
+    ]
     cells: dict[tuple[str, int, int], dict[str, dict[int, dict]]] = {}
     notes = []
     for record in (json.loads(path.read_text()) for path in paths if path.exists()):
@@ -671,7 +801,12 @@ def groups_table(records: Records) -> str:
     return "\n\n".join([table(header, lines), *notes])
 
 
-SERVING_COLUMNS = {"module": "FlashMHF layer", "swiglu": "SwiGLU layer, eager", "piece": "FlashMHF piece", "piece swiglu": "SwiGLU piece"}
+SERVING_COLUMNS = {
+    "module": "FlashMHF layer",
+    "swiglu": "SwiGLU layer, eager",
+    "piece": "FlashMHF piece",
+    "piece swiglu": "SwiGLU piece",
+}
 SERVED_PAIRS = (("module", "swiglu"), ("piece", "piece swiglu"))
 
 
@@ -685,8 +820,15 @@ def serving_table(records: Records) -> str:
         us = {name: 1e3 * rows[name]["ms"]["p50"] for name in names}
         ratios = [f"{us['swiglu'] / us['module']:.2f}", f"{us['piece swiglu'] / us['piece']:.2f}"]
         lines.append([f"{count:,}", *(f"{us[name]:.1f}" for name in names), *ratios])
-    header = ["tokens", *(f"{SERVING_COLUMNS[name]}, µs" for name in names), "layers, SwiGLU ÷ FlashMHF", "pieces, SwiGLU ÷ FlashMHF"]
-    layers, pieces = ([rows[a]["ms"]["p50"] / rows[b]["ms"]["p50"] for rows in tokens.values()] for a, b in SERVED_PAIRS)
+    header = [
+        "tokens",
+        *(f"{SERVING_COLUMNS[name]}, µs" for name in names),
+        "layers, SwiGLU ÷ FlashMHF",
+        "pieces, SwiGLU ÷ FlashMHF",
+    ]
+    layers, pieces = (
+        [rows[a]["ms"]["p50"] / rows[b]["ms"]["p50"] for rows in tokens.values()] for a, b in SERVED_PAIRS
+    )
     said = (
         f"One FlashMHF layer takes {span(layers)} times as long as one eager SwiGLU layer, depending on the tokens. The piece that an "
         f"engine runs between two calls of attention (sum, RMSNorm, layer, sum, RMSNorm) takes {span(pieces)} times as long."
@@ -734,7 +876,9 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a file disagrees with the records")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 when a file disagrees with the records"
+    )
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="the repository (default: this script's)")
     options = parser.parse_args(arguments)
     records, stale = Records(options.root), 0

@@ -1,4 +1,5 @@
-"""What ptxas says about each kernel of a build: registers, stack, spills and static shared memory, from the logs beside the object files.
+"""What ptxas says about each kernel of a build: registers, stack, spills and static shared memory, from the logs beside
+the object files.
 
 python build_backend/kernel_resources.py BUILD_FOLDER      prints the JSON that setup.py puts beside the library
 """

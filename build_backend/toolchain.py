@@ -52,7 +52,10 @@ def nvcc_version() -> tuple[int, int]:
 
 
 def release_label() -> str:
-    """What a wheel's version ends with: nothing for CUDA 13, +cu12 for CUDA 12, so that both wheels can lie in one folder."""
+    """What a wheel's version ends with:
+
+    nothing for CUDA 13, +cu12 for CUDA 12, so that both wheels can lie in one folder.
+    """
     return "" if nvcc() is None or nvcc_version()[0] == RELEASE_CUDA else f"+cu{nvcc_version()[0]}"
 
 
@@ -75,10 +78,11 @@ def no_cuda_reason() -> str | None:
 
 
 def torch_root() -> Path | None:
-    """The folder of a torch that has the stable ABI's headers: $TORCH_ROOT (RuntimeError when it is none), else an installed one.
+    """The folder of a torch that has the stable ABI's headers: $TORCH_ROOT (RuntimeError when it is none), else an
+    installed one.
 
-    Under build isolation the target environment is not importable, but its site-packages still is where sysconfig says: the
-    library needs only headers and libtorch_cpu from there, so nothing has to be downloaded.
+    Under build isolation the target environment is not importable, but its site-packages still is where sysconfig says:
+    the library needs only headers and libtorch_cpu from there, so nothing has to be downloaded.
     """
     if named := os.environ.get("TORCH_ROOT"):
         if not _has_stable_abi(Path(named)):
@@ -103,7 +107,11 @@ def torch_version(root: Path) -> tuple[int, int]:
 def build_requirements() -> list[str]:
     if os.environ.get("FLASHMHF_LIBRARY") or no_cuda_reason() is not None:
         return []
-    missing = [requirement for tool, requirement in (("cmake", "cmake>=3.24"), ("ninja", "ninja")) if shutil.which(tool) is None]
+    missing = [
+        requirement
+        for tool, requirement in (("cmake", "cmake>=3.24"), ("ninja", "ninja"))
+        if shutil.which(tool) is None
+    ]
     return missing + ([TORCH_REQUIREMENT] if torch_root() is None else [])
 
 

@@ -2,9 +2,10 @@
 
     python csrc/compare_machine_code.py OLD.so NEW.so
 
-A kernel is equal when its instructions, its launch attributes and its resources (registers, stack, static shared memory, constant bank) are
-equal. Names do not count: a kernel that only NEW names so is paired with the kernel of OLD that has the same code. Line numbers are not
-compared. cuobjdump comes from the CUDA toolkit ($CUDA_HOME/bin, PATH) or from the Triton package.
+A kernel is equal when its instructions, its launch attributes and its resources (registers, stack, static shared
+memory, constant bank) are equal. Names do not count: a kernel that only NEW names so is paired with the kernel of OLD
+that has the same code. Line numbers are not compared. cuobjdump comes from the CUDA toolkit ($CUDA_HOME/bin, PATH) or
+from the Triton package.
 
 Exit status: 0 all equal, 1 some differ, 2 bad arguments or no cuobjdump.
 """
@@ -67,7 +68,9 @@ def kernels(library: str) -> dict[str, str]:
     return {name: "\n".join(code) for name, code in found.items()}
 
 
-def compare(old: dict[str, str], new: dict[str, str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str], list[str]]:
+def compare(
+    old: dict[str, str], new: dict[str, str]
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str], list[str]]:
     """Pairs of equal kernels, pairs of one name that differ, names that only `old` has, names that only `new` has."""
     equal = [(name, name) for name in new if old.get(name) == new[name]]
     old_left = [name for name in old if old.get(name) != new.get(name)]
@@ -80,7 +83,12 @@ def compare(old: dict[str, str], new: dict[str, str]) -> tuple[list[tuple[str, s
             new_left.remove(name)
             equal.append((candidates[0], name))
     different = [(name, name) for name in new_left if name in old_left]
-    return equal, different, [name for name in old_left if name not in new], [name for name in new_left if name not in old]
+    return (
+        equal,
+        different,
+        [name for name in old_left if name not in new],
+        [name for name in new_left if name not in old],
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

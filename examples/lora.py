@@ -3,7 +3,8 @@
     pip install '.[lm]' peft
     python examples/lora.py
 
-PEFT adapts parameters of two or three dimensions. K, U and V have four, which `stack_weights` stores as three over the same memory.
+PEFT adapts parameters of two or three dimensions. K, U and V have four, which `stack_weights` stores as three over the
+same memory.
 """
 
 import torch

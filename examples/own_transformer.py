@@ -4,7 +4,8 @@
     python examples/own_transformer.py
 
 Three things differ from a SwiGLU network:
-- `num_layers` tells each FlashMHF how deep the model is, so that its output starts at the right size for the residual stream.
+- `num_layers` tells each FlashMHF how deep the model is, so that its output starts at the right size for the residual
+stream.
 - `flashmhf.param_groups` gives in_proj and out_proj a lower learning rate.
 - the learning rate warms up, as the router is learnt together with the networks that it weighs.
 """
@@ -18,7 +19,10 @@ VOCABULARY, D_MODEL, HEADS, LAYERS, LENGTH = 256, 128, 2, 4, 64
 
 
 class Block(nn.Module):
-    """Causal attention and FlashMHF, each behind a norm and in the residual stream: x [batch, length, d_model] -> the same."""
+    """Causal attention and FlashMHF, each behind a norm and in the residual stream:
+
+    x [batch, length, d_model] -> the same.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +41,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(VOCABULARY, D_MODEL), nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.embedding, self.blocks = (
+            nn.Embedding(VOCABULARY, D_MODEL),
+            nn.Sequential(*(Block() for _ in range(LAYERS))),
+        )
         self.norm, self.head = nn.RMSNorm(D_MODEL), nn.Linear(D_MODEL, VOCABULARY, bias=False)
 
     def forward(self, ids):

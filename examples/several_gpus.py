@@ -1,11 +1,12 @@
-"""A language model in one's own training loop on several GPUs: FSDP2, compiled blocks and Muon, in the order in which they fit together.
+"""A language model in one's own training loop on several GPUs: FSDP2, compiled blocks and Muon, in the order in which
+they fit together.
 
     pip install ".[lm]"
     torchrun --nproc-per-node 8 examples/several_gpus.py flashmhf-1.3b     # eight GPUs
     torchrun --nproc-per-node 2 examples/several_gpus.py flashmhf-tiny     # two CPU processes, within a minute
 
-The order: the same weights everywhere, then compile, then shard, then make the optimizer. fully_shard puts DTensors in the place of the
-parameters, so an optimizer that was made before would step tensors that the model no longer uses.
+The order: the same weights everywhere, then compile, then shard, then make the optimizer. fully_shard puts DTensors in
+the place of the parameters, so an optimizer that was made before would step tensors that the model no longer uses.
 """
 
 import math
@@ -29,7 +30,9 @@ def sequences(count: int, length: int, vocabulary: int) -> torch.Tensor:
     return (torch.randint(vocabulary, (count, 1)) + torch.arange(length)) % vocabulary
 
 
-def train(name: str, steps: int, warmup: int, rate: float, micro_batch: int, accumulate: int, length: int) -> list[float]:
+def train(
+    name: str, steps: int, warmup: int, rate: float, micro_batch: int, accumulate: int, length: int
+) -> list[float]:
     """Train the preset ``name``; return the mean loss of each step over all processes."""
     device, size = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
     mesh = init_device_mesh(device, (size,))
@@ -82,5 +85,13 @@ if __name__ == "__main__":
     if chosen.endswith("-tiny"):
         train(chosen, steps=60, warmup=10, rate=1e-2, micro_batch=4, accumulate=1, length=64)
     else:  # the paper's 64 sequences of 4,096 tokens per step on eight GPUs
-        train(chosen, steps=1000, warmup=100, rate=1e-3, micro_batch=4, accumulate=max(1, 16 // dist.get_world_size()), length=4096)
+        train(
+            chosen,
+            steps=1000,
+            warmup=100,
+            rate=1e-3,
+            micro_batch=4,
+            accumulate=max(1, 16 // dist.get_world_size()),
+            length=4096,
+        )
     dist.destroy_process_group()

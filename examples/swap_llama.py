@@ -4,7 +4,8 @@
     python examples/swap_llama.py
 
 The model is small and has random weights, so this runs on a CPU in seconds. For a pretrained model, take its
-`AutoModelForCausalLM.from_pretrained(...)` instead: attention and embeddings keep their weights, the new networks start fresh.
+`AutoModelForCausalLM.from_pretrained(...)` instead: attention and embeddings keep their weights, the new networks start
+fresh.
 """
 
 import tempfile
@@ -17,10 +18,13 @@ from flashmhf.models import load_replaced
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
-config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
+)
 model = LlamaForCausalLM(config)
 
-names = flashmhf.replace_ffn(model)  # heads of 128 and equal parameters, unless num_heads, num_subnets and subnet_dim say otherwise
+# heads of 128 and equal parameters, unless num_heads, num_subnets and subnet_dim say otherwise
+names = flashmhf.replace_ffn(model)
 model.to(device)
 print(f"replaced {len(names)} networks, now {model.model.layers[0].mlp}")
 

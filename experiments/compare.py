@@ -2,20 +2,21 @@
 
 compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5] [--pieces N] [--done RESULTS ...]
 
-A queue is a JSON file: {"defaults": settings, "runs": [settings, ...]}, settings being the fields of Run. "grid": {field: [values]}
-stands for every combination. "best_of": [names] takes over the settings of that run among those finished which has the lowest
-validation loss; where none is finished, the entry is left for another call.
+A queue is a JSON file: {"defaults": settings, "runs": [settings, ...]}, settings being the fields of Run. "grid":
+{field: [values]} stands for every combination. "best_of": [names] takes over the settings of that run among those
+finished which has the lowest validation loss; where none is finished, the entry is left for another call.
 
-One process a GPU takes the first run that nobody holds and nobody has finished. A run is held by a file lock, so a killed process
-gives its run back. A finished run is one line of RUNS/runs.jsonl (see ``record``). A run that is not finished when the minutes are over,
-or is killed, goes on from RUNS/NAME.state in the next call: weights, optimizer and step are kept, the batches follow from seed and step,
-and the losses are those of a run without the break. The state is also written every two minutes.
+One process a GPU takes the first run that nobody holds and nobody has finished. A run is held by a file lock, so a
+killed process gives its run back. A finished run is one line of RUNS/runs.jsonl (see ``record``). A run that is not
+finished when the minutes are over, or is killed, goes on from RUNS/NAME.state in the next call: weights, optimizer and
+step are kept, the batches follow from seed and step, and the losses are those of a run without the break. The state is
+also written every two minutes.
 
-Runs of one size train equal non-embedding parameters (checked, 1 %) on equal tokens in equal batches. A pass goes through the pieces
-of the corpus in their order, and through the windows of each in an order drawn from the seed; each window is seen once a pass. Runs of more
-than four passes are refused. A piece that is not there yet is waited for, so that training can begin while the corpus is still tokenised.
-The network is that of flashmhf.models (a test compares their losses) without transformers around it, so that one compiled block serves
-all layers.
+Runs of one size train equal non-embedding parameters (checked, 1 %) on equal tokens in equal batches. A pass goes
+through the pieces of the corpus in their order, and through the windows of each in an order drawn from the seed; each
+window is seen once a pass. Runs of more than four passes are refused. A piece that is not there yet is waited for, so
+that training can begin while the corpus is still tokenised. The network is that of flashmhf.models (a test compares
+their losses) without transformers around it, so that one compiled block serves all layers.
 """
 
 from __future__ import annotations
@@ -54,13 +55,16 @@ SAVED = 120  # seconds between two states at least
 
 @dataclass(frozen=True)
 class Run:
-    """One training. ``heads``, ``subnets``, ``width`` as in FlashMHFConfig: d_ff = E d_e, a head's width, the keys of a head.
+    """One training. ``heads``, ``subnets``, ``width`` as in FlashMHFConfig: d_ff = E d_e, a head's width, the keys of a
+    head.
 
     rates: a role of flashmhf.nn.optim.roles to the factor on its learning rate; its weight decay is divided by it.
-    decays: a role to its weight decay, before that division. router_std, value_scale, projections: on top of ``init``; "orthogonal"
-    projections are random orthogonal matrices times the standard deviation that ``init`` gives them. gates: "normalised", the paper's, or
-    "sigmoid", which do not lower each other. optimizer "muon": Muon for all matrices but the embedding, which AdamW trains with the rest.
-    stacks: what of K, U and V is one matrix to Muon, a sub-network, "subnets", or a head's sub-networks side by side, "heads".
+    decays: a role to its weight decay, before that division. router_std, value_scale, projections: on top of ``init``;
+    "orthogonal" projections are random orthogonal matrices times the standard deviation that ``init`` gives them.
+    gates: "normalised", the paper's, or "sigmoid", which do not lower each other. optimizer "muon": Muon for all
+    matrices but the embedding, which AdamW trains with the rest.
+    stacks: what of K, U and V is one matrix to Muon, a sub-network, "subnets", or a head's sub-networks side by side,
+    "heads".
     """
 
     name: str
@@ -123,7 +127,10 @@ class Entry:
 
 
 def read_queue(path: Path) -> list[Entry]:
-    """The runs of a queue file, grids expanded; raises ValueError for names that are not unique and unknown settings."""
+    """The runs of a queue file, grids expanded;
+
+    raises ValueError for names that are not unique and unknown settings.
+    """
     queue = json.loads(path.read_text())
     short, known = {"learning_rate": "lr", "weight_decay": "wd"}, {each.name for each in dataclasses.fields(Run)}
     entries = []
@@ -133,7 +140,13 @@ def read_queue(path: Path) -> list[Entry]:
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             name = "-".join(
-                [base, *(value if isinstance(value, str) else f"{short.get(key, key)}{value:g}" for key, value in chosen.items())]
+                [
+                    base,
+                    *(
+                        value if isinstance(value, str) else f"{short.get(key, key)}{value:g}"
+                        for key, value in chosen.items()
+                    ),
+                ]
             )
             settings = ({} if best_of else queue.get("defaults", {})) | entry | chosen
             if unknown := sorted(set(settings) - known):
@@ -171,12 +184,16 @@ GATES = {"normalised": flashmhf.FlashMHF, "sigmoid": SigmoidGates}
 
 def feed_forward(run: Run) -> nn.Module:
     if run.gates not in GATES or (run.ffn != "flashmhf" and run.gates != "normalised"):
-        raise ValueError(f"{run.name}: gates is {run.gates!r}; supported: {', '.join(GATES)}, the second for ffn 'flashmhf' only")
+        raise ValueError(
+            f"{run.name}: gates is {run.gates!r}; supported: {', '.join(GATES)}, the second for ffn 'flashmhf' only"
+        )
     match run.ffn:
         case "swiglu":
             module = flashmhf.SwiGLU(run.d_model, run.width)
         case "flashmhf":
-            module = GATES[run.gates](run.d_model, run.heads, run.subnets, run.width // run.subnets, q_norm=run.q_norm, backend=run.backend)
+            module = GATES[run.gates](
+                run.d_model, run.heads, run.subnets, run.width // run.subnets, q_norm=run.q_norm, backend=run.backend
+            )
         case "mh_ffn":
             module = flashmhf.MHFFN(run.d_model, run.heads, run.width, backend=run.backend)
         case "pkv":
@@ -205,7 +222,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads = run.attention_heads
         self.norm1, self.norm2 = (nn.RMSNorm(run.d_model, eps=1e-5) for _ in range(2))
-        self.qkv, self.out = nn.Linear(run.d_model, 3 * run.d_model, bias=False), nn.Linear(run.d_model, run.d_model, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(run.d_model, 3 * run.d_model, bias=False),
+            nn.Linear(run.d_model, run.d_model, bias=False),
+        )
         for linear in (self.qkv, self.out):
             nn.init.normal_(linear.weight, std=0.02)
         self.ffn = feed_forward(run)
@@ -231,7 +251,9 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(run.d_model, eps=1e-5)
 
     def forward(self, x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(nn.functional.linear(self.norm(x), embedding).flatten(0, 1).float(), targets.flatten())
+        return nn.functional.cross_entropy(
+            nn.functional.linear(self.norm(x), embedding).flatten(0, 1).float(), targets.flatten()
+        )
 
 
 class Model(nn.Module):
@@ -254,7 +276,10 @@ class Model(nn.Module):
         return self.head(x, self.embedding.weight, tokens[:, 1:])
 
     def compile_parts(self) -> None:
-        """One graph serves all blocks, and all models with the same feed-forward network: compilation is most of a short run otherwise."""
+        """One graph serves all blocks, and all models with the same feed-forward network:
+
+        compilation is most of a short run otherwise.
+        """
         for part in (*self.blocks, self.head):
             part.compile(fullgraph=True, dynamic=False)
 
@@ -266,11 +291,16 @@ def non_embedding(model: Model) -> int:
 def check_size(run: Run, model: Model) -> None:
     there = non_embedding(model)
     if abs(there - run.non_embedding) > TOLERANCE * run.non_embedding:
-        raise ValueError(f"{run.name} has {there:,} non-embedding parameters; {run.size} is {run.non_embedding:,} within {TOLERANCE:.0%}")
+        raise ValueError(
+            f"{run.name} has {there:,} non-embedding parameters; {run.size} is {run.non_embedding:,} within {TOLERANCE:.0%}"
+        )
 
 
 def optimizer_groups(run: Run, model: Model) -> list[dict[str, object]]:
-    """A group a role, with the run's rates and decays; flashmhf.param_groups is the special case rates={"projection": 0.3}."""
+    """A group a role, with the run's rates and decays;
+
+    flashmhf.param_groups is the special case rates={"projection": 0.3}.
+    """
     parameters, kinds = dict(model.named_parameters()), roles(model)
     unknown = sorted({*run.rates, *run.decays} - {"projection", "k", "u", "v", "router", "other", "undecayed"})
     if unknown:
@@ -290,7 +320,8 @@ class MuonByHeads(flashmhf.Muon):
     def _step_alike(self, group: dict, parameters: list[Tensor]) -> None:
         if parameters[0].dim() < 4:
             return super()._step_alike(group, parameters)
-        joined = [nn.Parameter(each.detach().flatten(1, 2)) for each in parameters]  # views: what changes them changes the parameters
+        # views: what changes them changes the parameters
+        joined = [nn.Parameter(each.detach().flatten(1, 2)) for each in parameters]
         for whole, parameter in zip(joined, parameters, strict=True):
             whole.grad = parameter.grad.flatten(1, 2)
             self.state[whole] = {name: value.flatten(1, 2) for name, value in self.state[parameter].items()}
@@ -305,7 +336,9 @@ MUON = {"subnets": flashmhf.Muon, "heads": MuonByHeads}
 def make_optimizer(run: Run, model: Model, device: str) -> torch.optim.Optimizer:
     groups = optimizer_groups(run, model)
     if run.stacks not in MUON or (run.stacks != "subnets" and (run.optimizer, run.ffn) != ("muon", "flashmhf")):
-        raise ValueError(f"{run.name}: stacks is {run.stacks!r}; supported: {', '.join(MUON)}, the second for flashmhf with muon only")
+        raise ValueError(
+            f"{run.name}: stacks is {run.stacks!r}; supported: {', '.join(MUON)}, the second for flashmhf with muon only"
+        )
     match run.optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, betas=run.betas, fused=device == "cuda")
@@ -327,7 +360,9 @@ def muon_groups(groups: list[dict], vocabulary: set[int]) -> list[dict]:
 def schedule(run: Run, step: int) -> float:
     """Factor on the learning rates at ``step``: linear warm-up, cosine to min_rate."""
     done = max(0, step - run.warmup) / max(1, run.steps - run.warmup)
-    return min(1.0, (step + 1) / max(1, run.warmup)) * (run.min_rate + (1 - run.min_rate) * 0.5 * (1 + math.cos(math.pi * done)))
+    return min(1.0, (step + 1) / max(1, run.warmup)) * (
+        run.min_rate + (1 - run.min_rate) * 0.5 * (1 + math.cos(math.pi * done))
+    )
 
 
 class TimeUpError(Exception):
@@ -336,8 +371,8 @@ class TimeUpError(Exception):
 
 @dataclass
 class Tokens:
-    """Token ids on the device, int32: ``pieces`` pieces to train on (None: those that are there), loaded when they are reached, and the
-    validation text by kind."""
+    """Token ids on the device, int32: ``pieces`` pieces to train on (None: those that are there), loaded when they are
+    reached, and the validation text by kind."""
 
     directory: Path
     device: str
@@ -351,7 +386,9 @@ class Tokens:
     def __post_init__(self) -> None:
         self.pieces = self.pieces or len(list(self.directory.glob("train-*.bin")))
         self.stored = json.loads((self.directory / "tokens.json").read_text())
-        self.validation = {path.stem.partition("-")[2]: self._read(path) for path in sorted(self.directory.glob("val-*.bin"))}
+        self.validation = {
+            path.stem.partition("-")[2]: self._read(path) for path in sorted(self.directory.glob("val-*.bin"))
+        }
 
     @property
     def bytes(self) -> int:
@@ -380,10 +417,15 @@ class Tokens:
         return time.monotonic() - self.waited
 
     def check(self, run: Run) -> None:
-        """Raise ValueError where ``run`` takes more than four passes. The pieces are fair samples, so the first one stands for all."""
+        """Raise ValueError where ``run`` takes more than four passes.
+
+        The pieces are fair samples, so the first one stands for all.
+        """
         there = self.pieces * len(self.piece(0))
         if run.tokens > PASSES * there:
-            raise ValueError(f"{run.name}: steps is {run.steps}, {run.tokens / there:.1f} passes over {there:,} tokens; at most {PASSES}")
+            raise ValueError(
+                f"{run.name}: steps is {run.steps}, {run.tokens / there:.1f} passes over {there:,} tokens; at most {PASSES}"
+            )
 
     def batches(self, run: Run, first: int) -> Iterator[Tensor]:
         """Batches [batch, context + 1] of the run from step ``first`` on."""
@@ -391,7 +433,8 @@ class Tokens:
         for drawn, index in enumerate(index for _ in itertools.count() for index in range(self.pieces)):
             tokens = self.piece(index)
             generator = torch.Generator().manual_seed((run.seed << 32) + drawn)
-            shift = int(torch.randint(run.context, (), generator=generator))  # windows of another pass have other borders
+            # windows of another pass have other borders
+            shift = int(torch.randint(run.context, (), generator=generator))
             starts = torch.randperm((len(tokens) - 1 - shift) // run.context, generator=generator) * run.context + shift
             batches = starts[: len(starts) // run.batch * run.batch].to(self.device).view(-1, run.batch)
             for chosen in batches[first:]:
@@ -401,8 +444,8 @@ class Tokens:
 
 @dataclass
 class Progress:
-    """Where a run is and what it has recorded. ``timed`` steps took ``seconds``; not counted are compilation, evaluation, saving and
-    waiting for pieces."""
+    """Where a run is and what it has recorded. ``timed`` steps took ``seconds``; not counted are compilation,
+    evaluation, saving and waiting for pieces."""
 
     losses: Tensor
     norms: Tensor
@@ -433,7 +476,8 @@ def load(path: Path, run: Run, model: Model, optimizer: torch.optim.Optimizer, d
 def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) -> dict[str, object]:
     """Train one network, from ``state`` on where that file is there; return its losses and speed.
 
-    Raises TimeUpError past the deadline of ``tokens``, after saving ``state``. The caller removes it when the result is recorded.
+    Raises TimeUpError past the deadline of ``tokens``, after saving ``state``. The caller removes it when the result is
+    recorded.
     """
     torch.manual_seed(run.seed)
     with torch.device(device):
@@ -465,7 +509,10 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) ->
         except TimeUpError:
             progress.step, progress.wall = step, time.monotonic() - begin
             save(state, run, model, optimizer, progress)
-            print(f"{run.name}: saved after {step} of {run.steps} steps; {json.dumps(progress.evaluations[-1:])}", flush=True)
+            print(
+                f"{run.name}: saved after {step} of {run.steps} steps; {json.dumps(progress.evaluations[-1:])}",
+                flush=True,
+            )
             raise
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * schedule(run, step)
@@ -482,7 +529,10 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) ->
         if timed_from is not None and (done % CHECKED == 0 or done % every == 0 or done == run.steps):
             _wait(device)
             now = tokens.clock()
-            progress.timed, progress.seconds = progress.timed + done - timed_from[0], progress.seconds + now - timed_from[1]
+            progress.timed, progress.seconds = (
+                progress.timed + done - timed_from[0],
+                progress.seconds + now - timed_from[1],
+            )
             timed_from = (done, now)
         if done % every == 0 and done < run.steps:
             losses = validate(run, model, tokens, autocast, SAMPLE)
@@ -504,7 +554,9 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) ->
         "evaluations": progress.evaluations,
         "validation_loss": losses.pop("all"),
         "validation": losses,
-        "tokens_per_second": round(progress.timed * run.batch * run.context / progress.seconds) if progress.timed else None,
+        "tokens_per_second": round(progress.timed * run.batch * run.context / progress.seconds)
+        if progress.timed
+        else None,
         "seconds": round(time.monotonic() - begin, 2),
         "peak_memory": memory,
     }
@@ -513,7 +565,8 @@ def train(run: Run, tokens: Tokens, device: str, compiled: bool, state: Path) ->
 def validate(run: Run, model: Model, tokens: Tokens, autocast, sample: int | None = None) -> dict[str, float]:
     """Mean losses by kind and, as "all", of all their tokens, in windows of the context side by side.
 
-    ``sample`` windows of each kind, evenly spaced, or all of them. The last batch of a kind stays out where it is not full.
+    ``sample`` windows of each kind, evenly spaced, or all of them. The last batch of a kind stays out where it is not
+    full.
     """
     sums, counts = {}, {}
     for kind, text in tokens.validation.items():
@@ -545,7 +598,10 @@ def _wait(device: str) -> None:
 
 
 def record(run: Run, result: dict[str, object], device: str, commit: str, tokens: Tokens) -> dict[str, object]:
-    """The line of a run: configuration, versions, mean training loss and gradient norm of every ``every`` steps, evaluations, result."""
+    """The line of a run:
+
+    configuration, versions, mean training loss and gradient norm of every ``every`` steps, evaluations, result.
+    """
     every = max(10, run.steps // 100)
     means = {
         name: [round(float(np.mean(result[name][begin : begin + every])), 4) for begin in range(0, run.steps, every)]
@@ -591,7 +647,8 @@ def _lock(path: Path, wait: bool) -> Iterator[bool]:
 
 def work(options: argparse.Namespace, deadline: float) -> int:
     """Takes runs until none is left or the time is up; returns how many failed."""
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 256  # a graph for each kind of network
+    # a graph for each kind of network
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 256
     torch.set_float32_matmul_precision("high")
     device, tokens, failed = options.device, None, 0
     locks, results = options.out / "locks", options.out / "runs.jsonl"
@@ -628,7 +685,10 @@ def work(options: argparse.Namespace, deadline: float) -> int:
 
 def _commit() -> str:
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, cwd=Path(__file__).parent
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
     )
     return found.stdout.strip() or "unknown"
 
@@ -641,10 +701,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--done", type=Path, nargs="*", default=[], help="further files of finished runs")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="of this call; an unfinished run is saved and goes on in the next one"
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="of this call; an unfinished run is saved and goes on in the next one",
     )
     parser.add_argument("--least", type=float, default=60, help="seconds that must be left for a run to begin or go on")
-    parser.add_argument("--pieces", type=int, help="pieces to train on, the first ones, waited for; those that are there otherwise")
+    parser.add_argument(
+        "--pieces", type=int, help="pieces to train on, the first ones, waited for; those that are there otherwise"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--workers", type=int, help="processes, one a GPU; all GPUs otherwise")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
@@ -652,12 +717,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     deadline = begin + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # shared by the processes, and by the next call where --out is kept
+    # shared by the processes, and by the next call where --out is kept
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ.setdefault(name, str(options.out.resolve() / "cache" / name.partition("_")[0].lower()))
     workers = options.workers or (torch.cuda.device_count() if options.device == "cuda" else 1)
     if workers == 1:
         return min(1, work(options, deadline))
-    command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments), "--workers", "1", "--commit", options.commit]
+    command = [
+        sys.executable,
+        __file__,
+        *(sys.argv[1:] if arguments is None else arguments),
+        "--workers",
+        "1",
+        "--commit",
+        options.commit,
+    ]
     command += ["--minutes", str((deadline - time.monotonic()) / 60)]
     started = [subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}) for gpu in range(workers)]
     return max(process.wait() for process in started)

@@ -1,4 +1,5 @@
-"""Source code and English prose as token files for the comparisons of compare.py. corpus.json has their recipe and hashes, no text.
+"""Source code and English prose as token files for the comparisons of compare.py. corpus.json has their recipe and
+hashes, no text.
 
 corpus.py fetch SOURCES            downloads the packages of corpus.json into SOURCES (apt-get, pip, npm) and checks their sha256
                                    Debian's mirrors keep the current versions; older ones are at snapshot.debian.org
@@ -6,11 +7,13 @@ corpus.py build SOURCES TEXT       cleans and deduplicates them, trains the toke
 corpus.py tokenise TEXT OUT        writes OUT/train-NN.bin of the pieces that TEXT has and OUT lacks (uint16), using every core
 corpus.py files PATH... OUT        the same token files from The Pile (.jsonl, .jsonl.gz, .jsonl.zst), PG19 (.txt) or any such files
 
-A document is a file of a package. A hash of its name decides whether it is validation text (only files of at most 200,000 characters are),
-so the split does not change when sources are added. Paragraphs of prose and large blocks of code are kept once, so none is in both parts.
+A document is a file of a package. A hash of its name decides whether it is validation text (only files of at most
+200,000 characters are), so the split does not change when sources are added. Paragraphs of prose and large blocks of
+code are kept once, so none is in both parts.
 
-Every piece is a fair sample of the training text: sections of prose and folders of code are spread over the pieces by a hash. A prefix of
-the pieces is a smaller corpus of the same kind. Piece 00 also holds the tokenizer and the validation text, prose and code apart.
+Every piece is a fair sample of the training text: sections of prose and folders of code are spread over the pieces by a
+hash. A prefix of the pieces is a smaller corpus of the same kind. Piece 00 also holds the tokenizer and the validation
+text, prose and code apart.
 """
 
 from __future__ import annotations
@@ -50,16 +53,23 @@ CODE = tuple(
     ".c .h .cc .cpp .cxx .hh .hpp .hxx .inl .ipp .cu .m .mm .S .java .go .rs .py .pyx .pxd .js .mjs .jsx .ts .tsx .php .pas .pp .inc "
     ".el .lisp .scm .ml .mli .erl .hrl .pl .pm .sh .adb .ads .vim .lua .rb .hs .y .awk".split()
 )
-SKIPPED = ("/testsuite/", "/_sources/", ".min.js", "/locale/", "/locales/", "/i18n/")  # _sources: Sphinx' text beside its pages
+# _sources: Sphinx' text beside its pages
+SKIPPED = ("/testsuite/", "/_sources/", ".min.js", "/locale/", "/locales/", "/i18n/")
 
 _UNREAD = re.compile(r"(?is)<(script|style|nav|head|pre|footer)\b.*?</\1\s*>|<!--.*?-->")
-_TAGS_OF_BLOCKS = re.compile(r"(?i)</?(p|div|li|ul|ol|dl|dt|dd|td|th|tr|table|h[1-6]|br|section|article|blockquote|hr)\b[^>]*>")
+_TAGS_OF_BLOCKS = re.compile(
+    r"(?i)</?(p|div|li|ul|ol|dl|dt|dd|td|th|tr|table|h[1-6]|br|section|article|blockquote|hr)\b[^>]*>"
+)
 _TAG = re.compile(r"<[^>]*>")
 _BLANKS, _LINES, _PARAGRAPH = re.compile(r"[ \t\r\f\v\xa0]+"), re.compile(r"\s*\n\s*"), re.compile(r"\n\s*\n")
 _LONG = re.compile(r"(?s).{1,2000}.*?(?:\n(?=\S)|\Z)")
 _NOT_WORD = re.compile(r"[\W_]+")
-_FREQUENT = re.compile(r"(?i)\b(?:the|of|and|to|a|in|is|for|that|it|be|as|with|or|are|this|on|by|not|an|you|if|his|was|from|can|we)\b")
-_GENERATED = re.compile(rb"(?i)do not (?:edit|modify)|auto-?(?:matically)?[ -]?generated|@generated|generated (?:by|from)")
+_FREQUENT = re.compile(
+    r"(?i)\b(?:the|of|and|to|a|in|is|for|that|it|be|as|with|or|are|this|on|by|not|an|you|if|his|was|from|can|we)\b"
+)
+_GENERATED = re.compile(
+    rb"(?i)do not (?:edit|modify)|auto-?(?:matically)?[ -]?generated|@generated|generated (?:by|from)"
+)
 _LETTERS, _DIGITS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", b"0123456789"
 _SOURCES = re.compile(r"usr/src/([^/]+/)?[^/]+\.tar\.[gx]z$|/lib/src\.zip$")
 _EMPTY = re.compile(r"\n{3,}")
@@ -68,7 +78,10 @@ Part = tuple[bytes | None, str]  # a paragraph or block and the hash by which it
 
 
 def paragraphs(text: str, is_html: bool) -> Iterator[str]:
-    """English prose of a file: paragraphs of at least 80 characters, three quarters letters, with the frequent words of English."""
+    """English prose of a file:
+
+    paragraphs of at least 80 characters, three quarters letters, with the frequent words of English.
+    """
     if is_html:
         text = _UNREAD.sub(" ", text).replace("\r", "")
         text = _LINES.sub(" ", text)
@@ -89,13 +102,21 @@ def _cut(block: str) -> list[str]:
 
 
 def blocks(raw: bytes) -> list[str]:
-    """The blocks of a source file between empty lines; none for minified, generated, binary and very long files and for tables."""
+    """The blocks of a source file between empty lines;
+
+    none for minified, generated, binary and very long files and for tables.
+    """
     lines = raw.count(b"\n") + 1
     if not 200 <= len(raw) <= 1_000_000 or len(raw) > 120 * lines or b"\0" in raw or _GENERATED.search(raw, 0, 2000):
         return []
     marks = raw.translate(None, b" \t\r\n")
     letters, digits = (len(marks) - len(marks.translate(None, kind)) for kind in (_LETTERS, _DIGITS))
-    if letters < 0.55 * len(marks) or digits > 0.15 * len(marks) or lines > 100 and raw.count(b"\n#define ") > 0.6 * lines:
+    if (
+        letters < 0.55 * len(marks)
+        or digits > 0.15 * len(marks)
+        or lines > 100
+        and raw.count(b"\n#define ") > 0.6 * lines
+    ):
         return []
     text = "\n".join(map(str.rstrip, _decoded(raw).split("\n")))
     return _EMPTY.sub("\n\n", text).strip("\n").split("\n\n")
@@ -151,7 +172,10 @@ def _clean(package: tuple[str, Path]) -> list[tuple[str, str, list[Part]]]:
             if name.endswith((".gz", ".dz")):
                 raw = gzip.decompress(raw)
             if kind == "prose":
-                kept = [(_digest(_NOT_WORD.sub("", each).lower()), each) for each in paragraphs(_decoded(raw), ".htm" in name.lower())]
+                kept = [
+                    (_digest(_NOT_WORD.sub("", each).lower()), each)
+                    for each in paragraphs(_decoded(raw), ".htm" in name.lower())
+                ]
             else:
                 kept = [(_digest(each) if len(each) >= BLOCK else None, each) for each in blocks(raw)]
             if kept:
@@ -160,7 +184,8 @@ def _clean(package: tuple[str, Path]) -> list[tuple[str, str, list[Part]]]:
 
 
 def documents(packages: list[tuple[str, Path]], processes: int) -> Iterator[tuple[str, str, str]]:
-    """(name, kind, text) of every document in the order of the packages, without paragraphs (by their letters) and blocks of earlier ones.
+    """(name, kind, text) of every document in the order of the packages, without paragraphs (by their letters) and
+    blocks of earlier ones.
 
     A source file most of which was there before is a copy, and what is left of it says nothing: it goes whole.
     """
@@ -234,7 +259,12 @@ def _download(name: str, source: str, version: str | None) -> list[str]:
 
 def _package_file(sources: Path, name: str, source: str) -> Path | None:
     bare = {"npm": name.removeprefix("@").replace("/", "-"), "pypi": name.replace("-", "_")}.get(source, name)
-    pattern = {"debian": f"{bare}_*.deb", "npm": f"{bare}-[0-9]*.tgz", "pypi": f"{bare}-*.whl", "sdist": f"{bare}-*.tar.gz"}[source]
+    pattern = {
+        "debian": f"{bare}_*.deb",
+        "npm": f"{bare}-[0-9]*.tgz",
+        "pypi": f"{bare}-*.whl",
+        "sdist": f"{bare}-*.tar.gz",
+    }[source]
     return next(iter(sorted(sources.glob(pattern))), None)
 
 
@@ -250,7 +280,11 @@ def fetch(sources: Path, record: bool) -> None:
             subprocess.run(command, cwd=sources, check=True, stdout=subprocess.DEVNULL)
             there = _package_file(sources, name, source)
         if record:
-            package |= {"version": _version(there, source), "sha256": sha256(there), "licences": _licences(there, source)}
+            package |= {
+                "version": _version(there, source),
+                "sha256": sha256(there),
+                "licences": _licences(there, source),
+            }
         elif sha256(there) != package["sha256"]:
             raise SystemExit(f"{there}: the sha256 is not that of corpus.json; another version would be another corpus")
     if record:
@@ -267,15 +301,17 @@ def write_manifest(manifest: dict) -> None:
 def _version(package: Path, source: str) -> str:
     match source:
         case "debian":
-            return subprocess.run(["dpkg-deb", "-f", str(package), "Version"], capture_output=True, text=True, check=True).stdout.strip()
+            return subprocess.run(
+                ["dpkg-deb", "-f", str(package), "Version"], capture_output=True, text=True, check=True
+            ).stdout.strip()
         case "pypi":
             return package.name.split("-")[1]
     return re.search(r"-(\d[^-]*(?:-[\w.]+)?)\.(?:tgz|tar\.gz)$", package.name)[1]
 
 
 def _licences(package: Path, source: str) -> list[str]:
-    """Return the licences that debian/copyright, METADATA, PKG-INFO or package.json names; where there are none, the common-licenses that
-    the text refers to."""
+    """Return the licences that debian/copyright, METADATA, PKG-INFO or package.json names; where there are none, the
+    common-licenses that the text refers to."""
     by_source = {"debian": ("/copyright",), "npm": ("/package.json",), "pypi": (".dist-info/METADATA",)}
     ends = by_source.get(source, ("/PKG-INFO", "/COPYING", "/LICENSE.txt"))
     if source == "pypi":
@@ -283,17 +319,26 @@ def _licences(package: Path, source: str) -> list[str]:
             texts = [archive.read(name) for name in archive.namelist() if name.endswith(ends)]
     else:
         unpack = ["dpkg", "--fsys-tarfile", str(package)]
-        raw = io.BytesIO(subprocess.run(unpack, capture_output=True, check=True).stdout) if source == "debian" else package.open("rb")
+        raw = (
+            io.BytesIO(subprocess.run(unpack, capture_output=True, check=True).stdout)
+            if source == "debian"
+            else package.open("rb")
+        )
         with raw, tarfile.open(fileobj=raw) as archive:
             found = [member for member in archive if member.isreg() and member.name.endswith(ends)]
-            texts = [archive.extractfile(member).read() for member in sorted(found, key=lambda member: member.name.count("/"))]
+            texts = [
+                archive.extractfile(member).read()
+                for member in sorted(found, key=lambda member: member.name.count("/"))
+            ]
     text = "\n".join(raw.decode("utf-8", "replace") for raw in texts)
     if source == "npm":
         return [str(json.loads(texts[0]).get("license", "see package.json"))]
     lines = re.findall(r"(?mi)^License(?:-Expression)?: *([\w][^\n:]{,49})$", text)
     named = {line.strip() for line in lines}
     named = named or set(re.findall(r"(?m)^Classifier: License :: OSI Approved :: ([^\n]+)", text))
-    return sorted(named or set(re.findall(r"common-licenses/([\w.+-]+\w)", text)) or {"see the package's licence files"})
+    return sorted(
+        named or set(re.findall(r"common-licenses/([\w.+-]+\w)", text)) or {"see the package's licence files"}
+    )
 
 
 def build(sources: Path, text: Path, processes: int, record: bool) -> None:
@@ -301,7 +346,9 @@ def build(sources: Path, text: Path, processes: int, record: bool) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     manifest = json.loads(MANIFEST.read_text())
-    packages = [(package["name"], _package_file(sources, package["name"], package["from"])) for package in manifest["packages"]]
+    packages = [
+        (package["name"], _package_file(sources, package["name"], package["from"])) for package in manifest["packages"]
+    ]
     by_name = {package["name"]: package for package in manifest["packages"]}
     characters = {name: dict.fromkeys(VALIDATION, 0) for name in by_name}
     found = []
@@ -314,16 +361,25 @@ def build(sources: Path, text: Path, processes: int, record: bool) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    sample = (document for name, kind, document in found if _hash(name, b"sample") % SAMPLE == 0 and not is_validation(name, kind))
+    sample = (
+        document
+        for name, kind, document in found
+        if _hash(name, b"sample") % SAMPLE == 0 and not is_validation(name, kind)
+    )
     tokenizer.train_from_iterator(sample, trainer)
     (text / "00").mkdir(parents=True)
     tokenizer.save(str(text / "00" / "tokenizer.json"))
     print("tokenizer trained", flush=True)
     parts: dict[str, list[bytes]] = {}
     for name, kind, document in found:
-        where = f"00/val-{kind}" if is_validation(name, kind) else f"{piece_of(name, kind, manifest['pieces']):02}/train"
+        where = (
+            f"00/val-{kind}" if is_validation(name, kind) else f"{piece_of(name, kind, manifest['pieces']):02}/train"
+        )
         parts.setdefault(where, []).append(document.encode("utf-8", "replace").replace(b"\0", b""))
     del found
     digest = hashlib.sha256()
@@ -380,8 +436,12 @@ def read_piece(paths: list[Path]) -> Iterator[str]:
 
 
 def read_files(paths: list[Path]) -> Iterator[tuple[str, str]]:
-    """Documents of .txt files (one each) and of the field "text" of .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz lines, in sections."""
-    for path in sorted(below for given in paths for below in ([given] if given.is_file() else given.rglob("*")) if below.is_file()):
+    """Documents of .txt files (one each) and of the field "text" of .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz lines, in
+    sections.
+    """
+    for path in sorted(
+        below for given in paths for below in ([given] if given.is_file() else given.rglob("*")) if below.is_file()
+    ):
         if path.suffix == ".txt":
             texts = [path.read_text(encoding="utf-8", errors="replace")]
         elif ".jsonl" in path.suffixes:
@@ -410,7 +470,9 @@ def _start(tokenizer: str) -> None:
 
 
 def _encode(group: list[str]) -> bytes:
-    return b"".join(np.array([*each.ids, _eos], dtype=np.uint16).tobytes() for each in _tokenizer.encode_batch_fast(group))
+    return b"".join(
+        np.array([*each.ids, _eos], dtype=np.uint16).tobytes() for each in _tokenizer.encode_batch_fast(group)
+    )
 
 
 def _groups(found: Iterable[str]) -> Iterator[list[str]]:
@@ -426,7 +488,10 @@ def _groups(found: Iterable[str]) -> Iterator[list[str]]:
 
 
 def tokenise(parts: dict[str, Iterable[str]], tokenizer: Path, out: Path, processes: int) -> dict[str, object]:
-    """Writes OUT/PART.bin of each part's documents; returns the sizes in tokens and hashes of all parts of OUT, as in tokens.json."""
+    """Writes OUT/PART.bin of each part's documents;
+
+    returns the sizes in tokens and hashes of all parts of OUT, as in tokens.json.
+    """
     out.mkdir(parents=True, exist_ok=True)
     stored = out / "tokens.json"
     result = json.loads(stored.read_text()) if stored.exists() else {"tokenizer_sha256": sha256(tokenizer), "parts": {}}
@@ -447,14 +512,15 @@ def tokenise(parts: dict[str, Iterable[str]], tokenizer: Path, out: Path, proces
 
 
 def tokenise_pieces(text: Path, out: Path, processes: int, record: bool) -> dict[str, object]:
-    """Tokenises the pieces that OUT lacks, with piece 00's tokenizer, which OUT keeps. ``record`` writes their sizes and hashes into
-    corpus.json, otherwise they must be those that are recorded there."""
+    """Tokenises the pieces that OUT lacks, with piece 00's tokenizer, which OUT keeps. ``record`` writes their sizes
+    and hashes into corpus.json, otherwise they must be those that are recorded there."""
     tokenizer, parts = out / "tokenizer.json", {}
     if not tokenizer.exists():
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.write_bytes((text / "00" / "tokenizer.json").read_bytes())
     for piece in sorted(each for each in text.iterdir() if each.is_dir()):
-        for kind in sorted({path.name.rpartition("-")[0] for path in piece.glob("*.bz2")}, reverse=True):  # a training needs val first
+        # a training needs val first
+        for kind in sorted({path.name.rpartition("-")[0] for path in piece.glob("*.bz2")}, reverse=True):
             name = f"train-{piece.name}" if kind == "train" else kind
             if not (out / f"{name}.bin").exists():
                 parts[name] = read_piece(sorted(piece.glob(f"{kind}-*.bz2")))
@@ -462,7 +528,9 @@ def tokenise_pieces(text: Path, out: Path, processes: int, record: bool) -> dict
     manifest = json.loads(MANIFEST.read_text())
     if record:
         write_manifest(manifest | {"tokens": result["parts"]})
-    elif wrong := sorted(name for name, part in result["parts"].items() if part != manifest.get("tokens", {}).get(name, part)):
+    elif wrong := sorted(
+        name for name, part in result["parts"].items() if part != manifest.get("tokens", {}).get(name, part)
+    ):
         raise SystemExit(f"{out}: not the tokens of corpus.json: {', '.join(wrong)}")
     return result
 
@@ -479,11 +547,15 @@ def main() -> None:
     add.add_argument("text", type=Path)
     add.add_argument("out", type=Path)
     for add in commands.choices.values():
-        add.add_argument("--record", action="store_true", help="write versions or hashes into corpus.json instead of comparing")
+        add.add_argument(
+            "--record", action="store_true", help="write versions or hashes into corpus.json instead of comparing"
+        )
     add = commands.add_parser("files")
     add.add_argument("paths", type=Path, nargs="+")
     add.add_argument("out", type=Path)
-    add.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json of at most 65,536 tokens, with <eos>")
+    add.add_argument(
+        "--tokenizer", type=Path, required=True, help="a tokenizer.json of at most 65,536 tokens, with <eos>"
+    )
     for add in commands.choices.values():
         add.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()

@@ -4,8 +4,8 @@ report.py collect FILE... RESULTS    takes the runs of compare.py's files into R
 report.py table RESULTS... [--reference NAME] [--markdown FILE] [--plot FILE.png]
 report.py document [--check]         the blocks of docs/quality.md from experiments/results, and the plot beside it
 
-Runs that differ in nothing but seed and name are one row: mean validation loss, Student's interval of the mean, difference to the
-reference's row over the seeds that both have (equal batches, so most of the noise is common).
+Runs that differ in nothing but seed and name are one row: mean validation loss, Student's interval of the mean,
+difference to the reference's row over the seeds that both have (equal batches, so most of the noise is common).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def interval(values: Iterable[float]) -> float | None:
 
 
 def collect(files: Iterable[Path], results: Path) -> list[str]:
-    """Take the runs of the files into RESULTS, sorted by name; return the names. Later ones take the place of earlier ones."""
+    """Take the runs of the files into RESULTS, sorted by name;
+
+    return the names. Later ones take the place of earlier ones.
+    """
     found = finished_runs(files)
     together = finished_runs([results]) | found
     partial = results.with_suffix(".partial")
@@ -72,7 +75,9 @@ def rows(files: Iterable[Path]) -> list[Row]:
     for name, line in sorted(finished_runs(files).items()):
         complete = dataclasses.asdict(Run(**line["configuration"]))  # an older run lacks the fields added since
         configuration = {key: value for key, value in complete.items() if key not in ("name", "seed")}
-        row = found.setdefault(json.dumps(configuration, sort_keys=True), Row(name, configuration, line["non_embedding"], {}, []))
+        row = found.setdefault(
+            json.dumps(configuration, sort_keys=True), Row(name, configuration, line["non_embedding"], {}, [])
+        )
         row.losses[line["configuration"]["seed"]] = line["validation_loss"]
         row.records.append(line)
     return sorted(found.values(), key=lambda row: (row.non_embedding // 2_000_000, row.mean))
@@ -82,7 +87,11 @@ def noise(found: Iterable[Row]) -> float | None:
     """Standard deviation between seeds, pooled over the rows with more than one."""
     repeated = [list(row.losses.values()) for row in found if len(row.losses) > 1]
     freedom = sum(len(values) - 1 for values in repeated)
-    return math.sqrt(sum(statistics.variance(values) * (len(values) - 1) for values in repeated) / freedom) if freedom else None
+    return (
+        math.sqrt(sum(statistics.variance(values) * (len(values) - 1) for values in repeated) / freedom)
+        if freedom
+        else None
+    )
 
 
 def table(found: list[Row], reference: str | None) -> str:
@@ -92,7 +101,9 @@ def table(found: list[Row], reference: str | None) -> str:
     ]
     for row in found:
         size = row.configuration["size"]
-        base = next((each for each in found if each.name == reference), None) if reference else best(found, "swiglu", size)
+        base = (
+            next((each for each in found if each.name == reference), None) if reference else best(found, "swiglu", size)
+        )
         difference, half = against(row, base if base is not None and base.configuration["size"] == size else None)
         cells = [
             row.name,
@@ -108,7 +119,10 @@ def table(found: list[Row], reference: str | None) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     between = noise(found)
     if between is not None:
-        lines += ["", f"Standard deviation between seeds: {between:.4f} nats (pooled over the rows with several seeds)."]
+        lines += [
+            "",
+            f"Standard deviation between seeds: {between:.4f} nats (pooled over the rows with several seeds).",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -121,7 +135,10 @@ def _most_seeds_then_lowest(row: Row) -> tuple[int, float]:
 
 
 def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
-    """Return the row of a network and size to compare with: of those with the most seeds, the one with the lowest mean loss."""
+    """Return the row of a network and size to compare with:
+
+    of those with the most seeds, the one with the lowest mean loss.
+    """
     candidates = [row for row in found if row.configuration["ffn"] == ffn and row.configuration["size"] == size]
     return min(candidates, key=_most_seeds_then_lowest, default=None)
 
@@ -129,7 +146,11 @@ def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
 def pairs(found: list[Row]) -> list[tuple[str, Row, Row]]:
     """Return (size, FlashMHF's best row, SwiGLU's best row) for each size that has both with a common seed."""
     chosen = ((size, best(found, "flashmhf", size), best(found, "swiglu", size)) for size in size_order(found))
-    return [(size, ours, theirs) for size, ours, theirs in chosen if ours and theirs and set(ours.losses) & set(theirs.losses)]
+    return [
+        (size, ours, theirs)
+        for size, ours, theirs in chosen
+        if ours and theirs and set(ours.losses) & set(theirs.losses)
+    ]
 
 
 def per_parameter(row: Row) -> float:
@@ -139,7 +160,9 @@ def per_parameter(row: Row) -> float:
 
 def title(row: Row) -> str:
     """Return the size and the tokens of its training, such as "26M, 59M tokens"."""
-    return f"{row.configuration['size'].partition(',')[0]}, {Run(**row.configuration, name='').tokens / 1e6:.0f}M tokens"
+    return (
+        f"{row.configuration['size'].partition(',')[0]}, {Run(**row.configuration, name='').tokens / 1e6:.0f}M tokens"
+    )
 
 
 def on_the_way(record: dict) -> dict[int, float]:
@@ -162,14 +185,19 @@ def differences_on_the_way(ours: Row, theirs: Row) -> dict[int, float]:
 
 
 def plot(found: list[Row], path: Path) -> None:
-    """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter: a point per size, a line where runs were evaluated on the way."""
+    """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter:
+
+    a point per size, a line where runs were evaluated on the way.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0, color="#9e9e9e", linewidth=1)
     for _, ours, theirs in pairs(found):
-        differences = [ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))]
+        differences = [
+            ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))
+        ]
         like = {"fmt": "o", "capsize": 3, "label": title(ours)}
         point = axes.errorbar(per_parameter(ours), statistics.mean(differences), yerr=interval(differences), **like)
         way = differences_on_the_way(ours, theirs)
@@ -188,7 +216,9 @@ def network(row: Row) -> str:
     sizes = [f"d_h {settings['d_model'] // settings['heads']}"] if settings["heads"] else []
     sizes += [f"E {settings['subnets']}"] if settings["subnets"] else []
     sizes += ["q_norm"] * settings["q_norm"] + ["sigmoid gates"] * (settings["gates"] == "sigmoid")
-    return " ".join([NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])])
+    return " ".join(
+        [NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])]
+    )
 
 
 def size_order(found: Iterable[Row]) -> list[str]:
@@ -205,19 +235,27 @@ def against(row: Row, base: Row | None) -> tuple[str, str]:
 
 def sizes_block(found: list[Row]) -> str:
     """A line per size: both networks' best rows, and what lies between them."""
-    lines = ["| parameters, tokens | tokens per parameter | FlashMHF | SwiGLU | difference, nats | seeds |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| parameters, tokens | tokens per parameter | FlashMHF | SwiGLU | difference, nats | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
     for _, ours, theirs in pairs(found):
         difference, half = against(ours, theirs)
         losses = [
-            f"{row.mean:.3f} ({network(row).partition(' ')[2]}; rate {row.configuration['learning_rate']:g})" for row in (ours, theirs)
+            f"{row.mean:.3f} ({network(row).partition(' ')[2]}; rate {row.configuration['learning_rate']:g})"
+            for row in (ours, theirs)
         ]
         seeds = len(set(ours.losses) & set(theirs.losses))
-        lines.append(f"| {title(ours)} | {per_parameter(ours):.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |")
+        lines.append(
+            f"| {title(ours)} | {per_parameter(ours):.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |"
+        )
     return "\n".join(lines)
 
 
 def _rate(row: Row) -> str:
-    """The learning rate, whether it ends at zero, by which factors parts of the network differ from it, and what else is unusual."""
+    """The learning rate, whether it ends at zero, by which factors parts of the network differ from it, and what else
+    is unusual.
+    """
     settings = row.configuration
     parts = {"projections": settings["rates"].get("projection", 1.0), "K, U and V": settings["rates"].get("k", 1.0)}
     factors = "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
@@ -228,28 +266,54 @@ def _rate(row: Row) -> str:
 
 
 def _speeds(records: Iterable[dict]) -> str:
-    """Millions of tokens per second of training, the mean of the timed runs on each GPU; rates do not change the speed."""
+    """Millions of tokens per second of training, the mean of the timed runs on each GPU;
+
+    rates do not change the speed.
+    """
     found: dict[str, list[int]] = {}
     for record in records:
         if record["tokens_per_second"]:
-            found.setdefault(record["device"].removeprefix("NVIDIA ").split()[0], []).append(record["tokens_per_second"])
+            found.setdefault(record["device"].removeprefix("NVIDIA ").split()[0], []).append(
+                record["tokens_per_second"]
+            )
     return ", ".join(f"{statistics.mean(speeds) / 1e6:.2f} ({gpu})" for gpu, speeds in sorted(found.items())) or "–"
 
 
 def long_block(found: list[Row]) -> str:
-    """A line per network of the runs that were evaluated on the way: its best rate, loss, speed and memory of training."""
+    """A line per network of the runs that were evaluated on the way:
+
+    its best rate, loss, speed and memory of training.
+    """
     networks: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in found if "evaluations" in row.records[0]):
         name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")
         networks.setdefault((row.configuration["size"].partition(",")[0], name), []).append(row)
-    header = ["size", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds", "million tokens/s", "memory, GiB"]
+    header = [
+        "size",
+        "network",
+        "best setting (learning rate)",
+        "loss",
+        "other settings: loss",
+        "seeds",
+        "million tokens/s",
+        "memory, GiB",
+    ]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for (size, name), of_network in networks.items():
         best_row, *others = sorted(of_network, key=_most_seeds_then_lowest)
         records = [record for row in of_network for record in row.records]
         tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
         memory = f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"
-        cells = [size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses)), _speeds(records), memory]
+        cells = [
+            size,
+            name,
+            _rate(best_row),
+            f"{best_row.mean:.3f}",
+            tried,
+            str(len(best_row.losses)),
+            _speeds(records),
+            memory,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -291,11 +355,15 @@ def main(arguments: list[str] | None = None) -> int:
     add.add_argument("results", type=Path)
     add = commands.add_parser("table")
     add.add_argument("results", type=Path, nargs="+")
-    add.add_argument("--reference", help="name of the row that the others are compared with; the best SwiGLU of the size otherwise")
+    add.add_argument(
+        "--reference", help="name of the row that the others are compared with; the best SwiGLU of the size otherwise"
+    )
     add.add_argument("--markdown", type=Path)
     add.add_argument("--plot", type=Path)
     add = commands.add_parser("document")
-    add.add_argument("--check", action="store_true", help="change nothing; exit status 1 when the blocks disagree with the results")
+    add.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 when the blocks disagree with the results"
+    )
     add.add_argument("--root", type=Path, default=ROOT, help="the repository (default: this script's)")
     options = parser.parse_args(arguments)
     if options.command == "collect":

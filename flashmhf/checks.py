@@ -1,7 +1,8 @@
 """Argument checks shared by every operator and back end.
 
-Each refusal names the argument, what it got and what is supported: TypeError for dtypes and non-tensors, ValueError for shapes,
-strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so inference_mode and no_grad cannot skip them.
+Each refusal names the argument, what it got and what is supported: TypeError for dtypes and non-tensors, ValueError for
+shapes, strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so inference_mode and no_grad cannot skip
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def instance(name: str, value: object, kind: type | UnionType, shown: str | None = None) -> None:
-    """Raise TypeError for a value of another type than ``kind``, which the message calls ``shown``; None for its name."""
+    """Raise TypeError for a value of another type than ``kind``, which the message calls ``shown``;
+
+    None for its name.
+    """
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {shown or f'a {kind.__name__}'}, got {type(value).__name__}")
 
@@ -64,10 +68,14 @@ def expect_shape(name: str, tensor: Tensor, expected: tuple, meaning: str) -> No
 
 def expect_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous")
+        raise ValueError(
+            f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous"
+        )
 
 
-def expect_like(name: str, tensor: Tensor, like: Tensor, size: tuple, meaning: str, *, or_float32: bool = False, of: str = "q") -> None:
+def expect_like(
+    name: str, tensor: Tensor, like: Tensor, size: tuple, meaning: str, *, or_float32: bool = False, of: str = "q"
+) -> None:
     """Refuse another dtype or device than those of ``like``, which is called ``of``, and another shape than ``size``."""
     expect_dtype(name, tensor, like, or_float32=or_float32, of=of)
     expect_device(name, tensor, like, of=of)
@@ -131,7 +139,10 @@ def epsilon(name: str, value: float) -> None:
 
 
 def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
-    """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k if it is given."""
+    """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless ``contiguous`` is False;
+
+    E from k if it is given.
+    """
     tensors(w=w)
     epsilon("eps", eps)
     expect_dtype("w", w, q, or_float32=True)
@@ -153,7 +164,9 @@ def gate(q: Tensor, k: Tensor, r: Tensor | tuple[Tensor, float] | None, *, conti
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
-    """Refuse all but a weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its device."""
+    """Refuse all but a weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its
+    device.
+    """
     expect_dtype(f"{name}_w", weight, x, of="x")
     expect_device(f"{name}_w", weight, x, of="x")
     if bias is not None:
@@ -176,12 +189,16 @@ def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
 
 
 def accumulators(k: Tensor, **buffers: Tensor) -> None:
-    """Refuse all but contiguous buffers of k's shape, float32 (float64 for float64 operands), that weight gradients are added into."""
+    """Refuse all but contiguous buffers of k's shape, float32 (float64 for float64 operands), that weight gradients are
+    added into.
+    """
     tensors(**buffers)
     expected = accumulate_dtype(k.dtype)
     for name, buffer in buffers.items():
         if buffer.dtype != expected:
-            raise TypeError(f"{name} has dtype {name_of(buffer.dtype)}; supported: {name_of(expected)} for {name_of(k.dtype)} operands")
+            raise TypeError(
+                f"{name} has dtype {name_of(buffer.dtype)}; supported: {name_of(expected)} for {name_of(k.dtype)} operands"
+            )
         expect_device(name, buffer, k, of="k")
         expect_shape(name, buffer, k.shape, "k's shape [H_kv, E, d_e, d_h]")
         expect_contiguous(name, buffer)

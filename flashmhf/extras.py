@@ -24,7 +24,9 @@ EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "lm_eval": "eval", "spmd_types": "titan"
 
 
 def advice(user: str, module: str | None) -> str | None:
-    """Return that ``user`` needs the module's package, and the command that installs it, or None for a module that no extra brings."""
+    """Return that ``user`` needs the module's package, and the command that installs it, or None for a module that no
+    extra brings.
+    """
     package = (module or "").partition(".")[0]
     extra = EXTRA_OF.get(package)
     return f"{user} needs {package}: pip install 'flashmhf[{extra}]'" if extra else None
@@ -39,7 +41,9 @@ def require(user: str, module: str) -> None:
 
 
 def pretrained_models(module: nn.Module, network: type[nn.Module]) -> Iterator[nn.Module]:
-    """Yield transformers' models within ``module``, itself included, that hold a ``network``, but none that is a part of another."""
+    """Yield transformers' models within ``module``, itself included, that hold a ``network``, but none that is a part
+    of another.
+    """
     inner: set[nn.Module] = set()
     library = sys.modules.get("transformers.modeling_utils")  # a model of transformers has imported it
     for part in module.modules() if library else ():

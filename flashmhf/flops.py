@@ -1,7 +1,8 @@
-"""Floating-point operations of the operators, which ``torch.utils.flop_counter.FlopCounterMode`` does not know by itself.
+"""Floating-point operations of the operators, which ``torch.utils.flop_counter.FlopCounterMode`` does not know by
+itself.
 
-A product of [m, k] and [k, n] is 2 m k n operations; elementwise work is not counted. What backward recomputes is, as PyTorch counts it
-for its own attention. An operator that meets a counter makes its formula known to it.
+A product of [m, k] and [k, n] is 2 m k n operations; elementwise work is not counted. What backward recomputes is, as
+PyTorch counts it for its own attention. An operator that meets a counter makes its formula known to it.
 """
 
 from __future__ import annotations
@@ -42,17 +43,24 @@ def gated_forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
 
 
 def _products_of_backward(needs: Sequence[bool]) -> int:
-    """Count the products, of eight: Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the weights'."""
+    """Count the products, of eight:
+
+    Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the weights'.
+    """
     tokens, weights = needs
     return 3 * (tokens or weights) + 2 * tokens + 3 * weights
 
 
-def backward(grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object) -> int:
+def backward(
+    grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object
+) -> int:
     """Count 16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares."""
     return _products_of_backward(needs) * product(q, k)
 
 
-def gated_backward(grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object) -> int:
+def gated_backward(
+    grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object
+) -> int:
     """Count :func:`backward`, the router's product again, and one product for each of its gradients."""
     tokens, weights = needs
     router_products = (tokens or weights) + tokens + weights
@@ -65,7 +73,10 @@ def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
 
 
 def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: bool = False, **kwargs: object) -> int:
-    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections. ``fp8``: for ``fp8_layer``, with its scales."""
+    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections.
+
+    ``fp8``: for ``fp8_layer``, with its scales.
+    """
     w, _, out_w = rest[3:6] if fp8 else rest[2:5]
     q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
     mixed = forward(q, k) if w is None else gated_forward(q, k)
@@ -85,8 +96,13 @@ _FORMULAE: dict[str, Callable[..., int]] = {
 }
 
 
-def _count(mode: Any, op: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Take a call that FlopCounterMode sees. A counter copies PyTorch's registry when it is made, so each gets the formulae by itself."""
+def _count(
+    mode: Any, op: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """Take a call that FlopCounterMode sees.
+
+    A counter copies PyTorch's registry when it is made, so each gets the formulae by itself.
+    """
     registry, packet = mode.counter.flop_registry, op._overloadpacket
     if packet not in registry:
         register()
@@ -95,7 +111,10 @@ def _count(mode: Any, op: torch._ops.OpOverload, types: Sequence[type], args: tu
 
 
 def register() -> None:
-    """Register the formulae with PyTorch, for tools that read its registry. Imports its counter, and Triton with it where installed."""
+    """Register the formulae with PyTorch, for tools that read its registry.
+
+    Imports its counter, and Triton with it where installed.
+    """
     counter = importlib.import_module(_COUNTER)
     for name, formula in _FORMULAE.items():
         packet = getattr(torch.ops.flashmhf, name)

@@ -13,7 +13,8 @@ import torch
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Capture as torch.cuda.graph(graph) does, without the cyclic garbage collector.
 
-    The collector may run at any allocation of a Python object. An older graph that it frees during a capture is reset, which CUDA forbids
+    The collector may run at any allocation of a Python object. An older graph that it frees during a capture is reset,
+    which CUDA forbids
     then: the capture fails with "operation failed due to a previous error during capture".
     """
     enabled = gc.isenabled()

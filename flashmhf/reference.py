@@ -3,8 +3,9 @@
 Everything else in the package is tested against these formulae in float64. In a lower precision the same code is the
 "same-precision materialising PyTorch code" of the numeric rule: it stores the intermediate of T x d_ff per head.
 
-Legend: T tokens (any leading dimensions), H heads, E sub-networks, J = d_e width of a sub-network, D = d_h head dimension.
-K, U and V have H_kv heads, and H is a multiple of H_kv: heads h of a group, those of equal h // (H / H_kv), share a head of K, U and V.
+Legend: T tokens (any leading dimensions), H heads, E sub-networks, J = d_e width of a sub-network, D = d_h head
+dimension. K, U and V have H_kv heads, and H is a multiple of H_kv: heads h of a group, those of equal h // (H / H_kv),
+share a head of K, U and V.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def _sum_over_tokens(activation: Tensor, x: Tensor) -> Tensor:
 
 
 def normalise_heads(q: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise q [..., H, D] over D (RMS) with weight [H, D], in fp32 (fp64 for fp64 operands), and return it in q's dtype."""
+    """Normalise q [..., H, D] over D (RMS) with weight [H, D], in fp32 (fp64 for fp64 operands), and return it in q's
+    dtype.
+    """
     x = q.to(accumulate_dtype(q.dtype))
     return (torch.rms_norm(x, x.shape[-1:], eps=eps) * weight.to(x.dtype)).to(q.dtype)
 
@@ -74,7 +77,8 @@ def normalise_heads(q: Tensor, weight: Tensor, eps: float) -> Tensor:
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e (paper, section 3.2).
 
-    q [..., H, D]; k, u, v [H_kv, E, J, D]; r [..., H, E], or None, which stands for weights of 1. Returns [..., H, D] in q's dtype.
+    q [..., H, D]; k, u, v [H_kv, E, J, D]; r [..., H, E], or None, which stands for weights of 1. Returns [..., H, D]
+    in q's dtype.
     activation: a name of ACTIVATIONS in place of SiLU.
     """
     q = _by_group(q, k)

@@ -17,7 +17,9 @@ WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Return whether ``module`` is SiLU(x gate) * (x up) down, as wide as x, of three linear layers and nothing else with parameters."""
+    """Return whether ``module`` is SiLU(x gate) * (x up) down, as wide as x, of three linear layers and nothing else
+    with parameters.
+    """
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
     linear = all(type(child) in (nn.Linear, Projection) for child in children.values()) and other_part(module) is None
     whole = next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS)
@@ -46,36 +48,46 @@ def equal_parameter_sizes(
 
 
 def replace_ffn(
-    model: nn.Module, num_heads: int | None = None, num_subnets: int | None = None, subnet_dim: int | None = None, **kwargs: Any
+    model: nn.Module,
+    num_heads: int | None = None,
+    num_subnets: int | None = None,
+    subnet_dim: int | None = None,
+    **kwargs: Any,
 ) -> list[str]:
     """Replace every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; return their names.
 
     A network that the model holds under several names is replaced by one FlashMHF under all of them.
 
     Args:
-        model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj, up_proj,
-            down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left alone.
-        num_heads: H; None for heads of 128 (the paper's choice), or of 64, 32 or 16 if d_model is not a multiple of 128.
-        num_subnets: E; None for equal parameters, up to the granularity of d_e. Give num_subnets and subnet_dim both or neither.
+        model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj,
+            up_proj, down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left
+            alone.
+        num_heads: H; None for heads of 128 (the paper's choice), or of 64, 32 or 16 if d_model is not a multiple of
+            128.
+        num_subnets: E; None for equal parameters, up to the granularity of d_e. Give num_subnets and subnet_dim both or
+            neither.
         subnet_dim: d_e; give it together with num_subnets.
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
-    Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the initializer_range
-    of ``model.config``. The configuration of a transformers model, ``model`` or a part of it, records all of its FlashMHF networks, so that
-    :func:`flashmhf.models.load_replaced` loads what the model's own ``save_pretrained`` stores, and its ``init_weights`` draws them too.
-    Raises TypeError if ``model`` is not a module, ValueError if there is nothing to replace, if ``model`` itself is the network to replace,
-    and if sizes do not fit.
+    Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the
+    initializer_range of ``model.config``. The configuration of a transformers model, ``model`` or a part of it, records
+    all of its FlashMHF networks, so that :func:`flashmhf.models.load_replaced` loads what the model's own
+    ``save_pretrained`` stores, and its ``init_weights`` draws them too. Raises TypeError if ``model`` is not a module,
+    ValueError if there is nothing to replace, if ``model`` itself is the network to replace, and if sizes do not fit.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
-    shared: dict[int, list[str]] = {}  # the names of each network; ids, so that a replaced network's memory is free at once
+    # the names of each network; ids, so that a replaced network's memory is free at once
+    shared: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_swiglu(module) and not any(part in name for part in _OF_MIXTURES):
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]
     if not names:
-        raise ValueError(f"{type(model).__name__} has no SwiGLU network of gate_proj, up_proj, down_proj linear layers to replace")
+        raise ValueError(
+            f"{type(model).__name__} has no SwiGLU network of gate_proj, up_proj, down_proj linear layers to replace"
+        )
     if "" in names:
         raise ValueError(
             f"model is itself a SwiGLU network ({type(model).__name__}), and a module cannot be replaced in place within itself; "
@@ -97,7 +109,9 @@ def replace_ffn(
     return names
 
 
-def _counterpart(swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, num_layers, kwargs) -> FlashMHF:
+def _counterpart(
+    swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, num_layers, kwargs
+) -> FlashMHF:
     weight = swiglu.gate_proj.weight
     d_model = weight.shape[1]
     heads = default_num_heads(d_model) if num_heads is None else positive("num_heads", num_heads)

@@ -1,7 +1,9 @@
-"""The tools that every check of a result shares: random inputs, float64 references, the error measure, the limits, NaN-poisoned memory.
+"""The tools that every check of a result shares: random inputs, float64 references, the error measure, the limits,
+NaN-poisoned memory.
 
-The one numeric rule: the relative L2 error against float64 is at most that of the materialising PyTorch code in the same precision
-and, on the fused GPU back ends, at most LIMITS. An error below FLOOR always passes: summing in fp32 (fp64) costs it in any order.
+The one numeric rule: the relative L2 error against float64 is at most that of the materialising PyTorch code in the
+same precision and, on the fused GPU back ends, at most LIMITS. An error below FLOOR always passes: summing in fp32
+(fp64) costs it in any order.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ from . import reference
 LIMITS = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 1e-5}
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 SMALL, SMALL_FACTOR = 4096, 1.5  # tensors of fewer elements: their errors scatter
-# Of so few elements the materialising error is a chance figure and sums can cancel: these limits only reject wrong results.
-TINY, TINY_FACTOR, TINY_LIMITS = 256, 4.0, {torch.bfloat16: 0.065, torch.float16: 0.009, torch.float32: 2.5e-4, torch.float64: 1e-11}
+# Of so few elements the materialising error is a chance figure and sums can cancel: these limits only reject wrong
+# results.
+TINY, TINY_FACTOR, TINY_LIMITS = (
+    256,
+    4.0,
+    {torch.bfloat16: 0.065, torch.float16: 0.009, torch.float32: 2.5e-4, torch.float64: 1e-11},
+)
 
 
 def relative_l2(actual: Tensor, exact: Tensor) -> float:
@@ -32,11 +39,14 @@ def relative_l2(actual: Tensor, exact: Tensor) -> float:
     return difference / norm if norm else (0.0 if difference == 0 else math.inf)
 
 
-def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: bool, few_tokens: bool = False) -> float:
+def limit(
+    baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: bool, few_tokens: bool = False
+) -> float:
     """Return the largest relative L2 error that passes for a result of this dtype.
 
-    baseline: the materialising result in the same precision; exact: that in float64. fixed_limits: LIMITS apply, too (fused GPU back
-    ends). few_tokens: the tensor is a weight gradient of few tokens, so it has few independent errors and they scatter.
+    baseline: the materialising result in the same precision; exact: that in float64. fixed_limits: LIMITS apply, too
+    (fused GPU back ends). few_tokens: the tensor is a weight gradient of few tokens, so it has few independent errors
+    and they scatter.
     """
     allowed = max(relative_l2(baseline, exact), FLOOR[dtype])
     if exact.numel() < TINY:
@@ -49,7 +59,10 @@ def limit(baseline: Tensor, exact: Tensor, dtype: torch.dtype, *, fixed_limits: 
 
 
 def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) -> float:
-    """Return the largest error of a fused GPU back end for a tensor of so many elements; for inputs too large to materialise a baseline."""
+    """Return the largest error of a fused GPU back end for a tensor of so many elements;
+
+    for inputs too large to materialise a baseline.
+    """
     if elements < TINY:
         return TINY_LIMITS[dtype]
     if few_tokens:
@@ -57,22 +70,31 @@ def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) 
     return LIMITS[dtype] * (SMALL_FACTOR if elements < SMALL else 1.0)
 
 
-def assert_accurate(name: str, actual: Tensor, baseline: Tensor, exact: Tensor, *, fixed_limits: bool, few_tokens: bool = False) -> None:
+def assert_accurate(
+    name: str, actual: Tensor, baseline: Tensor, exact: Tensor, *, fixed_limits: bool, few_tokens: bool = False
+) -> None:
     """Raise AssertionError if ``actual`` exceeds :func:`limit`."""
     allowed = limit(baseline, exact, actual.dtype, fixed_limits=fixed_limits, few_tokens=few_tokens)
     error = relative_l2(actual, exact)
     if not error <= allowed:  # an assert statement would pass under python -O
-        raise AssertionError(f"{name}: relative L2 error {error:.3e} exceeds {allowed:.3e} ({actual.dtype}, shape {list(actual.shape)})")
+        raise AssertionError(
+            f"{name}: relative L2 error {error:.3e} exceeds {allowed:.3e} ({actual.dtype}, shape {list(actual.shape)})"
+        )
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Make uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes shows."""
+    """Make uninitialised tensors, those allocated by C++ included, start as NaN:
+
+    an element that no kernel writes shows.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         if not torch.utils.deterministic.fill_uninitialized_memory:
-            raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: memory would not be poisoned")
+            raise RuntimeError(
+                "torch.utils.deterministic.fill_uninitialized_memory is off: memory would not be poisoned"
+            )
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -82,8 +104,8 @@ def poisoned_memory() -> Iterator[None]:
 class Problem:
     """Hold inputs of the operator with the exact (float64) and the materialising same-precision results.
 
-    q, grad_out [..., H, d_h]; k, u, v [H_kv, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights; eps, the router's;
-    activation, a name of ``reference.ACTIVATIONS``.
+    q, grad_out [..., H, d_h]; k, u, v [H_kv, E, d_e, d_h]; r [..., H, E] or None; w [H, d_h, E], the router's weights;
+    eps, the router's; activation, a name of ``reference.ACTIVATIONS``.
     """
 
     q: Tensor
@@ -118,7 +140,10 @@ class Problem:
         return self._evaluate(reference.backward, self.grad_out, *self.operands, self.r)
 
     def exact_forward(self, rows: Tensor) -> Tensor:
-        """Return the float64 output [rows, H, d_h] of some tokens; one head at a time, so that long inputs fit in memory."""
+        """Return the float64 output [rows, H, d_h] of some tokens;
+
+        one head at a time, so that long inputs fit in memory.
+        """
         q, r = self.q.flatten(0, -3)[rows], None if self.r is None else self.r.flatten(0, -3)[rows]
         heads = []
         for head in range(q.shape[1]):
@@ -152,7 +177,9 @@ class Problem:
         """Return what :meth:`exact_backward` does, with the router's part in dq, and dw [d_h, E] in place of dr."""
         one = slice(head, head + 1)
         dq, dk, du, dv, dr = self.routed().exact_backward(head)
-        dq_gate, dw = reference.gate_backward(dr[..., None, :], self.q[..., one, :].double(), self.w[one].double(), self.eps)
+        dq_gate, dw = reference.gate_backward(
+            dr[..., None, :], self.q[..., one, :].double(), self.w[one].double(), self.eps
+        )
         return dq + dq_gate[..., 0, :], dk, du, dv, dw[0]
 
     def gated_forward(self):
@@ -162,7 +189,9 @@ class Problem:
         return self._evaluate(gated_backward, self.grad_out, *self.operands, self.w, self.eps)
 
 
-def gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, activation: str = "silu") -> Tensor:
+def gated_forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, activation: str = "silu"
+) -> Tensor:
     """Compute router and operator, materialised, in the inputs' precision."""
     return reference.forward(q, k, u, v, reference.gate(q, w, eps), activation=activation)
 
@@ -194,7 +223,8 @@ def problem(
 ) -> Problem:
     """Draw random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``.
 
-    leading: q's dimensions before the heads, or the number of tokens. gate: r's and w's dtype, "float32" or "same" as q; None: no r.
+    leading: q's dimensions before the heads, or the number of tokens. gate: r's and w's dtype, "float32" or "same" as
+    q; None: no r.
     num_kv_heads: H_kv; None for ``heads``.
     """
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -29,7 +29,9 @@ AUTOCAST_KEYS = {
     if hasattr(torch._C.DispatchKey, f"Autocast{name}")
 }
 """The dispatch keys of autocast by device type."""
-_AUTOCAST = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS.values()))
+_AUTOCAST = functools.reduce(
+    operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS.values())
+)
 
 
 def below_autograd() -> AbstractContextManager:
@@ -43,7 +45,10 @@ def below_autocast() -> AbstractContextManager:
 
 
 def autocasts(device_type: str) -> bool:
-    """Return whether autocast is enabled for a device type; is_autocast_enabled() alone raises for those without autocast, such as meta."""
+    """Return whether autocast is enabled for a device type;
+
+    is_autocast_enabled() alone raises for those without autocast, such as meta.
+    """
     # Dynamo of torch 2.10 cannot trace is_autocast_available().
     has_autocast = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
     return has_autocast and torch.is_autocast_enabled(device_type)
@@ -64,8 +69,8 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 
 def is_observed() -> bool:
-    """Return whether something follows each call: a torch.func transform, forward-mode differentiation, a dispatch mode (FlopCounterMode,
-    fake tensors), torch.jit.trace or a function mode other than that of a default device."""
+    """Return whether something follows each call: a torch.func transform, forward-mode differentiation, a dispatch mode
+    (FlopCounterMode, fake tensors), torch.jit.trace or a function mode other than that of a default device."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
@@ -76,7 +81,9 @@ def is_observed() -> bool:
 
 
 def has_function_mode() -> bool:
-    """Return whether a TorchFunctionMode is active that does more than place new tensors, as torch.set_default_device does."""
+    """Return whether a TorchFunctionMode is active that does more than place new tensors, as torch.set_default_device
+    does.
+    """
     return torch._C._len_torch_function_stack() > 0 and any(
         type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()
     )
@@ -94,9 +101,11 @@ def has_global_hooks() -> bool:
 
 
 class DispatchRules(GenericTorchDispatchRuleHolder):
-    """Answer PyTorch before an operator's call reaches a dispatch mode or a tensor subclass, also for classes not imported yet.
+    """Answer PyTorch before an operator's call reaches a dispatch mode or a tensor subclass, also for classes not
+    imported yet.
 
-    Nothing is called for ordinary tensors, and no import of the class's module is awaited: whoever has its mode or tensor has imported it.
+    Nothing is called for ordinary tensors, and no import of the class's module is awaited: whoever has its mode or
+    tensor has imported it.
     """
 
     _answers: dict[tuple[str, str], Callable[[], Callable[..., Any] | None]] = {}

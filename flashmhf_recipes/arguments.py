@@ -1,4 +1,7 @@
-"""What commands share: a parser whose errors are exceptions, flags made from a dataclass, devices by name, output no command dies of."""
+"""What commands share:
+
+a parser whose errors are exceptions, flags made from a dataclass, devices by name, output no command dies of.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ def assignment(text: str) -> tuple[str, object]:
 
 
 def chosen_device(name: str):
-    """Return the torch.device that ``name`` stands for. Raises ValueError if it is not supported or this machine does not have it."""
+    """Return the torch.device that ``name`` stands for.
+
+    Raises ValueError if it is not supported or this machine does not have it.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
@@ -58,8 +64,8 @@ def chosen_device(name: str):
 def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, typing.Any]) -> None:
     """Add a flag for every field of a dataclass that has a ``help`` in its metadata; ``types`` are the fields' types.
 
-    A flag that is not given leaves no attribute. The metadata may hold ``group`` (a heading for this field and the next ones), ``flag``
-    and ``metavar``.
+    A flag that is not given leaves no attribute. The metadata may hold ``group`` (a heading for this field and the next
+    ones), ``flag`` and ``metavar``.
     """
     for entry in (entry for entry in fields(owner) if "help" in entry.metadata):
         kind = types[entry.name]
@@ -78,14 +84,16 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
             settings["metavar"] = entry.metadata["metavar"]
         shown = f" ({entry.default})" if isinstance(entry.default, int | float | str) and kind is not bool else ""
         flag = entry.metadata.get("flag", "--" + entry.name.replace("_", "-"))
-        group.add_argument(flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings)
+        group.add_argument(
+            flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings
+        )
 
 
 class Stream:
     """A text stream that writes what its encoding lacks as escapes, and drops what can no longer be written.
 
-    A reader that has closed its pipe, a full disk and a stream that is closed from the start (None) are noted in :attr:`error`; the
-    command goes on, and its status tells in the end.
+    A reader that has closed its pipe, a full disk and a stream that is closed from the start (None) are noted in
+    :attr:`error`; the command goes on, and its status tells in the end.
     """
 
     def __init__(self, stream: typing.TextIO | None):

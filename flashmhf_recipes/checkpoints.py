@@ -1,7 +1,7 @@
 """Checkpoints of a run: ``checkpoint-N`` directories that transformers' Trainer writes and a mark makes complete.
 
-The mark is a file ``complete`` with the size of every other file, written and synced last. A checkpoint without the mark was cut off.
-Only marked checkpoints are ever removed; what cannot be used is renamed.
+The mark is a file ``complete`` with the size of every other file, written and synced last. A checkpoint without the
+mark was cut off. Only marked checkpoints are ever removed; what cannot be used is renamed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def step_of(checkpoint: Path | None) -> int:
 
 def numbered_checkpoints(output: Path) -> list[Path]:
     """All ``checkpoint-N`` directories, oldest first. Other names (checkpoint-best) are not the Trainer's."""
-    return sorted((path for path in output.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+    return sorted(
+        (path for path in output.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of
+    )
 
 
 def complete_checkpoints(output: Path) -> list[Path]:
@@ -48,7 +50,9 @@ def cut_off(output: Path) -> Path | None:
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Syncs every file of ``checkpoint`` to disk and then writes the mark, so that the mark never outlives a file's content."""
+    """Syncs every file of ``checkpoint`` to disk and then writes the mark, so that the mark never outlives a file's
+    content.
+    """
     sizes = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         _sync(path)
@@ -126,7 +130,9 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
-    """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number behind where the name is taken, and warn with the reason."""
+    """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number behind where the name is taken, and warn with the
+    reason.
+    """
     names = (f"{kind}-{checkpoint.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 1000))))
     target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     checkpoint.rename(target)
@@ -134,7 +140,8 @@ def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
 
 
 def set_aside_unusable(output: Path) -> None:
-    """Leaves the newest ``checkpoint-N`` of a run loadable: cut-off and damaged ones before it are renamed, and a warning names them.
+    """Leaves the newest ``checkpoint-N`` of a run loadable: cut-off and damaged ones before it are renamed, and a
+    warning names them.
 
     Raises TrainingError when all complete checkpoints are damaged.
     """

@@ -1,4 +1,5 @@
-"""The command ``flashmhf`` (= ``python -m flashmhf_recipes``). torch and transformers are imported only where a command needs them.
+"""The command ``flashmhf`` (= ``python -m flashmhf_recipes``). torch and transformers are imported only where a command
+needs them.
 
 Every error that a user can put right is one line ``flashmhf: error: ...`` on standard error with status 2.
 """
@@ -31,9 +32,12 @@ commands (flashmhf COMMAND --help):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 0; 1 when a check failed; 2 for an error; 130 after SIGINT, 143 after SIGTERM, 141 after a closed pipe."""
-    # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads this once, when
-    # torch is imported.
+    """Return the exit status:
+
+    0; 1 when a check failed; 2 for an error; 130 after SIGINT, 143 after SIGTERM, 141 after a closed pipe.
+    """
+    # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads
+    # this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["MPLBACKEND"] = "agg"  # that of a notebook, which its "!" commands inherit, may not be installed here
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -54,7 +58,9 @@ def _status(arguments: list[str]) -> int:
     """Run the command and print what it raises."""
     try:
         command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("", arguments)
-        overview = DESCRIPTION + "\n".join(f"  {name:9} {text.partition('.')[0]}" for name, (text, _) in COMMANDS.items())
+        overview = DESCRIPTION + "\n".join(
+            f"  {name:9} {text.partition('.')[0]}" for name, (text, _) in COMMANDS.items()
+        )
         description, action = COMMANDS.get(command, (overview, _everything))
         parser = Parser(prog=f"flashmhf {command}".strip(), description=description)
         return action(parser, rest)
@@ -64,7 +70,8 @@ def _status(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         from flashmhf import extras
 
-        message = extras.advice("this command", error.name) if error.name else str(error)  # Python's own names the module
+        # Python's own names the module
+        message = extras.advice("this command", error.name) if error.name else str(error)
         if message is None:
             raise
     except (ImportError, ValueError, OSError, NotImplementedError, TrainingError) as error:
@@ -109,11 +116,17 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
-    parser.add_argument("--steps", type=positive_integer, help="training steps of the language model (a fixed short budget)")
+    parser.add_argument(
+        "--steps", type=positive_integer, help="training steps of the language model (a fixed short budget)"
+    )
     _add_device(parser)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        place = "; options come after the command" if COMMANDS.keys() & set(unknown) else f"; commands: {', '.join(COMMANDS)}"
+        place = (
+            "; options come after the command"
+            if COMMANDS.keys() & set(unknown)
+            else f"; commands: {', '.join(COMMANDS)}"
+        )
         raise OptionError(f"{unknown[0]} is not an option or a command{place}")
     picture = Path("flashmhf_report.png")
     text = first_run.read_text(args.text)
@@ -130,7 +143,15 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
             raise
         print(f"{note}\n")
     drawn = first_run.picture(picture, setting, measurements, trained)
-    print(first_run.table(setting, accuracies, measurements, trained, Path(args.text).name if args.text else "Python's standard library"))
+    print(
+        first_run.table(
+            setting,
+            accuracies,
+            measurements,
+            trained,
+            Path(args.text).name if args.text else "Python's standard library",
+        )
+    )
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.perf_counter() - start:.0f} s")
     return _verdict(accuracies)
 
@@ -226,7 +247,9 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     )
     parser.epilog = EXAMPLES.format(ffns=", ".join(FFN_TYPES), scales="\n".join(rows))
     parser.add_argument("--output", required=True, metavar="DIR", help="directory of the run")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --output; takes --steps, --tp and --dp-shard, too")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --output; takes --steps, --tp and --dp-shard, too"
+    )
     add_options(parser, training.Options, option_types())
     given = vars(parser.parse_args(arguments))
     output, resumed = given.pop("output"), given.pop("resume")
@@ -234,7 +257,9 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     try:
         if resumed:
             if extra := sorted(given.keys() - {"steps", "tp", "dp_shard"}):
-                raise OptionError(f"--resume takes the run's own options but steps, tp and dp_shard; leave out: {', '.join(extra)}")
+                raise OptionError(
+                    f"--resume takes the run's own options but steps, tp and dp_shard; leave out: {', '.join(extra)}"
+                )
             result = training.resume(output, **given)
         else:
             given |= {name: dict(given[name]) for name in ("model", "arguments") if name in given}
@@ -245,7 +270,9 @@ def _train(parser: Parser, arguments: list[str]) -> int:
         raise
     held_out = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
     if training.first_process():
-        print(f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); model and loss.png in {result.output}")
+        print(
+            f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); model and loss.png in {result.output}"
+        )
     return 0
 
 
@@ -257,15 +284,26 @@ def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
     add("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     add("--tokenizer", metavar="PATH", help="where the model's directory has none")
     _add_device(parser)
-    add("--dtype", default=dtype, choices=("auto", "float32", "bfloat16", "float16"), help=f"of what is not quantised ({dtype})")
+    add(
+        "--dtype",
+        default=dtype,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help=f"of what is not quantised ({dtype})",
+    )
     if fp8:
-        add("--fp8", action="store_true", help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already")
+        add(
+            "--fp8",
+            action="store_true",
+            help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already",
+        )
 
 
 def _load(args: argparse.Namespace):
     from . import pretrained
 
-    return pretrained.load(args.model, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype, fp8=args.fp8)
+    return pretrained.load(
+        args.model, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype, fp8=args.fp8
+    )
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
@@ -273,11 +311,21 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
 
     _add_model(parser)
     add = parser.add_argument
-    add("--data", nargs="+", metavar="PATH", help="held-out text, JSON-lines, CSV, Parquet and Arrow files, or directories of them")
+    add(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="held-out text, JSON-lines, CSV, Parquet and Arrow files, or directories of them",
+    )
     add("--text-field", default="text")
     add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
     add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
-    add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for HellaSwag, SIQA, PIQA, OBQA, WinoGrande and RACE")
+    add(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help="lm-eval tasks; 'paper' stands for HellaSwag, SIQA, PIQA, OBQA, WinoGrande and RACE",
+    )
     add("--include-path", metavar="DIR", help="further tasks in lm-eval's format")
     add("--limit", type=positive_integer, help="examples of a task")
     add("--shots", type=int, help="examples in a prompt")
@@ -288,17 +336,24 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         raise OptionError("give --data, --tasks or both")
     if args.json and (Path(args.json).is_dir() or not _writable(Path(args.json))):
         raise OptionError(f"--json is {args.json!r}; it must name a file that can be written")
-    tasks = tuple(name for task in args.tasks or () for name in (evaluation.PAPER_TASKS if task == "paper" else (task,)))
+    tasks = tuple(
+        name for task in args.tasks or () for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))
+    )
     if tasks:
         evaluation.task_manager(tasks, args.include_path, args.shots)
     model, tokenizer = _load(args)
-    figures: dict[str, object] = {"model": args.model, "fp8": getattr(model.config, "quantization_config", None) is not None}
+    figures: dict[str, object] = {
+        "model": args.model,
+        "fp8": getattr(model.config, "quantization_config", None) is not None,
+    }
     if args.data:
         settings = {name: getattr(args, name) for name in ("window", "stride", "batch", "text_field")}
         found = evaluation.held_out_loss(model, tokenizer, args.data, bar=sys.stderr.isatty(), **settings)
         left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
         print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
-        print(f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits a byte")
+        print(
+            f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits a byte"
+        )
         figures["held_out"] = vars(found)
     if tasks:
         settings = {name: getattr(args, name) for name in ("include_path", "limit", "batch", "shots")}
@@ -323,7 +378,11 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
-    add("--stream", action=argparse.BooleanOptionalAction, help="print words as they come (where the output is a terminal)")
+    add(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print words as they come (where the output is a terminal)",
+    )
     args = parser.parse_args(arguments)
     if args.prompt == "-" and sys.stdin is None:
         raise OptionError("prompt is '-', and standard input is closed")
@@ -358,5 +417,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
     "eval": ("Measure the held-out loss of a model on local text, and tasks through lm-eval.", _eval),
     "generate": ("Continue a prompt with a trained model.", _generate),
-    "quantize": ("Write a model with its FlashMHF networks in FP8. No calibration; eval, generate and from_pretrained load it.", _quantize),
+    "quantize": (
+        "Write a model with its FlashMHF networks in FP8. No calibration; eval, generate and from_pretrained load it.",
+        _quantize,
+    ),
 }

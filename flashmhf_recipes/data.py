@@ -1,7 +1,8 @@
 """Documents to packed tokens on disk, and a data set whose order is a function of the seed alone.
 
-A run takes documents in a random order that its seed fixes, joins their tokens with an end-of-text token after each, and stores them once
-as a flat file; a training sample is one block of it. Sample i of a run is fixed by (file, seed, i), so resuming needs nothing but i.
+A run takes documents in a random order that its seed fixes, joins their tokens with an end-of-text token after each,
+and stores them once as a flat file; a training sample is one block of it. Sample i of a run is fixed by (file, seed,
+i), so resuming needs nothing but i.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .documents import find_files, read
 from .errors import DataError
 from .tokenizer import token_numbers
 
-PIECE, GROUP = 1 << 16, 256  # characters tokenised as one text, and such texts at once: bounds memory for documents of any size
+# characters tokenised as one text, and such texts at once: bounds memory for documents of any size
+PIECE, GROUP = 1 << 16, 256
 BUFFERED_RECORDS = 10_000  # of a streamed data set, from which the next record is drawn at random
 TOKENS, MANIFEST = "tokens.bin", "manifest.json"
 
@@ -53,7 +55,8 @@ class Documents:
 
 
 def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:
-    """Return the documents of files in an order drawn with ``seed``. The folder ``cache`` holds their text once more and may then go.
+    """Return the documents of files in an order drawn with ``seed``. The folder ``cache`` holds their text once more
+    and may then go.
 
     Raises DataError as :func:`find_files` and :func:`read` do, OSError where ``cache`` cannot be written.
     """
@@ -77,7 +80,8 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
 
 
 def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
-    """Return a data set of the ``datasets`` library, "name" or "name:config", streamed: its files and the records nearby are shuffled.
+    """Return a data set of the ``datasets`` library, "name" or "name:config", streamed: its files and the records
+    nearby are shuffled.
 
     Raises DataError where it cannot be read.
     """
@@ -88,36 +92,49 @@ def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
         stream = datasets.load_dataset(path, config or None, split=split, streaming=True)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"data set {name!r} cannot be read: {error}") from error
-    return Documents(stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS), text_field, f"read data set {name}", Counter())
+    return Documents(
+        stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS), text_field, f"read data set {name}", Counter()
+    )
 
 
 def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
     """Yield the token ids of one piece of text after the other, with an end-of-text token after every document."""
     marked = (piece for text in texts for piece in (*((part, False) for part in pieces(text)), ("", True)))
     while group := list(islice(marked, GROUP)):  # enough at once for the tokenizer's threads, few enough for memory
-        encoded = tokenizer([text for text, _ in group], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = tokenizer(
+            [text for text, _ in group], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
         for (_, end), ids in zip(group, encoded["input_ids"], strict=True):
             yield np.asarray([tokenizer.eos_token_id] if end else ids, np.uint32)
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in pieces of at most PIECE characters, cut before white space, where tokens end, if there is some near."""
+    """Yield ``text`` in pieces of at most PIECE characters, cut before white space, where tokens end, if there is some
+    near.
+    """
     start = 0
     while start < len(text):
         end = start + PIECE
         if end < len(text):
-            end = next((at for at in range(end, end - PIECE // 2, -1) if text[at].isspace() and not text[at - 1].isspace()), end)
+            end = next(
+                (at for at in range(end, end - PIECE // 2, -1) if text[at].isspace() and not text[at - 1].isspace()),
+                end,
+            )
         yield text[start:end]
         start = end
 
 
 def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar: bool = False) -> str:
-    """Write the tokens of ``documents``, at most ``max_tokens``, and their manifest to a new directory; return what was read, for people.
+    """Write the tokens of ``documents``, at most ``max_tokens``, and their manifest to a new directory; return what was
+    read, for people.
 
     Raises DataError where there is no text.
     """
     dtype, count = np.dtype(np.uint16 if token_numbers(tokenizer) <= 1 << 16 else np.uint32), 0
-    with (directory / TOKENS).open("wb") as out, tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress:
+    with (
+        (directory / TOKENS).open("wb") as out,
+        tqdm(desc="tokenising", unit="token", unit_scale=True, disable=not bar) as progress,
+    ):
         for ids in encode(documents, tokenizer):
             ids = ids[: max_tokens - count]
             out.write(ids.astype(dtype).tobytes())
@@ -129,7 +146,11 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
         os.fsync(out.fileno())
     if not count:
         raise DataError(f"no text is left to train on: {documents}")
-    used = f"using all {count:,} tokens" if count < max_tokens else f"using {count:,} tokens; the documents after them are left out"
+    used = (
+        f"using all {count:,} tokens"
+        if count < max_tokens
+        else f"using {count:,} tokens; the documents after them are left out"
+    )
     manifest = {"tokens": count, "dtype": dtype.name, "report": f"{documents}; {used}"}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest["report"]
@@ -168,22 +189,26 @@ def load(directory: Path) -> Tokens:
         raise DataError(f"{path} is damaged: {error!r}") from error
     size = tokens.stat().st_size if tokens.exists() else 0
     if size != count * dtype.itemsize:
-        raise DataError(f"{tokens} is damaged: it has {size:,} bytes, and by {MANIFEST} {count:,} tokens of {dtype.itemsize} bytes")
+        raise DataError(
+            f"{tokens} is damaged: it has {size:,} bytes, and by {MANIFEST} {count:,} tokens of {dtype.itemsize} bytes"
+        )
     return Tokens(tokens, dtype.name, 0, count)
 
 
 def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tuple[Tokens, Tokens | None]:
     """Return (training tokens, held-out tokens), the second None for a ``fraction`` of 0.
 
-    The held-out tokens are the end, about ``fraction`` of the blocks of ``length``. They begin with the document nearest after that
-    place, else with the nearest before it, if between half and one and a half times as many tokens are held out and both sides have a
-    block. Otherwise they begin exactly there, in the middle of a document.
+    The held-out tokens are the end, about ``fraction`` of the blocks of ``length``. They begin with the document
+    nearest after that place, else with the nearest before it, if between half and one and a half times as many tokens
+    are held out and both sides have a block. Otherwise they begin exactly there, in the middle of a document.
     """
     blocks = len(tokens) // length
     if not (held_out := math.ceil(blocks * fraction)):
         return tokens, None
     if held_out >= blocks:
-        raise DataError(f"the data has {len(tokens):,} tokens, too few to hold {fraction:.0%} of the blocks of {length:,} out")
+        raise DataError(
+            f"the data has {len(tokens):,} tokens, too few to hold {fraction:.0%} of the blocks of {length:,} out"
+        )
     held_out *= length
     wanted = len(tokens) - held_out
     low, high = max(wanted - held_out // 2, length, 1), min(wanted + held_out // 2, len(tokens) - length)
@@ -196,15 +221,17 @@ def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tup
 class Blocks(Dataset):
     """Samples of ``length`` tokens: ``samples`` of them, passing over the blocks in an order drawn anew for every pass.
 
-    Sample i is block ``permutation(seed, i // blocks)[i % blocks]``; without a seed the blocks come in file order. Raises DataError for
-    tokens of less than one block.
+    Sample i is block ``permutation(seed, i // blocks)[i % blocks]``; without a seed the blocks come in file order.
+    Raises DataError for tokens of less than one block.
     """
 
     def __init__(self, tokens: Tokens, length: int, samples: int | None = None, seed: int | None = None):
         self.tokens, self.length, self.seed = tokens, length, seed
         self.blocks = len(tokens) // length
         if not self.blocks:
-            raise DataError(f"the data has {len(tokens):,} tokens, less than one block of {length:,}; give more text or a shorter length")
+            raise DataError(
+                f"the data has {len(tokens):,} tokens, less than one block of {length:,}; give more text or a shorter length"
+            )
         self.samples = self.blocks if samples is None else samples
         self._pass, self._order = -1, None
 

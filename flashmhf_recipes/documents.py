@@ -20,10 +20,11 @@ _UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud8
 
 
 def find_files(paths: Iterable[str | Path]) -> tuple[list[Path], Counter]:
-    """Return the files named and those with a known suffix below the directories named, sorted and each once, and counts of the rest there.
+    """Return the files named and those with a known suffix below the directories named, sorted and each once, and
+    counts of the rest there.
 
-    Links are followed; a directory that is reached again through one is not read again. Raises DataError for a path that does not exist,
-    a file of another type and a directory without files.
+    Links are followed; a directory that is reached again through one is not read again. Raises DataError for a path
+    that does not exist, a file of another type and a directory without files.
     """
     files, left_out = [], Counter()
     for path in map(Path, paths):
@@ -34,7 +35,8 @@ def find_files(paths: Iterable[str | Path]) -> tuple[list[Path], Counter]:
             found = "has no files that can be read" if path.is_dir() else f"ends in {path.suffix!r}"
             raise DataError(f"{path} {found}; supported: {', '.join(READERS)}")
         files += below
-    return list({path.resolve(): path for path in files}.values()), left_out  # a file given twice would be on both sides of a split
+    # a file given twice would be on both sides of a split
+    return list({path.resolve(): path for path in files}.values()), left_out
 
 
 def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
@@ -52,10 +54,11 @@ def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
 
 
 def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, str]]:
-    """Yield {"text": document} for the documents of ``files`` in order: a text file whole, of other formats every record's ``text_field``.
+    """Yield {"text": document} for the documents of ``files`` in order: a text file whole, of other formats every
+    record's ``text_field``.
 
-    A record without a text yields "". Raises DataError that names the file for one that cannot be read, that is damaged, binary or not
-    UTF-8, with a line that is not JSON, or without the column.
+    A record without a text yields "". Raises DataError that names the file for one that cannot be read, that is
+    damaged, binary or not UTF-8, with a line that is not JSON, or without the column.
     """
     import pyarrow
 
@@ -108,7 +111,9 @@ def _opened(path: Path) -> TextIO:
 
 def _check_column(text_field: str, names: Iterable[str]) -> None:
     if (found := list(names).count(text_field)) != 1:
-        raise ValueError(f"it has {f'{found} columns' if found else 'no column'} {text_field!r}; columns: {', '.join(names)}")
+        raise ValueError(
+            f"it has {f'{found} columns' if found else 'no column'} {text_field!r}; columns: {', '.join(names)}"
+        )
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[object]:
@@ -132,7 +137,11 @@ def _arrow(path: Path, text_field: str) -> Iterator[object]:
                 yield from batch.column(reader.schema.get_field_index(text_field)).to_pylist()
 
 
-_TEXT_READERS = {**dict.fromkeys((".txt", ".text", ".md"), _text), **dict.fromkeys((".jsonl", ".ndjson"), _json_lines), ".csv": _csv}
+_TEXT_READERS = {
+    **dict.fromkeys((".txt", ".text", ".md"), _text),
+    **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    ".csv": _csv,
+}
 READERS = {suffix + compression: read for suffix, read in _TEXT_READERS.items() for compression in ("", *COMPRESSED)}
 READERS |= {".parquet": _parquet, ".arrow": _arrow}
 

@@ -31,7 +31,10 @@ def positions(model: PreTrainedModel) -> int | None:
 
 @dataclass
 class HeldOut:
-    """The loss of some text in nats a token, and in bits a byte, which are comparable across tokenizers; counts of what was not read."""
+    """The loss of some text in nats a token, and in bits a byte, which are comparable across tokenizers;
+
+    counts of what was not read.
+    """
 
     loss: float
     perplexity: float
@@ -55,9 +58,9 @@ def held_out_loss(
 ) -> HeldOut:
     """Loss over files' documents, each after an end-of-text token, every token scored once.
 
-    Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window): a token sees at least window - stride
-    tokens before it, unless the document begins later. Raises ValueError for sizes and a loss that is not finite, DataError where there
-    is no text.
+    Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window): a token sees at least
+    window - stride tokens before it, unless the document begins later. Raises ValueError for sizes and a loss that is
+    not finite, DataError where there is no text.
     """
     limit = positions(model)
     window = limit if window is None else window
@@ -65,7 +68,10 @@ def held_out_loss(
         raise OptionError("give window: the model's configuration has no maximum")
     stride = max(1, window // 2) if stride is None else stride
     if window < 2 or (limit is not None and window > limit):
-        raise OptionError(f"window is {window}; it must be at least 2" + (f" and at most the model's {limit} positions" if limit else ""))
+        raise OptionError(
+            f"window is {window}; it must be at least 2"
+            + (f" and at most the model's {limit} positions" if limit else "")
+        )
     if not 1 <= stride < window:
         raise OptionError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
     if batch < 1:
@@ -89,8 +95,13 @@ def held_out_loss(
 
 
 @torch.no_grad()
-def window_losses(model: PreTrainedModel, ids: np.ndarray, window: int, stride: int, batch: int) -> Iterator[tuple[float, int]]:
-    """(sum of nats, number of tokens) of batches of windows over one sequence; all tokens but the first are scored, once."""
+def window_losses(
+    model: PreTrainedModel, ids: np.ndarray, window: int, stride: int, batch: int
+) -> Iterator[tuple[float, int]]:
+    """(sum of nats, number of tokens) of batches of windows over one sequence;
+
+    all tokens but the first are scored, once.
+    """
     spans = _spans(len(ids), window, stride)
     while spans:
         scored, length = spans[0][2], spans[0][1] - spans[0][0]
@@ -100,7 +111,9 @@ def window_losses(model: PreTrainedModel, ids: np.ndarray, window: int, stride: 
         logits = model(inputs, use_cache=False, logits_to_keep=scored + 1).logits[:, :-1].float()
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, -scored:].flatten(), reduction="sum")
         if not nats.isfinite():
-            raise ValueError(f"the loss of the model is {nats}: its weights are damaged, or its dtype has too small a range")
+            raise ValueError(
+                f"the loss of the model is {nats}: its weights are damaged, or its dtype has too small a range"
+            )
         yield nats.item(), scored * len(group)
 
 
@@ -133,18 +146,24 @@ def task_scores(
     batch: int = 16,
     shots: int | None = None,
 ) -> tuple[dict[str, dict[str, float]], float | None]:
-    """Return the metrics of tasks by lm-eval's names, also of local ones in its format below ``include_path``, and their mean accuracy.
+    """Return the metrics of tasks by lm-eval's names, also of local ones in its format below ``include_path``, and
+    their mean accuracy.
 
-    In the mean a group that has an accuracy counts once, and its members do not count. It is None where there are not two to average.
-    Raises ImportError without the extra flashmhf[eval], ValueError for unknown tasks and for negative ``shots``.
+    In the mean a group that has an accuracy counts once, and its members do not count. It is None where there are not
+    two to average. Raises ImportError without the extra flashmhf[eval], ValueError for unknown tasks and for negative
+    ``shots``.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     tasks = list(tasks)
     manager = task_manager(tuple(tasks), include_path, shots)
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions(model), add_bos_token=False)
-    found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0)
+    wrapped = HFLM(
+        pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions(model), add_bos_token=False
+    )
+    found = simple_evaluate(
+        model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0
+    )
     scores = {
         task: {
             name.removesuffix(",none"): value
@@ -153,6 +172,8 @@ def task_scores(
         }
         for task, values in found["results"].items()
     }
-    members = {name for group, names in found["group_subtasks"].items() if "acc" in scores.get(group, ()) for name in names}
+    members = {
+        name for group, names in found["group_subtasks"].items() if "acc" in scores.get(group, ()) for name in names
+    }
     accuracies = [values["acc"] for task, values in scores.items() if "acc" in values and task not in members]
     return scores, fmean(accuracies) if len(accuracies) > 1 else None

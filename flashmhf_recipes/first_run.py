@@ -1,8 +1,9 @@
-"""The bare command: errors against float64, time and memory of the feed-forward modules, small language models; a table, a picture.
+"""The bare command: errors against float64, time and memory of the feed-forward modules, small language models; a
+table, a picture.
 
-Everything is compared at equal parameters. The language models read bytes of real text and are trained by the recipe with the settings
-with which both networks learn best in docs/quality.md: Muon, warm-up, FlashMHF's projections at 0.3 of the learning rate. They need the
-extra ``flashmhf[lm]``; the rest needs torch alone.
+Everything is compared at equal parameters. The language models read bytes of real text and are trained by the recipe
+with the settings with which both networks learn best in docs/quality.md: Muon, warm-up, FlashMHF's projections at 0.3
+of the learning rate. They need the extra ``flashmhf[lm]``; the rest needs torch alone.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def default_setting(device: torch.device) -> Setting:
 def headline(setting: Setting) -> str:
     """Return one line: version, machine, and the back end that runs there."""
     sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
-    usable = (name for name, module in backends.BACKENDS.items() if module.why_not(setting.device, setting.dtype, **sizes) is None)
+    usable = (
+        name
+        for name, module in backends.BACKENDS.items()
+        if module.why_not(setting.device, setting.dtype, **sizes) is None
+    )
     gpu = setting.device.type == "cuda"
     machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
     return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
@@ -72,7 +77,9 @@ def headline(setting: Setting) -> str:
 def shows(device: torch.device) -> str:
     """Return what a run on ``device`` can show and what it cannot, for people."""
     if device.type == "cuda":
-        return "This shows whether results are right here, and time and memory of a layer of the paper's size on this GPU."
+        return (
+            "This shows whether results are right here, and time and memory of a layer of the paper's size on this GPU."
+        )
     return (
         "A run on a CPU shows whether results are right, how much memory a layer needs, and that its models learn. It says nothing of\n"
         "the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators compute FlashMHF in blocks. One model\n"
@@ -113,7 +120,14 @@ def check(device: torch.device, *, backend: str | None = None) -> Iterator[Accur
                 results = zip(names, ours, (plain_out, *plain_gradients), (exact_out, *exact_gradients), strict=True)
                 for tensor, actual, plain, exact in results:
                     limit = testing.limit(plain, exact, dtype, fixed_limits=name != "eager")
-                    yield Accuracy(name, dtype, tensor, testing.relative_l2(actual, exact), testing.relative_l2(plain, exact), limit)
+                    yield Accuracy(
+                        name,
+                        dtype,
+                        tensor,
+                        testing.relative_l2(actual, exact),
+                        testing.relative_l2(plain, exact),
+                        limit,
+                    )
 
 
 # Time and memory
@@ -151,7 +165,12 @@ class Measurement:
 def compare(setting: Setting) -> Iterator[Measurement]:
     """Measures every module at every length; all see the same input and upstream gradient."""
     modules = equal_parameter_modules(
-        setting.d_model, setting.num_heads, setting.num_subnets, setting.subnet_dim, device=setting.device, dtype=setting.dtype
+        setting.d_model,
+        setting.num_heads,
+        setting.num_subnets,
+        setting.subnet_dim,
+        device=setting.device,
+        dtype=setting.dtype,
     )
     start = time.perf_counter()
     for length in setting.lengths:
@@ -159,7 +178,8 @@ def compare(setting: Setting) -> Iterator[Measurement]:
             return
         generator = torch.Generator().manual_seed(length)
         x, grad = (
-            torch.randn(setting.batch, length, setting.d_model, generator=generator).to(setting.device, setting.dtype) for _ in range(2)
+            torch.randn(setting.batch, length, setting.d_model, generator=generator).to(setting.device, setting.dtype)
+            for _ in range(2)
         )
         x.requires_grad_()
         for name, construct in modules.items():
@@ -193,7 +213,8 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[
 
 
 def _peak(run: Callable[[], None], device: torch.device) -> float:
-    """Return the bytes that a second ``run`` allocates at its peak; on a CPU, by which it raises the process's resident memory.
+    """Return the bytes that a second ``run`` allocates at its peak; on a CPU, by which it raises the process's resident
+    memory.
 
     nan on a CPU without Linux's resettable high-water mark.
     """
@@ -224,7 +245,14 @@ MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
 
 
 # The settings of FlashMHF's model and of its run, by the kind of device.
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_num_heads", "ffn_num_subnets", "intermediate_size")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "ffn_num_heads",
+    "ffn_num_subnets",
+    "intermediate_size",
+)
 RECIPES = {
     "cpu": (dict(zip(SIZES, (128, 4, 2, 2, 2, 352), strict=True)), {"length": 128, "batch": 8, "steps": 320}),
     "cuda": (dict(zip(SIZES, (512, 6, 4, 4, 4, 1536), strict=True)), {"length": 512, "batch": 32, "steps": 400}),
@@ -247,9 +275,13 @@ def read_text(path: str | None) -> bytes:
     """
     data = _standard_library() if path is None else Path(path).read_bytes()
     if b"\0" in data:
-        raise DataError(f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed")
+        raise DataError(
+            f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed"
+        )
     if len(data) < MINIMUM_BYTES:
-        raise DataError(f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
+        raise DataError(
+            f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}"
+        )
     return data[:MAXIMUM_BYTES]
 
 
@@ -265,7 +297,10 @@ def _standard_library() -> bytes:
 
 
 def train(text: bytes, device: torch.device, steps: int | None = None, bar: bool = False) -> dict[str, Trained]:
-    """Train a model with each of the networks on the same batches. Raises ModuleNotFoundError without the extra flashmhf[lm]."""
+    """Train a model with each of the networks on the same batches.
+
+    Raises ModuleNotFoundError without the extra flashmhf[lm].
+    """
     from transformers.utils import logging
 
     from . import metrics, tokenizer, training
@@ -284,7 +319,10 @@ def train(text: bytes, device: torch.device, steps: int | None = None, bar: bool
         file.write_text(text[:wanted].decode(errors="replace"))
         for name, sizes in (("SwiGLU", swiglu), ("FlashMHF", ours)):
             # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
-            model = sizes | {"max_position_embeddings": budget["length"], "initializer_range": sizes["hidden_size"] ** -0.5}
+            model = sizes | {
+                "max_position_embeddings": budget["length"],
+                "initializer_range": sizes["hidden_size"] ** -0.5,
+            }
             options = training.Options(
                 output=str(Path(scratch) / name),
                 preset="tiny",
@@ -333,21 +371,32 @@ def check_table(accuracies: Iterable[Accuracy]) -> str:
     rows = [("back end", "dtype", "tensor", "error", "PyTorch's", "limit", "")]
     for a in accuracies:
         figures = (f"{value:.2e}" for value in (a.error, a.plain, a.limit))
-        rows.append((a.backend, str(a.dtype).removeprefix("torch."), a.tensor, *figures, "ok" if a.passed else "FAILED"))
+        rows.append(
+            (a.backend, str(a.dtype).removeprefix("torch."), a.tensor, *figures, "ok" if a.passed else "FAILED")
+        )
     return _aligned(rows)
 
 
 def table(
-    setting: Setting, accuracies: Sequence[Accuracy], measurements: Sequence[Measurement], trained: dict[str, Trained], text: str = ""
+    setting: Setting,
+    accuracies: Sequence[Accuracy],
+    measurements: Sequence[Measurement],
+    trained: dict[str, Trained],
+    text: str = "",
 ) -> str:
-    """One column a module; blocks for errors, time and memory, and the language models on ``text``. Empty parts are left out."""
+    """One column a module;
+
+    blocks for errors, time and memory, and the language models on ``text``. Empty parts are left out.
+    """
     rows: list[tuple[str, ...]] = [("", *COLORS)]
 
     def add(title: str, value: Callable[[str], float | None]) -> None:
         rows.append((title, *(_number(value(name)) for name in COLORS)))
 
     for backend, dtype in dict.fromkeys((a.backend, a.dtype) for a in accuracies):
-        worst = max((a for a in accuracies if (a.backend, a.dtype) == (backend, dtype)), key=lambda a: a.error / a.limit)
+        worst = max(
+            (a for a in accuracies if (a.backend, a.dtype) == (backend, dtype)), key=lambda a: a.error / a.limit
+        )
         label = f"{backend} {str(dtype).removeprefix('torch.')}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
         rows.append((label, "-", "-", f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"))
     if measurements:
@@ -360,12 +409,17 @@ def table(
         )
         for attribute, title in FIGURES.items():
             for length in dict.fromkeys(m.length for m in measurements):
-                add(f"  {title}, length {length}", lambda name, at=length, of=attribute: getattr(by_place.get((name, at)), of, None))
+                add(
+                    f"  {title}, length {length}",
+                    lambda name, at=length, of=attribute: getattr(by_place.get((name, at)), of, None),
+                )
     if trained:
         steps = len(trained["FlashMHF"].losses)
         rows.append(())
         add(f"language model on {text}: parameters", lambda name: getattr(trained.get(name), "parameters", None))
-        add(f"  held-out loss after {steps} steps, nats/byte", lambda name: getattr(trained.get(name), "held_out", None))
+        add(
+            f"  held-out loss after {steps} steps, nats/byte", lambda name: getattr(trained.get(name), "held_out", None)
+        )
     return headline(setting) + "\n\n" + _aligned(rows)
 
 
@@ -378,14 +432,18 @@ def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], t
         for axis, attribute in zip(axes, ("step_ms", "peak_mib"), strict=True):
             for name, color in COLORS.items():
                 found = [m for m in measurements if m.module == name]
-                axis.plot([m.length for m in found], [getattr(m, attribute) for m in found], "o-", color=color, label=name)
+                axis.plot(
+                    [m.length for m in found], [getattr(m, attribute) for m in found], "o-", color=color, label=name
+                )
             axis.set(title=FIGURES[attribute], xlabel=f"length (batch {setting.batch})", xscale="log", yscale="log")
             axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
             axis.set_xticks([], minor=True)
             axis.yaxis.set_major_formatter("{x:,.0f}")
             axis.yaxis.set_minor_formatter("{x:,.0f}")
         for name, model in trained.items():
-            smoothed = [statistics.fmean(model.losses[max(0, step - 9) : step + 1]) for step in range(len(model.losses))]
+            smoothed = [
+                statistics.fmean(model.losses[max(0, step - 9) : step + 1]) for step in range(len(model.losses))
+            ]
             loss_axis.plot(smoothed, color=COLORS[name], label=f"{name}, held out {_number(model.held_out)}")
             loss_axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
         loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")

@@ -12,7 +12,8 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12
 
 
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
-    """Forward and backward: 6 for every weight that a token is multiplied with, and attention over the causal half of ``length``.
+    """Forward and backward: 6 for every weight that a token is multiplied with, and attention over the causal half of
+    ``length``.
 
     Recomputation under checkpointing is not counted. An untied input embedding is a look-up and counts nothing.
     """
@@ -24,7 +25,8 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
         if isinstance(module, GroupedHeads):  # every head of a group multiplies the weights that they share
             shared = module.num_heads // module.num_kv_heads - 1
             weights += shared * sum(weight.numel() for weight in (module.k, module.u, module.v))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads  # Qwen2 and others have no head_dim
+    # Qwen2 and others have no head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = config.num_hidden_layers * config.num_attention_heads * head_dim * length
     return 6.0 * weights + 6.0 * attention
 

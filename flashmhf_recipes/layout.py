@@ -1,7 +1,8 @@
 """How a run lies over its processes: replicas, shards of the parameters (FSDP2) and heads (tensor parallelism).
 
-PyTorch does the sharding, here rather than through accelerate: accelerate's FSDP2 plugin needs GPUs, and pads the first dimension of K, U
-and V. Checkpoints hold whole tensors, the same files for any layout, so a run resumes on any number of processes.
+PyTorch does the sharding, here rather than through accelerate: accelerate's FSDP2 plugin needs GPUs, and pads the first
+dimension of K, U and V. Checkpoints hold whole tensors, the same files for any layout, so a run resumes on any number
+of processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _LAUNCHER = dict(os.environ)  # as the launcher set it: RunTrainer takes acceler
 class Layout:
     """``replicas`` times ``shards`` processes with sequences of their own, each ``tp`` processes that share the heads.
 
-    Rank = (replica * shards + shard) * tp + index of the heads: the processes with the heads of one sequence are neighbours.
+    Rank = (replica * shards + shard) * tp + index of the heads: the processes with the heads of one sequence are
+    neighbours.
     """
 
     replicas: int
@@ -49,7 +51,10 @@ class Layout:
         return rank // self.tp
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raises OptionError for a model whose heads ``tp`` processes cannot share. Its parameters may be on the meta device."""
+        """Raises OptionError for a model whose heads ``tp`` processes cannot share.
+
+        Its parameters may be on the meta device.
+        """
         try:
             if self.tp > 1:
                 plan(model, self.tp)
@@ -57,8 +62,13 @@ class Layout:
             raise OptionError(f"tp is {self.tp}: {error}") from error
 
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
-        """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights before."""
-        mesh = init_device_mesh(device_type, (self.replicas, self.shards, self.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        """Shards ``model`` in place:
+
+        heads, then compiled blocks, then parameters. All processes hold the same weights before.
+        """
+        mesh = init_device_mesh(
+            device_type, (self.replicas, self.shards, self.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
+        )
         if self.tp > 1:
             parallelize(model, mesh["tp"])
         data = mesh["dp_shard"] if self.replicas == 1 else mesh["dp_replicate", "dp_shard"]
@@ -70,8 +80,11 @@ class Layout:
                 fully_shard(module, mesh=data, shard_placement_fn=shard_placement(self.shards))
 
 
-def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment: Mapping[str, str] = _LAUNCHER) -> Layout:
-    """The layout of ``processes``; None stands for the layout of ``accelerate launch``, else for no sharding, or, with ``tp``, for all.
+def layout_of(
+    tp: int | None, dp_shard: int | None, processes: int, environment: Mapping[str, str] = _LAUNCHER
+) -> Layout:
+    """The layout of ``processes``; None stands for the layout of ``accelerate launch``, else for no sharding, or, with
+    ``tp``, for all.
 
     Raises OptionError where the sizes do not divide the processes.
     """
@@ -84,25 +97,33 @@ def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment:
     if dp_shard is None:
         dp_shard = processes // tp if tp > 1 or environment.get("ACCELERATE_USE_FSDP") == "true" else 1
     if processes // tp % dp_shard:
-        raise OptionError(f"dp_shard is {dp_shard}; it must divide the {processes // tp} groups of tp processes ({processes} in all)")
+        raise OptionError(
+            f"dp_shard is {dp_shard}; it must divide the {processes // tp} groups of tp processes ({processes} in all)"
+        )
     if tp > 1 and dp_shard == 1 and processes > tp:
         raise OptionError(f"dp_shard is 1 with tp = {tp} on {processes} processes; shard over more")
     return Layout(processes // (tp * dp_shard), dp_shard, tp)
 
 
-WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors on the CPU of process 0; others get nothing
+# tensors on the CPU of process 0; others get nothing
+WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what ``optimizer.state_dict()`` of an unsharded run holds, on process 0. Every process calls this."""
     state = state_dict.get_optimizer_state_dict(model, optimizer, options=WHOLE)
     number = {name: index for index, name in enumerate(_names(model, optimizer))}
-    groups = [group | {"params": sorted(number[name] for name in group["params"])} for group in state.get("param_groups", ())]
+    groups = [
+        group | {"params": sorted(number[name] for name in group["params"])} for group in state.get("param_groups", ())
+    ]
     return {"state": {number[name]: values for name, values in state.get("state", {}).items()}, "param_groups": groups}
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`whole_optimizer` returned, or an unsharded run's state, into a sharded optimizer. Every process has read it."""
+    """Load what :func:`whole_optimizer` returned, or an unsharded run's state, into a sharded optimizer.
+
+    Every process has read it.
+    """
     names = _names(model, optimizer)
     groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     named = {"state": {names[index]: values for index, values in state["state"].items()}, "param_groups": groups}

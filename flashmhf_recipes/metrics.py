@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object a line, in the order of training.
 
-Keys: step, loss (nats a token), learning_rate, grad_norm, tokens (so far), tokens_per_second, mfu (where the GPU's peak is known),
-peak_memory_bytes (CUDA), eval_loss (nats a token).
+Keys: step, loss (nats a token), learning_rate, grad_norm, tokens (so far), tokens_per_second, mfu (where the GPU's peak
+is known), peak_memory_bytes (CUDA), eval_loss (nats a token).
 """
 
 from __future__ import annotations
@@ -45,8 +45,15 @@ class MetricsCallback(TrainerCallback):
     The clock stands still during evaluation and while checkpoints are written.
     """
 
-    def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool = True):
-        self.output, self.tokens_per_step, self.flops_per_token, self.peak = output, tokens_per_step, flops_per_token, peak
+    def __init__(
+        self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool = True
+    ):
+        self.output, self.tokens_per_step, self.flops_per_token, self.peak = (
+            output,
+            tokens_per_step,
+            flops_per_token,
+            peak,
+        )
         self.show, self.bar = bar, None
 
     def _restart(self, step: int) -> None:
@@ -54,7 +61,9 @@ class MetricsCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         step = state.global_step
-        self.bar = tqdm(desc="training", unit="step", disable=not self.show, initial=step, total=state.max_steps, dynamic_ncols=True)
+        self.bar = tqdm(
+            desc="training", unit="step", disable=not self.show, initial=step, total=state.max_steps, dynamic_ncols=True
+        )
         self._restart(step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
@@ -63,14 +72,20 @@ class MetricsCallback(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs
+    ):
         if logs is None or not ({"loss", "eval_loss"} & logs.keys()) or not state.is_world_process_zero:
             return
         step = state.global_step
-        row = {"step": step} | {name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "eval_loss") if name in logs}
+        row = {"step": step} | {
+            name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "eval_loss") if name in logs
+        }
         for name in row:
             if not math.isfinite(row[name]):
-                raise TrainingError(f"the {name} is {row[name]} at step {step}; try a lower learning_rate or a longer warmup")
+                raise TrainingError(
+                    f"the {name} is {row[name]} at step {step}; try a lower learning_rate or a longer warmup"
+                )
         if "loss" in logs:
             row |= self._speed(args, step)
         with (self.output / FILE).open("a") as out:

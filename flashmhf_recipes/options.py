@@ -32,16 +32,49 @@ MICRO_BATCH = 8
 # Settings of TrainingArguments that are options of a run, by their names there.
 OWN_ARGUMENTS = {
     **{name: name for name in ("learning_rate", "weight_decay", "max_grad_norm", "seed")},
-    **{"output_dir": "output", "max_steps": "steps", "torch_compile": "compile", "gradient_checkpointing": "checkpointing"},
+    **{
+        "output_dir": "output",
+        "max_steps": "steps",
+        "torch_compile": "compile",
+        "gradient_checkpointing": "checkpointing",
+    },
     **{"logging_steps": "log_every", "save_steps": "save_every", "eval_steps": "eval_every"},
 }
-# Those that do in a run what transformers' documentation says. Others follow from options or do not fit: the run could not be resumed, it
-# makes its own batches, is evaluated by the held-out loss alone; a setting of a later version is not known.
+# Those that do in a run what transformers' documentation says. Others follow from options or do not fit: the run could
+# not be resumed, it makes its own batches, is evaluated by the held-out loss alone; a setting of a later version is not
+# known.
 PASSED_ARGUMENTS = {
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "optim_target_modules", "adam_epsilon", "neftune_noise_alpha"),
-    *("label_smoothing_factor", "average_tokens_across_devices", "tf32", "full_determinism", "use_cache", "torch_empty_cache_steps"),
-    *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode"),
-    *("logging_strategy", "logging_first_step", "log_on_each_node", "include_num_input_tokens_seen", "log_level", "log_level_replica"),
+    *(
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "adam_epsilon",
+        "neftune_noise_alpha",
+    ),
+    *(
+        "label_smoothing_factor",
+        "average_tokens_across_devices",
+        "tf32",
+        "full_determinism",
+        "use_cache",
+        "torch_empty_cache_steps",
+    ),
+    *(
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs",
+        "torch_compile_backend",
+        "torch_compile_mode",
+    ),
+    *(
+        "logging_strategy",
+        "logging_first_step",
+        "log_on_each_node",
+        "include_num_input_tokens_seen",
+        "log_level",
+        "log_level_replica",
+    ),
     *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
     *("eval_delay", "eval_on_start", "save_strategy"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
@@ -66,7 +99,10 @@ _RANGES = {
     "max_grad_norm": ("numbers from 0 on; 0 does not clip", lambda x: x >= 0),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
     "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
-    "keep": ("integers from 2 on, so that one checkpoint is complete at any moment", lambda x: isinstance(x, int) and x >= 2),
+    "keep": (
+        "integers from 2 on, so that one checkpoint is complete at any moment",
+        lambda x: isinstance(x, int) and x >= 2,
+    ),
 }
 
 
@@ -87,11 +123,14 @@ def _option(default: object, help: str, **metadata: str) -> Any:
 
 @dataclass
 class Options:
-    """One run. Where None stands, the preset (the paper's value) decides. ``flashmhf train --help`` lists the fields, and the command's
-    flags are made of them. In Python, ``data`` may be one path; ``model`` and ``arguments`` are dicts."""
+    """One run. Where None stands, the preset (the paper's value) decides. ``flashmhf train --help`` lists the fields,
+    and the command's flags are made of them. In Python, ``data`` may be one path; ``model`` and ``arguments`` are
+    dicts."""
 
     output: str
-    preset: str | None = _option(None, "name of a preset, or a scale together with --ffn (flashmhf-128m)", group="model")
+    preset: str | None = _option(
+        None, "name of a preset, or a scale together with --ffn (flashmhf-128m)", group="model"
+    )
     ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}")
     init_from: str | None = _option(
         None,
@@ -100,7 +139,9 @@ class Options:
         metavar="MODEL",
     )
     model: dict[str, object] = _option({}, "a FlashMHFConfig setting", flag="--model-set")
-    data: list[str] = _option([], "text, JSON-lines, CSV, Parquet and Arrow files, or directories of them", group="data", metavar="PATH")
+    data: list[str] = _option(
+        [], "text, JSON-lines, CSV, Parquet and Arrow files, or directories of them", group="data", metavar="PATH"
+    )
     dataset: str | None = _option(None, "a data set of the datasets library, streamed", metavar="NAME[:CONFIG]")
     tokens: str | None = _option(None, "the tokens and the tokenizer of another run", metavar="RUN")
     split: str = _option("train", "split of --dataset")
@@ -113,18 +154,26 @@ class Options:
     length: int | None = _option(None, "tokens in a sequence (the preset's)")
     eval_fraction: float = _option(0.0, "share of the tokens held out at the end")
     batch: int | None = _option(None, "sequences of a step, over all processes (the preset's)", group="optimisation")
-    micro_batch: int | None = _option(None, f"at most so many of them at once on a device ({MICRO_BATCH}); the rest is accumulated")
+    micro_batch: int | None = _option(
+        None, f"at most so many of them at once on a device ({MICRO_BATCH}); the rest is accumulated"
+    )
     steps: int | None = _option(None, "steps of the run (the preset's); with --resume a new length")
     learning_rate: float | None = _option(None, "the peak (the preset's)")
     min_learning_rate: float = _option(1e-5, "where the cosine ends")
     warmup: float = _option(0.015, "share of the steps, or steps from 1 on")
-    optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for the blocks' matrices, AdamW for the rest")
+    optimizer: Literal["adamw", "muon"] = _option(
+        "adamw", "muon: flashmhf.Muon for the blocks' matrices, AdamW for the rest"
+    )
     weight_decay: float = _option(0.1, "of the optimizer")
     betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW", metavar="BETA")
     max_grad_norm: float = _option(1.0, "gradients are clipped to it")
-    param_groups: bool = _option(True, "FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)")
+    param_groups: bool = _option(
+        True, "FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)"
+    )
     seed: int = _option(0, "of weights and batches")
-    precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast over float32 weights; auto: bf16 on GPUs", group="machine")
+    precision: Literal["auto", "bf16", "fp32"] = _option(
+        "auto", "bf16: autocast over float32 weights; auto: bf16 on GPUs", group="machine"
+    )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: a CUDA GPU where there is one")
     tp: int | None = _option(None, "neighbouring processes that share the heads of a sequence (1)")
     dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)")
@@ -142,13 +191,19 @@ class Options:
         self.data = [os.fspath(path) for path in self.data]
 
     def resolve(self) -> Options:
-        """Return these options with the preset's name and without None, but for the model's with ``init_from``, and with absolute paths.
+        """Return these options with the preset's name and without None, but for the model's with ``init_from``, and
+        with absolute paths.
 
         Raises OptionError for values that are not supported and for contradictions.
         """
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
-        defaults = {"micro_batch": MICRO_BATCH, "batch": scale.batch, "steps": scale.steps, "learning_rate": scale.learning_rate}
+        defaults = {
+            "micro_batch": MICRO_BATCH,
+            "batch": scale.batch,
+            "steps": scale.steps,
+            "learning_rate": scale.learning_rate,
+        }
         if chosen:
             defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
         # Names of the hub stay.
@@ -165,7 +220,10 @@ class Options:
         return resolved
 
     def refuse_unused(self) -> None:
-        """Raise OptionError for options that others leave without effect. A run that was once started with them can be resumed."""
+        """Raise OptionError for options that others leave without effect.
+
+        A run that was once started with them can be resumed.
+        """
         unused = {
             "tokenizer": "with tokens, which have theirs" if self.tokens and not self.init_from else "",
             "text_field": "with tokens" if self.tokens else "",
@@ -206,7 +264,9 @@ class Options:
             if not inside:
                 raise OptionError(f"{name} is {value!r}; supported: {supported}")
         if self.min_learning_rate > self.learning_rate and "lr_scheduler_type" not in self.arguments:
-            raise OptionError(f"min_learning_rate is {self.min_learning_rate}; it must be at most learning_rate = {self.learning_rate}")
+            raise OptionError(
+                f"min_learning_rate is {self.min_learning_rate}; it must be at most learning_rate = {self.learning_rate}"
+            )
         chosen_device(self.device)
         settings = {entry.name for entry in fields(FlashMHFConfig) if entry.init}
         _check_settings("model", self.model, settings - _OWN_SETTINGS.keys(), _OWN_SETTINGS)
@@ -216,19 +276,31 @@ class Options:
         _check_settings("arguments", self.arguments, PASSED_ARGUMENTS, OWN_ARGUMENTS)
         defaults = {entry.name: entry.default for entry in fields(TrainingArguments)}
         for name, value in self.arguments.items():  # TrainingArguments does not check types
-            expected = bool if isinstance(defaults[name], bool) else int | float if isinstance(defaults[name], int | float) else object
+            expected = (
+                bool
+                if isinstance(defaults[name], bool)
+                else int | float
+                if isinstance(defaults[name], int | float)
+                else object
+            )
             if not isinstance(value, expected):
                 kind = "true or false" if expected is bool else "a number"
                 raise OptionError(f"arguments sets {name} to {value!r}; it must be {kind}")
         smoothing = self.arguments.get("label_smoothing_factor", 0.0)
         if not 0 <= smoothing < 1:  # at 1 the right token does not count, and above it the loss falls without end
-            raise OptionError(f"arguments sets label_smoothing_factor to {smoothing}; it must be at least 0 and below 1")
-        if self.arguments.get("save_strategy") == "best":  # a run that is stopped leaves out a held-out loss, and would choose another one
+            raise OptionError(
+                f"arguments sets label_smoothing_factor to {smoothing}; it must be at least 0 and below 1"
+            )
+        # a run that is stopped leaves out a held-out loss, and would choose another one
+        if self.arguments.get("save_strategy") == "best":
             raise OptionError("arguments sets save_strategy to 'best'; supported: steps, epoch, no")
         if self.optimizer != "adamw" and "optim" in self.arguments:
             raise OptionError(f"arguments cannot set optim with optimizer {self.optimizer!r}")
-        if str(self.arguments.get("optim", "")).startswith("schedule_free"):  # their weights are other ones when evaluated and saved
-            raise OptionError(f"arguments sets optim to {self.arguments['optim']!r}; schedule-free optimizers are not supported")
+        # their weights are other ones when evaluated and saved
+        if str(self.arguments.get("optim", "")).startswith("schedule_free"):
+            raise OptionError(
+                f"arguments sets optim to {self.arguments['optim']!r}; schedule-free optimizers are not supported"
+            )
 
     def layout(self, processes: int) -> Layout:
         """Return how the run lies over ``processes``. Raises OptionError where tp and dp_shard do not divide them."""
@@ -258,7 +330,9 @@ class Options:
 def option_types() -> dict[str, Any]:
     """Return the type of each field of Options, without the None of optional ones."""
     hints = typing.get_type_hints(Options)
-    return {name: typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind for name, kind in hints.items()}
+    return {
+        name: typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind for name, kind in hints.items()
+    }
 
 
 @contextmanager
@@ -273,7 +347,9 @@ def naming(option: str, options: Options) -> Iterator[None]:
 
 
 def _check_settings(option: str, given: Iterable[str], supported: set[str], own: Mapping[str, str]) -> None:
-    """Refuse settings that are not supported, and name the option that each one is, else a name that is nearly the same, else all."""
+    """Refuse settings that are not supported, and name the option that each one is, else a name that is nearly the
+    same, else all.
+    """
     for name in given:
         if name not in supported:
             close = difflib.get_close_matches(name, supported, 1, 0.8)
@@ -282,14 +358,16 @@ def _check_settings(option: str, given: Iterable[str], supported: set[str], own:
 
 
 def training_arguments(options: Options) -> TrainingArguments:
-    """Return transformers' arguments for resolved options: cosine to a minimum learning rate, warm-up as a share of the steps.
+    """Return transformers' arguments for resolved options: cosine to a minimum learning rate, warm-up as a share of the
+    steps.
 
     Raises OptionError for settings that transformers refuses and for reports without their package.
     """
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     report = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
     settings = {name: getattr(options, option) for name, option in OWN_ARGUMENTS.items()} | dict(
-        per_device_eval_batch_size=options.micro_batch,  # fixed: the held-out loss has the same bits for any number of processes
+        # fixed: the held-out loss has the same bits for any number of processes
+        per_device_eval_batch_size=options.micro_batch,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
@@ -314,14 +392,19 @@ def training_arguments(options: Options) -> TrainingArguments:
         for callback in get_reporting_integration_callbacks(arguments.report_to):
             callback()  # raises where the package of a report is missing
         if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
-            raise ValueError(f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: schedules of the step alone")
+            raise ValueError(
+                f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: schedules of the step alone"
+            )
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)
     arguments.per_device_train_batch_size = options.micro_batch_for(layout.data_processes)
-    arguments.gradient_accumulation_steps = options.batch // (arguments.per_device_train_batch_size * layout.data_processes)
+    arguments.gradient_accumulation_steps = options.batch // (
+        arguments.per_device_train_batch_size * layout.data_processes
+    )
     if layout.sharded:
-        arguments.torch_compile = False  # Layout.shard compiles the blocks: collectives between them are no part of a graph
+        # Layout.shard compiles the blocks: collectives between them are no part of a graph
+        arguments.torch_compile = False
         arguments.torch_compile_backend = arguments.torch_compile_mode = None
     return arguments
 
@@ -334,12 +417,15 @@ def schedule(arguments: TrainingArguments, steps: int) -> torch.optim.lr_schedul
 
 
 def empty_model(options: Options) -> PreTrainedModel:
-    """Return a new model for resolved options on the meta device; the tokenizer's numbers are not in its configuration yet.
+    """Return a new model for resolved options on the meta device; the tokenizer's numbers are not in its configuration
+    yet.
 
     Raises OptionError for sizes that no model has.
     """
     chosen = preset(options.preset)
     positions = max(chosen.scale.context, options.length)
     with naming("model", options), torch.device("meta"):
-        config = chosen.config(**{"max_position_embeddings": positions, "vocab_size": options.vocab_size, **options.model})
+        config = chosen.config(
+            **{"max_position_embeddings": positions, "vocab_size": options.vocab_size, **options.model}
+        )
         return AutoModelForCausalLM.from_config(config)

@@ -22,11 +22,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load(
     name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto", fp8: bool = False
 ) -> tuple[PreTrainedModel, object]:
-    """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint, or a name.
+    """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint,
+    or a name.
 
     An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks; a
-    stored FP8 model does not need it. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
-    machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
+    stored FP8 model does not need it. Raises FileNotFoundError where a directory holds no model, ValueError for a
+    device that this machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to
+    quantise.
     """
     location = locate(name)
     chosen = chosen_device(device)
@@ -46,11 +48,15 @@ def load(
     return model, tokenizer
 
 
-def save_fp8(name: str, output: Path, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "bfloat16") -> None:
-    """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that from_pretrained loads.
+def save_fp8(
+    name: str, output: Path, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "bfloat16"
+) -> None:
+    """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that
+    from_pretrained loads.
 
-    ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises what
-    :func:`load` raises, OptionError where ``output`` is not empty, TrainingError where it cannot be written, and then removes it.
+    ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises
+    what :func:`load` raises, OptionError where ``output`` is not empty, TrainingError where it cannot be written, and
+    then removes it.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OptionError(f"output is {str(output)!r}, which is not empty; choose a new directory")
@@ -64,7 +70,10 @@ def save_fp8(name: str, output: Path, *, tokenizer_name: str | None = None, devi
 
 
 def locate(name: str) -> str:
-    """The directory that holds the model of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
+    """The directory that holds the model of :func:`load`'s ``name``, or the name.
+
+    Raises FileNotFoundError where there is none.
+    """
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
         complete = checkpoints.complete_checkpoints(path)

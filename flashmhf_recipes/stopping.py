@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT in a training run: the step is finished and saved, and a second signal ends the process at once."""
+"""SIGTERM and SIGINT in a training run:
+
+the step is finished and saved, and a second signal ends the process at once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ class Stopped(KeyboardInterrupt):  # noqa: N818, no error: the run did what it w
 
 
 class StopSignals:
-    """A context that takes SIGTERM and SIGINT where it runs in the main thread; in other threads signals are left alone.
+    """A context that takes SIGTERM and SIGINT where it runs in the main thread; in other threads signals are left
+    alone.
 
     Outside :attr:`stepping` there is no step to finish, and the signal raises :class:`Stopped`.
     """
@@ -42,7 +46,9 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             # A shell makes its background jobs ignore SIGINT; that stays.
-            taken = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+            taken = [
+                number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN
+            ]
             self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
@@ -60,7 +66,10 @@ class StopSignals:
         self.received, self._since = signum, time.monotonic()
         if not self.stepping:
             raise Stopped(signum, 0)
-        os.write(2, f"\nflashmhf: {signal.Signals(signum).name}: saving after this step; a second signal ends at once\n".encode())
+        os.write(
+            2,
+            f"\nflashmhf: {signal.Signals(signum).name}: saving after this step; a second signal ends at once\n".encode(),
+        )
 
     def begin_steps(self) -> None:
         """From here on a step is finished first. Every process of a distributed run calls this."""
@@ -70,7 +79,10 @@ class StopSignals:
         self.stepping = True
 
     def agreed(self) -> bool:
-        """Return whether some process has received a signal, the same on every process. All of them call this at the same steps."""
+        """Return whether some process has received a signal, the same on every process.
+
+        All of them call this at the same steps.
+        """
         received = torch.tensor(self.received or 0)
         if self._group is not None:
             torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX, self._group)

@@ -19,7 +19,8 @@ LONGEST_WORD = 256
 
 
 def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters; the same texts give the same tokenizer.
+    """A byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters; the same texts give the same
+    tokenizer.
 
     ``bar`` shows progress on stderr where that is a terminal. Raises OptionError for a vocabulary that is smaller than
     the bytes.
@@ -64,8 +65,12 @@ def chat_template(name: str) -> str:
     message = [{"role": "user", "content": "a message"}]
     try:
         text = Path(name).read_text()
-        probe = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
-        if "a message" not in probe.apply_chat_template(message, chat_template=text, tokenize=False, add_generation_prompt=True):
+        probe = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.BPE()), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
+        )
+        if "a message" not in probe.apply_chat_template(
+            message, chat_template=text, tokenize=False, add_generation_prompt=True
+        ):
             raise ValueError("it leaves the messages out")
     except (OSError, ValueError, TemplateError) as error:
         raise OptionError(f"chat_template is {name!r}: {error}; supported: plain, or a Jinja file") from error
@@ -82,10 +87,15 @@ def _limited(texts: Iterable[str]) -> Iterable[str]:
 
 
 def load(name: str):
-    """A tokenizer by directory, tokenizer.json or name. Raises DataError when there is none, or when it has no end-of-text token."""
+    """A tokenizer by directory, tokenizer.json or name.
+
+    Raises DataError when there is none, or when it has no end-of-text token.
+    """
     path = Path(name)
     try:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=name) if path.is_file() else AutoTokenizer.from_pretrained(name)
+        tokenizer = (
+            PreTrainedTokenizerFast(tokenizer_file=name) if path.is_file() else AutoTokenizer.from_pretrained(name)
+        )
     except Exception as error:  # the library raises whatever its parsers do
         raise DataError(f"no tokenizer could be loaded from {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:
@@ -98,5 +108,8 @@ def load(name: str):
 
 
 def token_numbers(tokenizer) -> int:
-    """Return the largest token number plus 1. It is more than the number of tokens where some numbers stand for none."""
+    """Return the largest token number plus 1.
+
+    It is more than the number of tokens where some numbers stand for none.
+    """
     return max(tokenizer.get_vocab().values()) + 1

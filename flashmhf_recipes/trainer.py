@@ -41,22 +41,37 @@ class RunTrainer(Trainer, TrainerCallback):
     signals: end training after the step in which one came, with a checkpoint.
     """
 
-    def __init__(self, *, options: Options, checkpoint: Path | None, signals: StopSignals, args: TrainingArguments, callbacks, **kwargs):
-        self.options, self.checkpoint, self.signals, self.layout = options, checkpoint, signals, options.layout(args.world_size)
+    def __init__(
+        self,
+        *,
+        options: Options,
+        checkpoint: Path | None,
+        signals: StopSignals,
+        args: TrainingArguments,
+        callbacks,
+        **kwargs,
+    ):
+        self.options, self.checkpoint, self.signals, self.layout = (
+            options,
+            checkpoint,
+            signals,
+            options.layout(args.world_size),
+        )
         self.stopped = self.evaluation_due = False
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
         if args.dataloader_num_workers:
             atexit.register(_end_workers)
         self.data_index = self.layout.data_index(args.process_index)
         if self.model.config.tie_word_embeddings:
-            # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them again.
+            # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them
+            # again.
             self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """Make the optimizer of the options, with the groups of flashmhf.param_groups or the Trainer's own two.
 
-        The Trainer calls this once the whole model has the checkpoint's weights, so it is sharded here. Raises OptionError for an
-        optimizer that makes groups of its own.
+        The Trainer calls this once the whole model has the checkpoint's weights, so it is sharded here. Raises
+        OptionError for an optimizer that makes groups of its own.
         """
         options, args = self.options, self.args
         if self.layout.sharded:
@@ -64,7 +79,9 @@ class RunTrainer(Trainer, TrainerCallback):
         if options.optimizer == "muon":
             rate = PROJECTION_RATE if options.param_groups else 1.0
             groups = param_groups(self.model, args.learning_rate, args.weight_decay, projection_rate=rate, muon=True)
-            self.optimizer = Muon(groups, args.learning_rate, args.weight_decay, betas=(args.adam_beta1, args.adam_beta2))
+            self.optimizer = Muon(
+                groups, args.learning_rate, args.weight_decay, betas=(args.adam_beta1, args.adam_beta2)
+            )
         elif options.param_groups:
             optimizer, settings = self.get_optimizer_cls_and_kwargs(args, self.model)
             if not isinstance(optimizer, type) or settings.keys() & {"params", "model", "optimizer_dict"}:
@@ -73,7 +90,10 @@ class RunTrainer(Trainer, TrainerCallback):
         return super().create_optimizer(model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's. A sharded model gets accelerate's autocast but neither its DDP nor its FSDP, which needs GPUs."""
+        """As the Trainer's.
+
+        A sharded model gets accelerate's autocast but neither its DDP nor its FSDP, which needs GPUs.
+        """
         if self.layout.sharded:
             for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
                 os.environ.pop(name, None)
@@ -86,7 +106,9 @@ class RunTrainer(Trainer, TrainerCallback):
         directory = output_dir or self.args.output_dir
         state = get_model_state_dict(self.model, options=WHOLE) if self.layout.sharded else None
         if self.args.should_save:
-            self.accelerator.unwrap_model(self.model, keep_torch_compile=False).save_pretrained(directory, state_dict=state)
+            self.accelerator.unwrap_model(self.model, keep_torch_compile=False).save_pretrained(
+                directory, state_dict=state
+            )
             self.processing_class.save_pretrained(directory)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -108,7 +130,10 @@ class RunTrainer(Trainer, TrainerCallback):
         self.lr_scheduler.load_state_dict(scheduler)
 
     def stop(self, evaluation_due: bool) -> None:
-        """Make the Trainer save and leave its loop. An evaluation that is due at this step is left to the resumed run."""
+        """Make the Trainer save and leave its loop.
+
+        An evaluation that is due at this step is left to the resumed run.
+        """
         self.stopped, self.evaluation_due = True, evaluation_due
         self.control.should_evaluate = False
         self.control.should_save = self.control.should_training_stop = True
@@ -118,7 +143,9 @@ class RunTrainer(Trainer, TrainerCallback):
         self.signals.begin_steps()
         progress = self.state.stateful_callbacks.get(PROGRESS, {})
         # The evaluation that a signal left out belongs to the checkpoint's step.
-        self.args.eval_on_start = self.eval_dataset is not None and progress.get("evaluation_due", self.args.eval_on_start)
+        self.args.eval_on_start = self.eval_dataset is not None and progress.get(
+            "evaluation_due", self.args.eval_on_start
+        )
         if self.checkpoint is None:
             return
         if progress:  # version 0.1 wrote none
@@ -137,14 +164,22 @@ class RunTrainer(Trainer, TrainerCallback):
             control.should_log = control.should_save = False
 
     def _save_checkpoint(self, model, trial) -> None:
-        """As the Trainer's, with the loss since the last log, of which every process has a part, and the mark when all is written."""
+        """As the Trainer's, with the loss since the last log, of which every process has a part, and the mark when all
+        is written.
+        """
         total = self._tr_loss.detach().clone()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)
             total /= self.args.world_size
         if not total.isfinite():  # the checkpoints before this one are the last good ones, and would be rotated away
-            raise TrainingError(f"the loss is {total} at step {self.state.global_step}; try a lower learning_rate or a longer warmup")
-        progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged, "evaluation_due": self.evaluation_due}
+            raise TrainingError(
+                f"the loss is {total} at step {self.state.global_step}; try a lower learning_rate or a longer warmup"
+            )
+        progress = {
+            "loss_sum": total.item(),
+            "logged_step": self._globalstep_last_logged,
+            "evaluation_due": self.evaluation_due,
+        }
         self.state.stateful_callbacks[PROGRESS] = progress
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
@@ -172,12 +207,15 @@ class RunTrainer(Trainer, TrainerCallback):
     def evaluate(self, *_, metric_key_prefix: str = "eval", **__) -> dict[str, float]:
         """Return the mean loss over sequences, in nats a token, without label smoothing.
 
-        The sums of the batches are added in the batches' order, however many processes there are. The Trainer's own loop divides by the
-        tokens of all processes' batches, of which some may be shorter. A signal ends the evaluation; a resumed run makes it again.
+        The sums of the batches are added in the batches' order, however many processes there are. The Trainer's own
+        loop divides by the tokens of all processes' batches, of which some may be shorter. A signal ends the
+        evaluation; a resumed run makes it again.
         """
         args, step = self.args, self.state.global_step
         loader, samples = self._loader(self.eval_dataset, args.per_device_eval_batch_size), len(self.eval_dataset)
-        sums = torch.zeros(math.ceil(samples / args.per_device_eval_batch_size), dtype=torch.float64, device=args.device)
+        sums = torch.zeros(
+            math.ceil(samples / args.per_device_eval_batch_size), dtype=torch.float64, device=args.device
+        )
         self.model.eval()
         for turn, inputs in enumerate(loader):
             loss = self.model(**self._prepare_inputs(inputs)).loss
@@ -209,7 +247,8 @@ class RunTrainer(Trainer, TrainerCallback):
 
 
 class _Turns(DistributedSampler):
-    """The batches of ``size`` consecutive samples that process ``index`` of ``processes`` gets: every one of them gets as many.
+    """The batches of ``size`` consecutive samples that process ``index`` of ``processes`` gets: every one of them gets
+    as many.
 
     The first batches are repeated where there are no more.
     """
@@ -229,7 +268,8 @@ def _keep_worker(worker: int) -> None:
 
 
 def _end_workers() -> None:
-    """Kill the data loaders' workers that still run when the process ends, after an error or because they are persistent.
+    """Kill the data loaders' workers that still run when the process ends, after an error or because they are
+    persistent.
 
     multiprocessing would send them SIGTERM, which they ignore, and wait for them forever.
     """

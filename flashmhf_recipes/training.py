@@ -1,7 +1,8 @@
 """Training with transformers' Trainer under the paper's settings: data to tokens, exact resumption, metrics.
 
-A run lives in one directory: run.json (its options), tokenizer/, data/ (tokens), checkpoint-N/, metrics.jsonl, loss.png and, once
-finished, the model itself; init/ holds the model that it started from, if any. Everything that a resumed run needs is there.
+A run lives in one directory: run.json (its options), tokenizer/, data/ (tokens), checkpoint-N/, metrics.jsonl, loss.png
+and, once finished, the model itself; init/ holds the model that it started from, if any. Everything that a resumed run
+needs is there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, default_data_collator, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PrinterCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, preset
@@ -45,7 +53,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Result:
-    """A finished run: its directory, the model's parameters, the last training loss and the held-out loss (nats a token)."""
+    """A finished run:
+
+    its directory, the model's parameters, the last training loss and the held-out loss (nats a token).
+    """
 
     output: Path
     parameters: int
@@ -55,18 +66,22 @@ class Result:
 
 
 def first_process() -> bool:
-    """Whether this is the process that writes; launchers (torchrun, accelerate) set RANK before anything is initialised."""
+    """Whether this is the process that writes;
+
+    launchers (torchrun, accelerate) set RANK before anything is initialised.
+    """
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
     """Train from the beginning. All options are checked before anything is written.
 
-    SIGTERM and SIGINT finish the step and save it where this runs in the main thread; then Stopped, a KeyboardInterrupt, is raised.
+    SIGTERM and SIGINT finish the step and save it where this runs in the main thread; then Stopped, a
+    KeyboardInterrupt, is raised.
 
-    A start that fails before its first step removes what it wrote, but for complete tokens, which ``Options(tokens=output)`` uses.
-    Raises ValueError (OptionError and DataError), FileExistsError where the directory holds a run or other files of ours or another
-    process works in it, TrainingError, Stopped.
+    A start that fails before its first step removes what it wrote, but for complete tokens, which
+    ``Options(tokens=output)`` uses. Raises ValueError (OptionError and DataError), FileExistsError where the directory
+    holds a run or other files of ours or another process works in it, TrainingError, Stopped.
     """
     options.refuse_unused()
     options = options.resolve()
@@ -77,7 +92,9 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if options.chat_template is not None:
         template = chat_template(options.chat_template)
         if (output / TOKENIZER).exists() and load_tokenizer(str(output / TOKENIZER)).chat_template != template:
-            raise OptionError(f"chat_template is {options.chat_template!r}; the tokenizer that is in {output} has another or none")
+            raise OptionError(
+                f"chat_template is {options.chat_template!r}; the tokenizer that is in {output} has another or none"
+            )
     trained = _load_trained(options) if options.init_from else None
     model = trained[0] if trained else empty_model(options)
     arguments = training_arguments(options)
@@ -91,7 +108,9 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
             return _train(options, arguments, bar, callbacks, signals, None, trained)
         except Exception as error:
             if first_process() and not metrics.read_rows(output) and not checkpoints.numbered_checkpoints(output):
-                _release(output, keep_tokens=not isinstance(error, DataError) or options.tokens == str(output.absolute()))
+                _release(
+                    output, keep_tokens=not isinstance(error, DataError) or options.tokens == str(output.absolute())
+                )
             raise
 
 
@@ -104,13 +123,15 @@ def resume(
     bar: bool = True,
     callbacks: Iterable = (),
 ) -> Result:
-    """Continue a run from its last complete checkpoint, with the options it was started with and the batches it would have seen.
+    """Continue a run from its last complete checkpoint, with the options it was started with and the batches it would
+    have seen.
 
-    ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes at once, and
-    run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of processes: checkpoints hold whole
-    tensors. Checkpoints that do not load are renamed, and the one before is taken. Signals as in :func:`start`. Raises
-    FileNotFoundError where there is no run, FileExistsError where another process trains it, OptionError for ``steps`` that are done
-    already, TrainingError when no checkpoint loads or the run is finished and has none.
+    ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes
+    at once, and run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of
+    processes: checkpoints hold whole tensors. Checkpoints that do not load are renamed, and the one before is taken.
+    Signals as in :func:`start`. Raises FileNotFoundError where there is no run, FileExistsError where another process
+    trains it, OptionError for ``steps`` that are done already, TrainingError when no checkpoint loads or the run is
+    finished and has none.
     """
     output = Path(output)
     options, changes = _read_run(output)
@@ -127,7 +148,9 @@ def resume(
             checkpoint = next(reversed(checkpoints.complete_checkpoints(output)), None)
         done = checkpoints.step_of(checkpoint)
         if checkpoint is None and (output / "config.json").exists():
-            raise TrainingError(f"{output} has a finished model but no checkpoint; train it further with init_from={output}")
+            raise TrainingError(
+                f"{output} has a finished model but no checkpoint; train it further with init_from={output}"
+            )
         if steps is not None and steps <= done:
             raise OptionError(f"steps is {steps}; the run has done {done} steps")
         if first_process():
@@ -136,13 +159,18 @@ def resume(
                 (output / "config.json").unlink(missing_ok=True)
             if options.steps != before:
                 changes.append(_change_of_steps(arguments, done, before, options.steps))
-                checkpoints.write_whole(output / RUN, json.dumps(asdict(options) | stored | {CHANGES: changes}, indent=1) + "\n")
+                checkpoints.write_whole(
+                    output / RUN, json.dumps(asdict(options) | stored | {CHANGES: changes}, indent=1) + "\n"
+                )
         return _train(options, arguments, bar, callbacks, signals, checkpoint)
 
 
 def _warn_of_short_warmup(options: Options, arguments: TrainingArguments) -> None:
     """At the paper's learning rates the loss jumps after a short warm-up. The tiny preset is not the paper's."""
-    steps, scale = arguments.get_warmup_steps(options.steps), preset(options.preset).scale if options.preset else SCALES["tiny"]
+    steps, scale = (
+        arguments.get_warmup_steps(options.steps),
+        preset(options.preset).scale if options.preset else SCALES["tiny"],
+    )
     fast = scale is not SCALES["tiny"] and options.learning_rate >= scale.learning_rate
     if fast and steps < SHORTEST_WARMUP and first_process():
         logger.warning(
@@ -161,7 +189,8 @@ def _read_run(output: Path) -> tuple[Options, list[dict]]:
         if not isinstance(settings, dict):
             raise TypeError(f"a {type(settings).__name__} where an object is expected")
         changes = settings.pop(CHANGES, [])
-        if "param_groups" not in settings:  # a run of version 0.1.0: its optimizer has other groups, its model another initialisation
+        # a run of version 0.1.0: its optimizer has other groups, its model another initialisation
+        if "param_groups" not in settings:
             settings["param_groups"] = False
             if not settings.get("init_from"):
                 settings["model"] = {"ffn_init": "normal"} | settings.get("model", {})
@@ -185,7 +214,8 @@ def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the run's directory, on the process that writes. Raises FileExistsError that names the process which holds it.
+    """Hold the run's directory, on the process that writes. Raises FileExistsError that names the process which holds
+    it.
 
     The kernel frees the lock with the process, however it ends; the file stays.
     """
@@ -194,7 +224,8 @@ def _locked(output: Path) -> Iterator[None]:
         return
     output.mkdir(parents=True, exist_ok=True)
     with (output / LOCK).open("a+") as file:
-        os.register_at_fork(after_in_child=file.close)  # a data loader's worker may outlive this process, and would hold the lock
+        # a data loader's worker may outlive this process, and would hold the lock
+        os.register_at_fork(after_in_child=file.close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -207,16 +238,22 @@ def _locked(output: Path) -> Iterator[None]:
 
 
 def _refuse_occupied(output: Path, options: Options) -> None:
-    """Raise FileExistsError for a directory with a run, or with anything that a run would take for its own but its tokens."""
+    """Raise FileExistsError for a directory with a run, or with anything that a run would take for its own but its
+    tokens.
+    """
     if (output / RUN).exists():
-        raise FileExistsError(f"{output} holds a run already; continue it with resume or choose another output directory")
+        raise FileExistsError(
+            f"{output} holds a run already; continue it with resume or choose another output directory"
+        )
     ours = [TOKENIZER, DATA] if not options.tokens or Path(options.tokens) != output.absolute() else []
     ours += [INIT, metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
     found = [name for name in ours if (output / name).exists()]
     found += [path.name for path in checkpoints.numbered_checkpoints(output)]
     if found:
         hint = f", or train on its tokens with tokens={output}" if found == [TOKENIZER, DATA] else ""
-        raise FileExistsError(f"{output} holds {', '.join(found)}, which a run would overwrite; choose another output directory{hint}")
+        raise FileExistsError(
+            f"{output} holds {', '.join(found)}, which a run would overwrite; choose another output directory{hint}"
+        )
 
 
 def _release(output: Path, keep_tokens: bool) -> None:
@@ -236,7 +273,9 @@ def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     path = Path(options.init_from)
     if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise OptionError(f"tokenizer cannot be given with init_from: {path} has a tokenizer")
-    model, tokenizer = pretrained.load(options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32")
+    model, tokenizer = pretrained.load(
+        options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32"
+    )
     if getattr(model.config, "quantization_config", None) is not None:
         raise OptionError(f"init_from is {path}, a quantised model; supported: a model as it was trained")
     positions = model.config.max_position_embeddings
@@ -255,12 +294,17 @@ def _train(
     checkpoint: Path | None,
     trained: tuple[PreTrainedModel, object] | None = None,
 ) -> Result:
-    """Train with checked options from ``checkpoint`` on; ``trained`` is what :func:`_load_trained` returns, if it was called already."""
+    """Train with checked options from ``checkpoint`` on;
+
+    ``trained`` is what :func:`_load_trained` returns, if it was called already.
+    """
     output, bar = Path(options.output), bar and first_process()
     with arguments.main_process_first(local=False, desc="preparing data"):
         wanted = [DATA, INIT] if options.init_from else [DATA]
         if not first_process() and not all((output / name).exists() for name in wanted):
-            raise TrainingError(f"{output} has no {' and '.join(wanted)}: the first process failed before it had made them")
+            raise TrainingError(
+                f"{output} has no {' and '.join(wanted)}: the first process failed before it had made them"
+            )
         if options.init_from and not (output / INIT).exists():
             # A run killed before its first checkpoint needs the model again.
             trained = trained or _load_trained(options)
@@ -269,7 +313,9 @@ def _train(
                 trained[0].save_pretrained(partial)
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
-                raise DataError(f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches")
+                raise DataError(
+                    f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches"
+                )
             prepare(options, bar)
     tokenizer, tokens = load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
     set_seed(options.seed)
@@ -326,11 +372,15 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 
 def prepare(options: Options, bar: bool) -> None:
-    """Make the tokens of resolved options in the run's directory, and the tokenizer if it has none: trained, loaded or another run's."""
+    """Make the tokens of resolved options in the run's directory, and the tokenizer if it has none:
+
+    trained, loaded or another run's.
+    """
     output = Path(options.output)
     if options.tokens is not None:
         return _take_tokens(Path(options.tokens), output, options.chat_template)
-    with _whole(output / DATA) as partial:  # --data may hold the run's directory: what a killed process has left is gone by now
+    # --data may hold the run's directory: what a killed process has left is gone by now
+    with _whole(output / DATA) as partial:
         partial.mkdir()
         cache = partial / "documents"
         if options.dataset is None:
@@ -338,9 +388,15 @@ def prepare(options: Options, bar: bool) -> None:
         else:
             documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
         if not (output / TOKENIZER).exists():
-            made = load_tokenizer(options.tokenizer) if options.tokenizer else train_tokenizer(documents, options.vocab_size, bar)
+            made = (
+                load_tokenizer(options.tokenizer)
+                if options.tokenizer
+                else train_tokenizer(documents, options.vocab_size, bar)
+            )
             _save_tokenizer(made, output, options.chat_template)
-        wanted = math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
+        wanted = (
+            math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
+        )
         report = data.store(partial, documents, load_tokenizer(str(output / TOKENIZER)), wanted, bar)
         shutil.rmtree(cache, ignore_errors=True)
     if bar:
@@ -348,7 +404,9 @@ def prepare(options: Options, bar: bool) -> None:
 
 
 def _take_tokens(source: Path, output: Path, template: str | None) -> None:
-    """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no more."""
+    """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no
+    more.
+    """
     if not (source / DATA / data.MANIFEST).exists():
         raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
     tokenizer = load_tokenizer(str(source / TOKENIZER))

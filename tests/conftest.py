@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before OpenMP starts: threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine.
+# Before OpenMP starts: threads that spin at barriers make every small CPU product wait for the scheduler on a busy
+# machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Before huggingface_hub is imported, which reads it once: without a network every name that is no file waits 48 s for the Hub.
+# Before huggingface_hub is imported, which reads it once: without a network every name that is no file waits 48 s for
+# the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A background job of a shell ignores SIGINT, and so would the runs that tests interrupt with it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -29,11 +31,14 @@ from flashmhf import backends  # noqa: E402
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", metavar="FILE", help="write the suite's result with device, versions and date to FILE (JSON)")
+    parser.addoption(
+        "--record", metavar="FILE", help="write the suite's result with device, versions and date to FILE (JSON)"
+    )
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    if not config.getoption("--record") or hasattr(config, "workerinput"):  # a worker that outlives pytest-xdist knows only its own tests
+    # a worker that outlives pytest-xdist knows only its own tests
+    if not config.getoption("--record") or hasattr(config, "workerinput"):
         return
     counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
     skipped = sorted({report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())})
@@ -53,12 +58,14 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # pytest-xdist takes the files in the order below, not by their number of tests
+    # pytest-xdist takes the files in the order below, not by their number of tests
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items):
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)  # a long file that begins last keeps one process waiting for the other
+    # a long file that begins last keeps one process waiting for the other
+    items.sort(key=lambda item: item.path not in slow)
     reason = None if torch.cuda.is_available() else "no CUDA device"
     for item in items:
         if reason and item.get_closest_marker("gpu"):
@@ -66,7 +73,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What the imports made stays: each training run collects garbage, and walking through these objects was a quarter of its time."""
+    """What the imports made stays:
+
+    each training run collects garbage, and walking through these objects was a quarter of its time.
+    """
     gc.collect()
     gc.freeze()
 
@@ -83,7 +93,11 @@ def skip_unless_usable(backend: str, reason: str | None) -> None:
 @pytest.fixture(params=TARGETS)
 def target(request) -> Target:
     chosen = request.param
-    device = torch.device(chosen.device, torch.cuda.current_device()) if chosen.device == "cuda" else torch.device(chosen.device)
+    device = (
+        torch.device(chosen.device, torch.cuda.current_device())
+        if chosen.device == "cuda"
+        else torch.device(chosen.device)
+    )
     skip_unless_usable(chosen.backend, backends.BACKENDS[chosen.backend].why_not(device, torch.float16, d_h=64, d_e=64))
     return chosen
 
@@ -122,7 +136,9 @@ def fresh_dynamo() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_in_a_fresh_process():
-    """transformers' TrainingArguments(torch_compile=True) sets TF32 for the process, and the next test's float32 would have ten bits."""
+    """transformers' TrainingArguments(torch_compile=True) sets TF32 for the process, and the next test's float32 would
+    have ten bits.
+    """
     torch.manual_seed(0)
     before = torch.get_float32_matmul_precision()
     yield

@@ -1,4 +1,7 @@
-"""Tests of Triton kernels: on a GPU they run as they are, without one on the CPU, in a process whose Triton interprets."""
+"""Tests of Triton kernels:
+
+on a GPU they run as they are, without one on the CPU, in a process whose Triton interprets.
+"""
 
 import os
 import pathlib
@@ -11,7 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")  # skips every file of tests that imports this one
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bf16 product is wrong, so the back end refuses it
+# the interpreter's bf16 product is wrong, so the back end refuses it
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
 
 runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 starts_interpreter = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")

@@ -17,7 +17,9 @@ RESULTS = {  # of the operators that Problem has references of, by the same name
     "gated_backward": ("dq", "dk", "du", "dv", "dw"),
 }
 VIEWS = {  # of a tensor of tokens [..., H, d]: the same values, or some of them, in other strides
-    "split of a projection": lambda x: torch.stack([torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], -3)[..., 1, :, :],
+    "split of a projection": lambda x: torch.stack(
+        [torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], -3
+    )[..., 1, :, :],
     "heads before length": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
     "heads before all": lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),
     "leading dimensions reversed": lambda x: _reversed(_reversed(x).contiguous()),
@@ -111,7 +113,9 @@ class Target:
     def fixed_limits(self) -> bool:
         return self.backend != "eager"
 
-    def call(self, name: str, p: Problem, *sums: Tensor, deterministic: bool = False, **settings: object) -> tuple[Tensor, ...]:
+    def call(
+        self, name: str, p: Problem, *sums: Tensor, deterministic: bool = False, **settings: object
+    ) -> tuple[Tensor, ...]:
         """:func:`call` on this back end with NaN-poisoned outputs."""
         settings |= {"backend": self.backend, "deterministic": deterministic, "activation": p.activation}
         with poisoned_memory():

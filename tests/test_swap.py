@@ -1,4 +1,7 @@
-"""FlashMHF in place of the SwiGLU networks of a model: replacement, storage of the changed model, exact warm starts, refusals."""
+"""FlashMHF in place of the SwiGLU networks of a model:
+
+replacement, storage of the changed model, exact warm starts, refusals.
+"""
 
 import pytest
 import torch
@@ -21,7 +24,14 @@ IDS = torch.arange(9)[None]
 def foreign(kind: str = "Llama", **settings):
     """Models of other families, small."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     config = getattr(transformers, f"{kind}Config")(**{**sizes, "head_dim": 32, **settings})
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
@@ -53,7 +63,10 @@ def test_layers_that_share_a_network_share_its_replacement():
 
 
 def test_sizes_with_equal_parameters():
-    """At d_model 768 with d_ff 2048 four sub-networks of 384, the paper's; heads that share weights have more of them."""
+    """At d_model 768 with d_ff 2048 four sub-networks of 384, the paper's;
+
+    heads that share weights have more of them.
+    """
     paper = nn.Sequential(flashmhf.SwiGLU(768, 2048, device="meta"))
     flashmhf.replace_ffn(paper)
     assert (paper[0].num_heads, paper[0].num_subnets, paper[0].subnet_dim) == (6, 4, 384)
@@ -67,9 +80,13 @@ def test_sizes_with_equal_parameters():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
 def test_a_model_with_replaced_networks_is_loaded_from_its_directory(kind, dtype, tmp_path):
-    """The configuration records the replacement: load_replaced needs the directory alone, and gives the model of transformers' class."""
+    """The configuration records the replacement:
+
+    load_replaced needs the directory alone, and gives the model of transformers' class.
+    """
     model = foreign(kind).to(dtype)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # transformers' own .to() rounds the frequencies, loading does not
+    # transformers' own .to() rounds the frequencies, loading does not
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     flashmhf.replace_ffn(model, num_heads=2, q_norm=True, router_eps=1e-6)
     with torch.no_grad():
         model.model.layers[0].mlp.q_norm.weight.uniform_()
@@ -78,7 +95,12 @@ def test_a_model_with_replaced_networks_is_loaded_from_its_directory(kind, dtype
     assert type(again).__name__ == f"{kind}ForCausalLM" and isinstance(again, type(model)) and not again.training
     assert not report["missing_keys"] and not report["unexpected_keys"]
     mlp = again.model.layers[1].mlp
-    assert (mlp.num_heads, mlp.router_eps, mlp.q_norm.eps, mlp.k.dtype) == (2, 1e-6, model.model.layers[1].mlp.q_norm.eps, dtype)
+    assert (mlp.num_heads, mlp.router_eps, mlp.q_norm.eps, mlp.k.dtype) == (
+        2,
+        1e-6,
+        model.model.layers[1].mlp.q_norm.eps,
+        dtype,
+    )
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
@@ -116,7 +138,9 @@ def test_a_model_whose_weights_transformers_renames_in_its_files(part, fp8, tmp_
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
     vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
     text = transformers.LlamaConfig(**sizes, vocab_size=64)
-    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=vision)).eval()
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=vision)
+    ).eval()
     if part is None:
         assert flashmhf.replace_ffn(model) == ["model.language_model.layers.0.mlp"]
     else:
@@ -161,12 +185,17 @@ def test_arguments_of_from_pretrained(tmp_path):
     again = load_replaced(tmp_path, transformers.LlamaForSequenceClassification, **given)
     assert again.score.out_features == 3 and again.config.pad_token_id == 0 and again.dtype == torch.float32
     assert torch.equal(again.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
-    with pytest.raises(TypeError, match="model_class is AutoModel; supported: subclasses of transformers.PreTrainedModel"):
+    with pytest.raises(
+        TypeError, match="model_class is AutoModel; supported: subclasses of transformers.PreTrainedModel"
+    ):
         load_replaced(tmp_path / "inside", transformers.AutoModel)
 
 
 def test_init_weights_draws_all_of_the_replaced_networks():
-    """On the meta device and then on the CPU, where memory holds anything: as replace_ffn draws them, each time again."""
+    """On the meta device and then on the CPU, where memory holds anything:
+
+    as replace_ffn draws them, each time again.
+    """
     settings = dict(num_heads=2, q_norm=True, num_subnets=2, subnet_dim=48)
     expected = foreign()
     flashmhf.replace_ffn(expected, **settings)
@@ -211,10 +240,20 @@ def swiglus(*widths: int) -> nn.Module:
         (lambda: foreign("HunYuanMoEV1", num_experts=2), {}, ValueError, "no SwiGLU network"),
         (foreign, {"num_subnets": 2}, ValueError, "give both or neither"),
         (lambda: foreign(intermediate_size=64), {}, ValueError, "too few beside W_in and W_out"),
-        (lambda: flashmhf.SwiGLU(64, 192), {}, ValueError, r"model is itself a SwiGLU network .*FlashMHF.from_swiglu\(model\)"),
+        (
+            lambda: flashmhf.SwiGLU(64, 192),
+            {},
+            ValueError,
+            r"model is itself a SwiGLU network .*FlashMHF.from_swiglu\(model\)",
+        ),
         (lambda: swiglus(64), {"num_heads": 0}, ValueError, "num_heads"),
         (lambda: swiglus(64), {"num_heads": 2.0}, TypeError, "num_heads"),
-        (lambda: swiglus(64, 50), {"num_heads": 4}, ValueError, "d_model is 50; it must be a multiple of num_heads = 4"),
+        (
+            lambda: swiglus(64, 50),
+            {"num_heads": 4},
+            ValueError,
+            "d_model is 50; it must be a multiple of num_heads = 4",
+        ),
     ],
 )
 def test_replace_ffn_refuses_and_leaves_the_model_as_it_was(model, arguments, error, message):
@@ -233,7 +272,8 @@ def test_replace_ffn_refuses_and_leaves_the_model_as_it_was(model, arguments, er
 def test_warm_start_is_exact(num_subnets, eps, bias):
     """Identity projections and a gate of exactly 1 / (E + 2 eps): the same function, in float64 to its rounding.
 
-    With E = 1 and the default eps the gate is 1 whatever the router: its gradient is zero, and it stays 1 under training.
+    With E = 1 and the default eps the gate is 1 whatever the router: its gradient is zero, and it stays 1 under
+    training.
     """
     swiglu = flashmhf.SwiGLU(64, 192, dtype=torch.float64)
     if bias:
@@ -242,7 +282,9 @@ def test_warm_start_is_exact(num_subnets, eps, bias):
     module = flashmhf.FlashMHF.from_swiglu(swiglu, num_subnets, q_norm=False, router_eps=eps)
     x = torch.randn(5, 7, 64, dtype=torch.float64)
     torch.testing.assert_close(module(x), swiglu(x), atol=1e-14, rtol=1e-12)
-    assert torch.equal(module.in_proj.weight, torch.eye(64, dtype=torch.float64)) and torch.equal(module.split_heads(x).flatten(-2), x)
+    assert torch.equal(module.in_proj.weight, torch.eye(64, dtype=torch.float64)) and torch.equal(
+        module.split_heads(x).flatten(-2), x
+    )
     gate = flashmhf.gate(module.split_heads(x).float(), module.router.float(), eps)
     assert torch.equal(gate, torch.full_like(gate, 1 / (num_subnets + 2 * eps)))
     module(x).square().sum().backward()
@@ -265,7 +307,9 @@ def test_warm_started_model_equals_the_original():
 
 def adapted() -> nn.Module:
     swiglu = flashmhf.SwiGLU(64, 192)
-    swiglu.up_proj = type("Adapter", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x) + 1})(64, 192, bias=False)
+    swiglu.up_proj = type("Adapter", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x) + 1})(
+        64, 192, bias=False
+    )
     return swiglu
 
 
@@ -289,13 +333,20 @@ def holding(**given: object) -> nn.Module:
 
 
 def test_a_network_with_a_parameter_of_its_own_stays():
-    """And so does one of another activation, under whatever name it has it, and one whose result is not as wide as its input."""
+    """And so does one of another activation, under whatever name it has it, and one whose result is not as wide as its
+    input.
+    """
     scaled = holding(global_scale=nn.Parameter(torch.ones(1)))  # as Inkling has it
     narrow = holding(down_proj=nn.Linear(192, 48, bias=False))  # as Idefics2 has one between its images and its text
     swiglu = holding(act=nn.SiLU(), drop=nn.Dropout())
     swiglu.compile()  # which it keeps as a function of its own
     swiglu._get_name = lambda: "LigerSwiGLUMLP"  # as Liger names a network that it patches
-    others = [holding(act=nn.GELU()), holding(_act=nn.GELU()), holding(activation=torch.relu), holding(_activation=torch.relu)]
+    others = [
+        holding(act=nn.GELU()),
+        holding(_act=nn.GELU()),
+        holding(activation=torch.relu),
+        holding(_activation=torch.relu),
+    ]
     model = nn.Sequential(swiglu, scaled, narrow, *others)
     assert list(flashmhf.replace_ffn(model)) == ["0"]
 
@@ -315,14 +366,30 @@ def scaled() -> nn.Module:
     ("swiglu", "arguments", "error", "message"),
     [
         (lambda: flashmhf.SwiGLU(8, 16, bias=True), {}, ValueError, "gate_proj has a bias"),
-        (lambda: flashmhf.SwiGLU(8, 16), {"num_subnets": 3}, ValueError, "num_subnets is 3; it must divide the width 16"),
+        (
+            lambda: flashmhf.SwiGLU(8, 16),
+            {"num_subnets": 3},
+            ValueError,
+            "num_subnets is 3; it must divide the width 16",
+        ),
         (lambda: flashmhf.SwiGLU(8, 16), {"q_norm": True}, ValueError, "q_norm is True; .*supports q_norm=False"),
-        (lambda: flashmhf.SwiGLU(8, 16), {"activation": "relu"}, ValueError, "activation is 'relu'; .*supports activation='silu'"),
+        (
+            lambda: flashmhf.SwiGLU(8, 16),
+            {"activation": "relu"},
+            ValueError,
+            "activation is 'relu'; .*supports activation='silu'",
+        ),
         (biased, {"bias": False}, ValueError, "bias is False; .*supports bias=True"),
         (lambda: holding(act=nn.GELU()), {}, ValueError, "swiglu.act is GELU.*; supported: SiLU and dropout"),
         (lambda: holding(_activation=torch.relu), {}, ValueError, "swiglu._activation is <built-in method relu"),
-        (lambda: holding(down_proj=nn.Linear(192, 48, bias=False)), {}, ValueError, r"swiglu.down_proj.weight has shape \[48, 192\]; exp"),
-        (lambda: holding(limit=2), {}, ValueError, "swiglu.limit is 2; supported: networks without factors"),  # as Step-3.7 has it
+        (
+            lambda: holding(down_proj=nn.Linear(192, 48, bias=False)),
+            {},
+            ValueError,
+            r"swiglu.down_proj.weight has shape \[48, 192\]; exp",
+        ),
+        # as Step-3.7 has it
+        (lambda: holding(limit=2), {}, ValueError, "swiglu.limit is 2; supported: networks without factors"),
         (
             lambda: BitNetMLP(transformers.BitNetConfig(hidden_size=64, intermediate_size=96, hidden_act="silu")),
             {},

@@ -63,7 +63,9 @@ WRONG = {  # by name: what is computed, and the dtypes that it is wrong in
 }
 
 
-@pytest.mark.parametrize(("wrong", "dtype"), [(name, dtype) for name, (_, dtypes) in WRONG.items() for dtype in dtypes], ids=str)
+@pytest.mark.parametrize(
+    ("wrong", "dtype"), [(name, dtype) for name, (_, dtypes) in WRONG.items() for dtype in dtypes], ids=str
+)
 def test_rejects_what_is_wrong(wrong, dtype):
     p, baseline, exact = case(dtype)
     for fixed_limits in (True, False) if wrong == "no gate" else (True,):

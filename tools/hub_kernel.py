@@ -3,8 +3,8 @@
 $ python tools/hub_kernel.py build/hub                                                # Triton and eager, for any GPU and the CPU
 $ python tools/hub_kernel.py build/hub --library libflashmhf_hopper.so --cuda 13.0    # and the Hopper library, for x86_64
 
-The folder can be loaded with ``kernels.get_local_kernel`` and uploaded as it is (docs/hub-kernel.md). The library must have been linked
-for manylinux_2_28 (tools/build_wheel.py says how). Standard library only.
+The folder can be loaded with ``kernels.get_local_kernel`` and uploaded as it is (docs/hub-kernel.md). The library must
+have been linked for manylinux_2_28 (tools/build_wheel.py says how). Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashmhf"
 NAME, VERSION, STABLE_ABI = "flashmhf", 0, "210"
-FOLDERS = ("backends", "ops", "nn", "quantize", "distributed", "models")  # the last for replace_ffn, which imports it where transformers is
+# the last for replace_ffn, which imports it where transformers is
+FOLDERS = ("backends", "ops", "nn", "quantize", "distributed", "models")
 BUILD = f"""# The pure-Python build: Triton and eager. The variant with the CUDA library comes from tools/hub_kernel.py --library.
 [general]
 name = "{NAME}"
@@ -42,7 +43,9 @@ def variant(out: Path, name: str, backend: dict, library: Path | None) -> Path:
     folder = out / "build" / name
     shutil.rmtree(folder, ignore_errors=True)
     digest = hashlib.sha256()
-    sources = [(path.relative_to(PACKAGE), path) for path in core()] + ([(Path(library.name), library)] if library else [])
+    sources = [(path.relative_to(PACKAGE), path) for path in core()] + (
+        [(Path(library.name), library)] if library else []
+    )
     for place, source in sources:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, folder / place)
@@ -63,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--library", type=Path, help="libflashmhf_hopper.so for manylinux_2_28")
-    parser.add_argument("--cuda", default="13.0", metavar="VERSION", help="the CUDA that the library was built with (13.0)")
+    parser.add_argument(
+        "--cuda", default="13.0", metavar="VERSION", help="the CUDA that the library was built with (13.0)"
+    )
     parser.add_argument("--machine", default="x86_64", choices=("x86_64", "aarch64"), help="the library's (x86_64)")
     options = parser.parse_args(arguments)
     if options.library and options.library.name != "libflashmhf_hopper.so":

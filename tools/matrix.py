@@ -5,9 +5,9 @@ $ python tools/matrix.py --sets 2.10/5.17/3.10 -- tests/nn/test_nn.py   # one se
 $ python tools/matrix.py --wheel dist/flashmhf-*.whl                 # with the wheel of a release, CUDA library included
 $ python tools/matrix.py --check                                     # whether the documents say what the record says
 
-A set names torch, transformers and Python; python3.X must be in the PATH or be given by --interpreters. The result of a set and selection
-replaces the earlier one, and a result of all tests those of every selection of its set, in benchmarks/results/compatibility.json, which
-docs/compatibility.md and README.md quote. Environments are deleted
+A set names torch, transformers and Python; python3.X must be in the PATH or be given by --interpreters. The result of a
+set and selection replaces the earlier one, and a result of all tests those of every selection of its set, in
+benchmarks/results/compatibility.json, which docs/compatibility.md and README.md quote. Environments are deleted
 afterwards: a CUDA build of torch takes up to 7 GB. Needs a network and the standard library.
 """
 
@@ -34,7 +34,8 @@ from benchmarks.harness.markdown import with_block  # noqa: E402
 RECORD = ROOT / "benchmarks" / "results" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 README = ROOT / "README.md"
-# Oldest and newest of all three (Python 3.10 has no torch 2.15 and no transformers 5.21), and torch 2.14, which serving engines pin.
+# Oldest and newest of all three (Python 3.10 has no torch 2.15 and no transformers 5.21), and torch 2.14, which serving
+# engines pin.
 SETS = ("2.10/5.17/3.10", "2.10/5.24/3.11", "2.13/5.24/3.12", "2.14/5.17/3.13", "2.15/5.24/3.14")
 IMPORT_TIMES = """
 import json, time
@@ -88,8 +89,8 @@ def size(folder: Path) -> int:
 
 
 def install(interpreter: str, folder: Path, torch: str, transformers: str, wheel: Path | None) -> tuple[Path, int]:
-    """A fresh environment with exactly these versions, and ``wheel`` or one made for it: its interpreter, and the bytes that torch and
-    what it needs take."""
+    """A fresh environment with exactly these versions, and ``wheel`` or one made for it: its interpreter, and the bytes
+    that torch and what it needs take."""
     run(interpreter, "-m", "venv", folder)
     python = folder / "bin" / "python"
     constraints = folder / "constraints.txt"
@@ -108,7 +109,18 @@ def passed_tests(python: Path, tests: list[str]) -> dict:
     """Runs pytest on a copy of the tests, so that the installed package is what they import."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "tree"
-        left_out = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".pytest_cache", ".ruff_cache", ".hypothesis")
+        left_out = (
+            ".git",
+            ".venv",
+            "build",
+            "dist",
+            "*.egg-info",
+            "__pycache__",
+            "*.so",
+            ".pytest_cache",
+            ".ruff_cache",
+            ".hypothesis",
+        )
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out))
         junit = Path(scratch) / "junit.xml"
         # The program, not `python -m pytest`, which would put the sources before the installed package.
@@ -142,7 +154,9 @@ def result(program: str, versions: str, wheel: Path | None, tests: list[str], ke
             "set": versions,
             "python": run(python, "-c", "import platform; print(platform.python_version())").strip(),
             "torch": version,
-            "transformers": run(python, "-c", "from importlib.metadata import version as v; print(v('transformers'))").strip(),
+            "transformers": run(
+                python, "-c", "from importlib.metadata import version as v; print(v('transformers'))"
+            ).strip(),
             "torch_gb": round(torch_bytes / 1e9, 1),
             "library": run(python, "-c", LOAD, cwd=scratch).strip(),
             "import_torch_s": round(torch_seconds, 2),
@@ -175,8 +189,14 @@ def sentence(rows: list[dict]) -> str:
     if any(row["failed"] for row in rows):
         return "Not every version passes: see [Versions](docs/compatibility.md)."
     ends = [
-        " to ".join(dict.fromkeys(f(versions, key=lambda version: [int(part) for part in version.split(".")]) for f in (min, max)))
-        for versions in ([".".join(row[name].partition("+")[0].split(".")[:2]) for row in passed] for name in ("torch", "python"))
+        " to ".join(
+            dict.fromkeys(
+                f(versions, key=lambda version: [int(part) for part in version.split(".")]) for f in (min, max)
+            )
+        )
+        for versions in (
+            [".".join(row[name].partition("+")[0].split(".")[:2]) for row in passed] for name in ("torch", "python")
+        )
     ]
     return f"The CPU tests have passed with torch {ends[0]} on Python {ends[1]} ([versions](docs/compatibility.md))."
 
@@ -186,7 +206,10 @@ BLOCKS = {PAGE: table, README: sentence}
 
 def documents(rows: list[dict]) -> dict[Path, str]:
     """The texts of the pages with what the rows say between the markers."""
-    return {path: with_block(path.read_text(), "compatibility", block(rows), "tools/matrix.py") for path, block in BLOCKS.items()}
+    return {
+        path: with_block(path.read_text(), "compatibility", block(rows), "tools/matrix.py")
+        for path, block in BLOCKS.items()
+    }
 
 
 def write(rows: list[dict]) -> None:
@@ -197,11 +220,21 @@ def write(rows: list[dict]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sets", nargs="+", default=SETS, metavar="TORCH/TRANSFORMERS/PYTHON", help=f"default: {' '.join(SETS)}")
-    parser.add_argument("--interpreters", nargs="+", default=[], metavar="PYTHON3.X", help="programs that are not in the PATH")
-    parser.add_argument("--wheel", type=Path, help="install this wheel (default: one of this source tree without the CUDA library)")
-    parser.add_argument("--scratch", type=Path, help="where environments are made (default: the system's temporary folder)")
-    parser.add_argument("--check", action="store_true", help="run nothing; exit status 1 where documents and record disagree")
+    parser.add_argument(
+        "--sets", nargs="+", default=SETS, metavar="TORCH/TRANSFORMERS/PYTHON", help=f"default: {' '.join(SETS)}"
+    )
+    parser.add_argument(
+        "--interpreters", nargs="+", default=[], metavar="PYTHON3.X", help="programs that are not in the PATH"
+    )
+    parser.add_argument(
+        "--wheel", type=Path, help="install this wheel (default: one of this source tree without the CUDA library)"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="where environments are made (default: the system's temporary folder)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="run nothing; exit status 1 where documents and record disagree"
+    )
     parser.add_argument("tests", nargs="*", help="arguments of pytest (default: all tests)")
     options = parser.parse_args(arguments)
     rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []

@@ -1,4 +1,7 @@
-"""Where a result was measured: device, driver, versions, power limit, clocks, command and commit. No host names, no paths."""
+"""Where a result was measured:
+
+device, driver, versions, power limit, clocks, command and commit. No host names, no paths.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,9 @@ def short_device(name: str) -> str:
 
 
 def command(arguments: list[str] | None = None) -> str:
-    """The command line of this process, with absolute paths cut to their last part and without the interpreter's folder."""
+    """The command line of this process, with absolute paths cut to their last part and without the interpreter's
+    folder.
+    """
     script, *rest = sys.argv if arguments is None else arguments
     path = pathlib.Path(script)
     if path.name == "__main__.py":
@@ -84,12 +89,17 @@ def command(arguments: list[str] | None = None) -> str:
 
 
 def commit() -> str | None:
-    """The commit that this package is a checkout of, with "+" for uncommitted changes; without a repository $FLASHMHF_COMMIT, or None."""
+    """The commit that this package is a checkout of, with "+" for uncommitted changes;
+
+    without a repository $FLASHMHF_COMMIT, or None.
+    """
     root = pathlib.Path(flashmhf.__file__).parents[1]
     if not (root / ".git").exists():
         return os.environ.get("FLASHMHF_COMMIT")
     try:
-        done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["git", "-C", root, "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=20
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

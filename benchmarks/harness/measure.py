@@ -1,7 +1,8 @@
 """Measures cells one after the other until the time budget is used up.
 
-A cell is one problem; its subjects are prepared one by one (check, memory) and then timed together, interleaved. A subject that is
-wrong, is missing, fails or finds no time left is a row with a status and a reason, and without a number.
+A cell is one problem; its subjects are prepared one by one (check, memory) and then timed together, interleaved. A
+subject that is wrong, is missing, fails or finds no time left is a row with a status and a reason, and without a
+number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from . import environment, timing
 YARDSTICK = 8192  # the square matrix product that rates are compared with
 COPY_BYTES = 1 << 30
 PRODUCT = "8192³ product"
-LIMITS = {  # relative L2 error of a whole layer's output against float64; gradients twice that (they pass through more roundings)
+# relative L2 error of a whole layer's output against float64; gradients twice that (they pass through more roundings)
+LIMITS = {
     torch.bfloat16: 1e-2,
     torch.float16: 2e-3,
     torch.float32: 2e-5,
@@ -73,7 +75,8 @@ class Cell:
     """Subjects that are timed together.
 
     row: the fields that say which problem this is, the same in all rows.
-    subjects: by name, a function of the context and the inputs that checks and prepares one; it may raise RedCheckError or MissingError.
+    subjects: by name, a function of the context and the inputs that checks and prepares one; it may raise RedCheckError
+    or MissingError.
     inputs: what the subjects share, made when the cell is measured and freed after it; it may raise MissingError.
     product: also time a bf16 matrix product in the same rounds; rows get ``x_product``, their rate over its rate.
     faster_than: name -> (subject, factor); rows get ``x_name``, factor times that subject's time over their own.
@@ -119,8 +122,13 @@ class Cell:
                     row[f"x_{name}"] = factor * done[subject]["ms"]["p50"] / row["ms"]["p50"]
         return list(rows.values())
 
-    def _interleaved(self, ready: dict[str, Prepared], rows: dict[str, dict], context: Context) -> dict[str, list[float]]:
-        """Seconds of the passes of all subjects. One whose call fails gets a reason in its row, and the others are timed anew."""
+    def _interleaved(
+        self, ready: dict[str, Prepared], rows: dict[str, dict], context: Context
+    ) -> dict[str, list[float]]:
+        """Seconds of the passes of all subjects.
+
+        One whose call fails gets a reason in its row, and the others are timed anew.
+        """
         runs = {name: prepared.run for name, prepared in ready.items()}
         while runs:
             names = iter(runs)
@@ -138,7 +146,11 @@ class Cell:
             try:
                 timing.warm_up(passes[current], context.timer, context.cell_warm_up_seconds)
                 return timing.interleave(
-                    passes, context.timer, context.rounds, self.window_scale * context.window_seconds, context.settle_seconds
+                    passes,
+                    context.timer,
+                    context.rounds,
+                    self.window_scale * context.window_seconds,
+                    context.settle_seconds,
                 )
             except Exception as error:
                 rows[current] |= {"status": "failed", "reason": reason(error)}
@@ -197,7 +209,10 @@ def product(device: torch.device) -> timing.Pass:
 
 
 def yardstick(context: Context) -> dict[str, object]:
-    """TFLOP/s of the product, GB/s of a copy (bytes read plus bytes written), and the sensors just after them; empty on a CPU."""
+    """TFLOP/s of the product, GB/s of a copy (bytes read plus bytes written), and the sensors just after them;
+
+    empty on a CPU.
+    """
     if context.device.type != "cuda":
         return {}
     run = product(context.device)

@@ -1,9 +1,9 @@
 """Timing at sustained clocks: windows of back-to-back passes, subjects interleaved, percentiles; and peak memory.
 
-A pass calls one layer for each of several weight sets and inputs. Together they are several times the L2 cache, so each call reads
-its weights from DRAM, as in a model. Windows follow one another without a pause, so the GPU stays busy. Under a power limit, the
-subject before determines the clocks of a window's first 0.1 s, so the passes of that time do not count. Every round visits all
-subjects and begins with another one, so ratios hold while the clocks drift.
+A pass calls one layer for each of several weight sets and inputs. Together they are several times the L2 cache, so each
+call reads its weights from DRAM, as in a model. Windows follow one another without a pause, so the GPU stays busy.
+Under a power limit, the subject before determines the clocks of a window's first 0.1 s, so the passes of that time do
+not count. Every round visits all subjects and begins with another one, so ratios hold while the clocks drift.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def passes_for(run: Pass, timer, window_seconds: float) -> int:
 
 
 def repeated(run: Pass, timer, at_least_seconds: float) -> tuple[Pass, int]:
-    """A pass of so many calls of ``run`` that it takes ``at_least_seconds``, since recording an event takes microseconds; the calls."""
+    """A pass of so many calls of ``run`` that it takes ``at_least_seconds``, since recording an event takes
+    microseconds; the calls.
+    """
     calls = math.ceil(at_least_seconds / max(timer.window(run, 2)[-1], 1e-7))
 
     def several() -> None:
@@ -86,7 +88,10 @@ def repeated(run: Pass, timer, at_least_seconds: float) -> tuple[Pass, int]:
 
 
 def warm_up(run: Pass, timer, seconds: float) -> float:
-    """Runs for at least ``seconds``, then until two windows agree, at most ``3 * seconds``. Returns the seconds spent."""
+    """Runs for at least ``seconds``, then until two windows agree, at most ``3 * seconds``.
+
+    Returns the seconds spent.
+    """
     passes = passes_for(run, timer, seconds / 8)
     start, before = time.perf_counter(), None
     while (elapsed := time.perf_counter() - start) < 3 * seconds:
@@ -97,7 +102,9 @@ def warm_up(run: Pass, timer, seconds: float) -> float:
     return time.perf_counter() - start
 
 
-def interleave(runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float, settle_seconds: float = 0.0) -> dict[str, list[float]]:
+def interleave(
+    runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float, settle_seconds: float = 0.0
+) -> dict[str, list[float]]:
     """Seconds of every pass of every subject.
 
     In every round a subject runs ``settle_seconds`` that do not count, then ``window_seconds`` that do.
@@ -132,7 +139,10 @@ def graphed(run: Pass) -> Pass:
 
 
 def peak_memory(run: Pass, device: torch.device) -> int | None:
-    """Bytes that a second ``run`` needs at its peak beyond what is allocated before it; None where PyTorch's allocator keeps no peak."""
+    """Bytes that a second ``run`` needs at its peak beyond what is allocated before it;
+
+    None where PyTorch's allocator keeps no peak.
+    """
     if device.type != "cuda":
         return None
     run()

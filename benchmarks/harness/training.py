@@ -1,4 +1,7 @@
-"""Steps of language-model training: a preset's model with the recipe's layout and optimizer groups, one batch after the other."""
+"""Steps of language-model training:
+
+a preset's model with the recipe's layout and optimizer groups, one batch after the other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ ALONE = Layout(1, 1, 1)
 class Training:
     """The training of ``name``, a preset, on this process's device alone or over all processes.
 
-    precision: "bf16" is autocast over float32 weights, as in the recipe; "fp32" computes in float32 on the eager back end.
+    precision: "bf16" is autocast over float32 weights, as in the recipe; "fp32" computes in float32 on the eager back
+    end.
     rate: reached linearly within ``warm_up`` steps. sizes: of the configuration, instead of the preset's.
     """
 
@@ -45,7 +49,9 @@ class Training:
     ):
         self.device, self.layout, self.length, self.precision = device, layout, length, precision
         self.processes = layout.data_processes * layout.tp
-        config = preset(name).config(max_position_embeddings=max(length, 4096), tie_word_embeddings=False, use_cache=False, **sizes)
+        config = preset(name).config(
+            max_position_embeddings=max(length, 4096), tie_word_embeddings=False, use_cache=False, **sizes
+        )
         torch.manual_seed(0)
         with device:
             self.model = FlashMHFForCausalLM(config).float().train()
@@ -61,14 +67,21 @@ class Training:
         elif compiled:
             for block in self.model.model.layers:
                 block.compile()
-        self.optimizer = torch.optim.AdamW(param_groups(self.model, rate, WEIGHT_DECAY), rate, BETAS, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            param_groups(self.model, rate, WEIGHT_DECAY), rate, BETAS, fused=device.type == "cuda"
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / warm_up))
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss of ``batch`` [sequences, length], the same on all processes; each process computes its share of the sequences."""
+        """The loss of ``batch`` [sequences, length], the same on all processes;
+
+        each process computes its share of the sequences.
+        """
         rank = dist.get_rank() if self.processes > 1 else 0
         mine = batch.chunk(self.layout.data_processes)[self.layout.data_index(rank)].to(self.device)
-        bf16 = torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        bf16 = (
+            torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        )
         with bf16:
             loss = self.model(input_ids=mine, labels=mine).loss
         loss.backward()
@@ -97,7 +110,8 @@ class Training:
         counted = sorted(seconds[WARM_UP:])
         return {
             "parameters": self.parameters,
-            "ms": {name: 1e3 * counted[int(f * (len(counted) - 1))] for name, f in (("p20", 0.2), ("p80", 0.8))} | {"p50": 1e3 * typical},
+            "ms": {name: 1e3 * counted[int(f * (len(counted) - 1))] for name, f in (("p20", 0.2), ("p80", 0.8))}
+            | {"p50": 1e3 * typical},
             "tokens_per_s": speed,
             "mfu": None if peak is None else speed * self.flops / (peak * self.processes),
             "memory_mib": torch.cuda.max_memory_allocated(self.device) / 2**20 if gpu else None,
@@ -106,25 +120,39 @@ class Training:
 
 
 def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterator[torch.Tensor]:
-    """The same on every process: words of a Zipf distribution, each sequence half of them said twice, so that there is much to learn."""
+    """The same on every process:
+
+    words of a Zipf distribution, each sequence half of them said twice, so that there is much to learn.
+    """
     generator = torch.Generator().manual_seed(1)
     frequencies = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
     for _ in range(steps):
-        half = torch.multinomial(frequencies, sequences * length // 2, replacement=True, generator=generator).view(sequences, -1)
+        half = torch.multinomial(frequencies, sequences * length // 2, replacement=True, generator=generator).view(
+            sequences, -1
+        )
         yield torch.cat([half, half], 1)
 
 
 def open_communication(training: Training, batch: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of one further step in which collectives run, and in which they run alone, without another kernel beside them."""
+    """Milliseconds of one further step in which collectives run, and in which they run alone, without another kernel
+    beside them.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         training.step(batch)
         torch.cuda.synchronize()
-    kernels = [event for event in profile.profiler.kineto_results.events() if event.device_type() == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event
+        for event in profile.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
     spans = {True: [], False: []}
     for event in kernels:
         spans["nccl" in event.name().lower()].append((event.start_ns(), event.start_ns() + event.duration_ns()))
     communication, all_of_them = covered(spans[True]), covered(spans[True] + spans[False])
-    return {"communication_ms": communication / 1e6, "open_communication_ms": (all_of_them - covered(spans[False])) / 1e6}
+    return {
+        "communication_ms": communication / 1e6,
+        "open_communication_ms": (all_of_them - covered(spans[False])) / 1e6,
+    }
 
 
 def covered(spans: list[tuple[int, int]]) -> int:

@@ -1,7 +1,8 @@
 """FP8 inference: the operator, decode and whole networks beside 16 bits and beside an FP8 SwiGLU.
 
-The FP8 SwiGLU is two products of torch._scaled_mm with scales for rows, its quantisation included, compiled. All run as CUDA graphs;
-networks are also called by the host. Decode and networks run layers whose weights do not fit in the L2 cache together.
+The FP8 SwiGLU is two products of torch._scaled_mm with scales for rows, its quantisation included, compiled. All run as
+CUDA graphs; networks are also called by the host. Decode and networks run layers whose weights do not fit in the L2
+cache together.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class ScaledLinear(nn.Module):
 
 
 class Fp8SwiGLU(nn.Module):
-    """SwiGLU with all weights in e4m3 and scales for rows: two products of ``torch._scaled_mm``, as gate and up projection are one."""
+    """SwiGLU with all weights in e4m3 and scales for rows:
+
+    two products of ``torch._scaled_mm``, as gate and up projection are one.
+    """
 
     def __init__(self, plain: flashmhf.SwiGLU) -> None:
         super().__init__()
@@ -68,8 +72,12 @@ class Fp8SwiGLU(nn.Module):
         return self.down(nn.functional.silu(gate) * up)
 
 
-def weights(context: Context, heads: int, subnets: int, subnet_dim: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    k, u, v = (torch.randn(heads, subnets, subnet_dim, head_dim, device=context.device, dtype=context.dtype) for _ in range(3))
+def weights(
+    context: Context, heads: int, subnets: int, subnet_dim: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, u, v = (
+        torch.randn(heads, subnets, subnet_dim, head_dim, device=context.device, dtype=context.dtype) for _ in range(3)
+    )
     return k / math.sqrt(head_dim), u / math.sqrt(head_dim), v / math.sqrt(subnets * subnet_dim)
 
 
@@ -93,7 +101,9 @@ def graph(calls: list[Callable[[], object]], row: dict) -> Prepared:
 @functools.cache
 def swiglu_layer(device: torch.device, dtype: torch.dtype) -> nn.Module:
     """One compiled FP8 SwiGLU of 8,448 features for all cells, so that it is compiled once."""
-    return torch.compile(Fp8SwiGLU(flashmhf.SwiGLU(2048, 8448, device=device, dtype=dtype)), fullgraph=True, dynamic=True)
+    return torch.compile(
+        Fp8SwiGLU(flashmhf.SwiGLU(2048, 8448, device=device, dtype=dtype)), fullgraph=True, dynamic=True
+    )
 
 
 def operator_cell(head_dim: int, tokens: int) -> Cell:
@@ -123,7 +133,14 @@ def operator_cell(head_dim: int, tokens: int) -> Cell:
 
     subjects = {"fp8": fp8, "16 bits": plain} | ({"swiglu fp8": swiglu} if head_dim == 128 else {})
     row = {"part": "operator", "d_h": head_dim, "T": tokens}
-    return Cell(row, subjects, make, product=True, faster_than={name: (name, 1.0) for name in subjects if name != "fp8"}, window_scale=2)
+    return Cell(
+        row,
+        subjects,
+        make,
+        product=True,
+        faster_than={name: (name, 1.0) for name in subjects if name != "fp8"},
+        window_scale=2,
+    )
 
 
 def decode_cell(tokens: int) -> Cell:
@@ -132,7 +149,9 @@ def decode_cell(tokens: int) -> Cell:
     size = 3 * heads * subnets * subnet_dim * 128
 
     def make(context: Context) -> tuple:
-        return [weights(context, heads, subnets, subnet_dim, 128) for _ in range(4)], *inputs(context, tokens, heads, subnets, 128)
+        return [weights(context, heads, subnets, subnet_dim, 128) for _ in range(4)], *inputs(
+            context, tokens, heads, subnets, 128
+        )
 
     def fp8(context: Context, made: tuple) -> Prepared:
         layers, q, r = made
@@ -151,7 +170,9 @@ def decode_cell(tokens: int) -> Cell:
 def networks(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
     """The same layers for all cells, so that SwiGLU's are compiled once."""
     shape, like = SHAPES["paper"], {"device": device, "dtype": dtype}
-    plain = [flashmhf.FlashMHF(shape.d_model, shape.heads, shape.subnets, shape.subnet_dim, **like) for _ in range(LAYERS)]
+    plain = [
+        flashmhf.FlashMHF(shape.d_model, shape.heads, shape.subnets, shape.subnet_dim, **like) for _ in range(LAYERS)
+    ]
     swiglu = [Fp8SwiGLU(flashmhf.SwiGLU(shape.d_model, shape.swiglu_dim, **like)) for _ in range(LAYERS)]
     return {
         OURS: [quantize.to_fp8(each) for each in plain],
@@ -173,7 +194,9 @@ def network_cell(tokens: int, way: str) -> Cell:
         found, x = made
         row = {}
         if name == OURS:
-            row["error"] = require({"FP8 against 16 bits": relative_l2(found[name][0](x), found[PLAIN][0](x).double())}, ERROR_LIMIT)
+            row["error"] = require(
+                {"FP8 against 16 bits": relative_l2(found[name][0](x), found[PLAIN][0](x).double())}, ERROR_LIMIT
+            )
         calls = [functools.partial(layer, x) for layer in found[name]]
         if way == "graph":
             return graph(calls, row)

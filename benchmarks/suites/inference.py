@@ -1,4 +1,7 @@
-"""One layer at inference: CUDA graphs beside SwiGLU (serving), the host's time to queue a call (host), the bits of outputs (bits)."""
+"""One layer at inference:
+
+CUDA graphs beside SwiGLU (serving), the host's time to queue a call (host), the bits of outputs (bits).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,12 @@ SETS = 4  # layers of a graph, together larger than the L2 cache
 SERVING_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 HOST_TOKENS, HOST_CALLS, HOST_ROUNDS = (1, 64, 256, 1536), 50, 20
 BITS_TOKENS = (0, 1, 5, 16, 33, 64, 100, 128, 257, 512, 1000, 2048, 20000)
-BITS_SIZES = {"d_h 64": (256, 4, 3, 128), "d_h 96": (192, 2, 3, 128), "d_h 128": (512, 4, 3, 128), "d_h 256": (512, 2, 3, 128)}
+BITS_SIZES = {
+    "d_h 64": (256, 4, 3, 128),
+    "d_h 96": (192, 2, 3, 128),
+    "d_h 128": (512, 4, 3, 128),
+    "d_h 256": (512, 2, 3, 128),
+}
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -47,7 +55,10 @@ class MergedSwiGLU(nn.Module):
 
 
 class Piece(nn.Module):
-    """What an engine compiles and captures between two calls of attention: residual sum, RMSNorm, ``network``, residual sum, RMSNorm."""
+    """What an engine compiles and captures between two calls of attention:
+
+    residual sum, RMSNorm, ``network``, residual sum, RMSNorm.
+    """
 
     def __init__(self, network: nn.Module, **settings) -> None:
         super().__init__()
@@ -62,7 +73,10 @@ class Piece(nn.Module):
 
 @functools.cache
 def served(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
-    """SETS modules of each kind for all cells, so that each is compiled once; module, compiled and piece share their weights."""
+    """SETS modules of each kind for all cells, so that each is compiled once;
+
+    module, compiled and piece share their weights.
+    """
     like = {"device": device, "dtype": dtype}
     modules = [flashmhf.FlashMHF(*SIZES, **like).eval() for _ in range(SETS)]
     merged = [MergedSwiGLU(SIZES[0], D_FF, **like) for _ in range(SETS)]
@@ -80,14 +94,18 @@ SERVED = ("module", "compiled", "swiglu", "piece", "piece swiglu")
 
 def serving_cell(tokens: int, names: tuple[str, ...] = SERVED) -> Cell:
     def make(context: Context) -> tuple:
-        return served(context.device, context.dtype), torch.randn(tokens, SIZES[0], device=context.device, dtype=context.dtype)
+        return served(context.device, context.dtype), torch.randn(
+            tokens, SIZES[0], device=context.device, dtype=context.dtype
+        )
 
     @torch.no_grad()
     def prepare(name: str, context: Context, made: tuple) -> Prepared:
         modules, x = made
         row = {}
         if name == "compiled":
-            row["error"] = require({"out": relative_l2(modules[name][0](x), modules["module"][0](x).double())}, LIMITS[x.dtype])
+            row["error"] = require(
+                {"out": relative_l2(modules[name][0](x), modules["module"][0](x).double())}, LIMITS[x.dtype]
+            )
 
         @torch.no_grad()
         def run() -> None:
@@ -97,7 +115,9 @@ def serving_cell(tokens: int, names: tuple[str, ...] = SERVED) -> Cell:
         return Prepared(timing.graphed(run) if x.is_cuda else run, SETS, row)
 
     faster_than = {"swiglu": ("swiglu", 1.0), "piece swiglu": ("piece swiglu", 1.0)}
-    return Cell({"T": tokens}, {name: functools.partial(prepare, name) for name in names}, make, faster_than=faster_than)
+    return Cell(
+        {"T": tokens}, {name: functools.partial(prepare, name) for name in names}, make, faster_than=faster_than
+    )
 
 
 # The host
@@ -171,13 +191,21 @@ def filled(module: nn.Module) -> nn.Module:
 
 @functools.cache
 def variants(shape: str, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """By name, a module for each way in which a layer computes. They serve all numbers of tokens, so that each is compiled once."""
+    """By name, a module for each way in which a layer computes.
+
+    They serve all numbers of tokens, so that each is compiled once.
+    """
     torch._dynamo.reset()
 
     def make(**options) -> nn.Module:
         return filled(flashmhf.FlashMHF(*BITS_SIZES[shape], device=device, dtype=dtype, **options)).eval()
 
-    eager = {"module": make(), "q_norm": make(q_norm=True), "gelu": make(activation="gelu"), "fp8": quantize.to_fp8(make())}
+    eager = {
+        "module": make(),
+        "q_norm": make(q_norm=True),
+        "gelu": make(activation="gelu"),
+        "fp8": quantize.to_fp8(make()),
+    }
     return eager | {f"{name} compiled": compiled(eager[name]) for name in ("module", "q_norm", "fp8")}
 
 
@@ -199,7 +227,9 @@ class BitsCell:
     def measure(self, context: Context) -> list[dict]:
         like = {"device": context.device, "dtype": context.dtype}
         size = self.tokens, BITS_SIZES[self.shape][0]
-        x, grad = (torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(**like) for seed in (self.tokens, 1))
+        x, grad = (
+            torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(**like) for seed in (self.tokens, 1)
+        )
 
         @torch.no_grad()
         def inference(module: nn.Module) -> dict:
@@ -220,12 +250,16 @@ class BitsCell:
         names = self.chosen or modules
         calls = {name: functools.partial(inference, modules[name]) for name in names}
         calls["training"] = functools.partial(training, modules["module"])
-        return [{"shape": self.shape, "T": self.tokens, "subject": name} | attempt(call) for name, call in calls.items()]
+        return [
+            {"shape": self.shape, "T": self.tokens, "subject": name} | attempt(call) for name, call in calls.items()
+        ]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", metavar="T")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=(64, 96, 128, 256), metavar="d_h", help="of the suite bits")
+    parser.add_argument(
+        "--head-dims", type=int, nargs="+", default=(64, 96, 128, 256), metavar="d_h", help="of the suite bits"
+    )
     parser.add_argument("--subjects", nargs="+", choices=SERVED, default=SERVED, help="of the suite serving")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the suite bits: only these ways to compute")
 
@@ -237,7 +271,9 @@ def cells(options: argparse.Namespace, context: Context) -> list:
         "serving": lambda: [serving_cell(tokens, options.subjects) for tokens in options.tokens or SERVING_TOKENS],
         "host": lambda: [HostCell(tokens) for tokens in options.tokens or HOST_TOKENS],
         "bits": lambda: [
-            BitsCell(f"d_h {d_h}", tokens, options.variants) for d_h in options.head_dims for tokens in options.tokens or BITS_TOKENS
+            BitsCell(f"d_h {d_h}", tokens, options.variants)
+            for d_h in options.head_dims
+            for tokens in options.tokens or BITS_TOKENS
         ],
     }
     return [cell for part in options.parts for cell in found[part]()]

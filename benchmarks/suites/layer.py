@@ -1,4 +1,7 @@
-"""Whole feed-forward networks, one layer times the model's layers: the paper's efficiency table, training, decode, the models' shapes."""
+"""Whole feed-forward networks, one layer times the model's layers:
+
+the paper's efficiency table, training, decode, the models' shapes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ ALSO = ("flashmhf_triton", "swiglu_liger", "swiglu_quack", "dense_moe", "officia
 ALSO_LENGTHS = (384, 4032)
 
 
-def check(subject: Subject, shape: Shape, module: nn.Module, call: Call, x: Tensor, direction: str, generator: torch.Generator) -> float:
+def check(
+    subject: Subject, shape: Shape, module: nn.Module, call: Call, x: Tensor, direction: str, generator: torch.Generator
+) -> float:
     """The largest relative L2 error over the direction's results, on CHECKED_ROWS rows of the tensors that are timed.
 
     Training: the upstream gradient is zero outside those rows, so the weight gradients depend on those rows alone.
@@ -50,12 +55,16 @@ def check(subject: Subject, shape: Shape, module: nn.Module, call: Call, x: Tens
         dx, *gradients = torch.autograd.grad(out, [x, *module.parameters()], upstream.view_as(x))
         errors["output"] = relative_l2(out.detach().reshape(count, -1)[rows], exact.detach())
         errors["dx"] = relative_l2(dx.reshape(count, -1)[rows], expected[0]) / 2
-        errors |= {f"d {name}": relative_l2(g, e) / 2 for name, g, e in zip(names, gradients, expected[1:], strict=True)}
+        errors |= {
+            f"d {name}": relative_l2(g, e) / 2 for name, g, e in zip(names, gradients, expected[1:], strict=True)
+        }
     limit = LIMITS[x.dtype]
     worst = max(errors, key=errors.get)
     if not errors[worst] <= limit:
         factor = 1 if worst == "output" else 2
-        raise RedCheckError(f"{worst}: relative L2 error {factor * errors[worst]:.2e} against float64, the limit is {factor * limit:.0e}")
+        raise RedCheckError(
+            f"{worst}: relative L2 error {factor * errors[worst]:.2e} against float64, the limit is {factor * limit:.0e}"
+        )
     return errors[worst]
 
 
@@ -71,9 +80,17 @@ def _one_call(call: Call, direction: str) -> Callable[[nn.Module, Tensor, Tensor
 
 
 def prepare(
-    subject: Subject, shape: Shape, size: tuple[int, int], direction: str, graph: bool, official: pathlib.Path | None, context: Context
+    subject: Subject,
+    shape: Shape,
+    size: tuple[int, int],
+    direction: str,
+    graph: bool,
+    official: pathlib.Path | None,
+    context: Context,
 ) -> Prepared:
-    """Makes the subject's layers and inputs of ``size`` (batch, length), checks the first layer, measures its memory and makes the pass."""
+    """Makes the subject's layers and inputs of ``size`` (batch, length), checks the first layer, measures its memory
+    and makes the pass.
+    """
     settings, training = Settings(context.device, context.dtype, official), direction == "training"
     reason = subject.why_missing(shape, settings)
     if reason is not None:
@@ -127,22 +144,42 @@ def layer_cell(
     graph: bool = False,
     official: pathlib.Path | None = None,
 ) -> Cell:
-    """Subjects on ``batch`` sequences of ``length`` tokens. direction: "forward", or "training" for forward and backward."""
-    row = {"group": group, "shape": shape.name, "batch": batch, "length": length, "tokens": batch * length, "direction": direction}
+    """Subjects on ``batch`` sequences of ``length`` tokens.
+
+    direction: "forward", or "training" for forward and backward.
+    """
+    row = {
+        "group": group,
+        "shape": shape.name,
+        "batch": batch,
+        "length": length,
+        "tokens": batch * length,
+        "direction": direction,
+    }
     row["timing"] = "CUDA graph" if graph else "events"
 
     def one(name: str, context: Context, made: None) -> Prepared:
         return prepare(SUBJECTS[name], shape, (batch, length), direction, graph, official, context)
 
     # A pass through several layers, forward and backward, takes longer.
-    return Cell(row, {name: functools.partial(one, name) for name in subjects}, window_scale=5 if direction == "training" else 1)
+    return Cell(
+        row, {name: functools.partial(one, name) for name in subjects}, window_scale=5 if direction == "training" else 1
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="L", help="tokens of a sequence; of decode, tokens")
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"only these of {', '.join(SUBJECTS)}")
-    parser.add_argument("--shape", choices=SHAPES, default="paper", help="of latency, training, decode and kernel (paper)")
-    parser.add_argument("--official", type=pathlib.Path, metavar="PATH", help="checkout of the official code to measure as well")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, metavar="L", help="tokens of a sequence; of decode, tokens"
+    )
+    parser.add_argument(
+        "--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"only these of {', '.join(SUBJECTS)}"
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="paper", help="of latency, training, decode and kernel (paper)"
+    )
+    parser.add_argument(
+        "--official", type=pathlib.Path, metavar="PATH", help="checkout of the official code to measure as well"
+    )
 
 
 def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
@@ -153,17 +190,29 @@ def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
     others = tuple(name for name in ALSO if name != ours)
     kernel, gpu = (ours.replace("flashmhf_", "kernel_"),), context.device.type == "cuda"
     plan = {
-        "latency": [("latency", shape, n, (*pair, "mhffn_naive", *(others if n in ALSO_LENGTHS else ()))) for n in options.lengths],
+        "latency": [
+            ("latency", shape, n, (*pair, "mhffn_naive", *(others if n in ALSO_LENGTHS else ())))
+            for n in options.lengths
+        ],
         # Without the official kernels: their backward tunes sixteen kernels for every length before it runs.
         "training": [
-            ("training", shape, 4032, (*pair, "swiglu_checkpointed", *(name for name in others if name != "official")), "training")
+            (
+                "training",
+                shape,
+                4032,
+                (*pair, "swiglu_checkpointed", *(name for name in others if name != "official")),
+                "training",
+            )
         ],
         "decode": [
-            ("decode", shape, 1, pair, "forward", t, gpu) for t in (DECODE_TOKENS if options.lengths == LENGTHS else options.lengths)
+            ("decode", shape, 1, pair, "forward", t, gpu)
+            for t in (DECODE_TOKENS if options.lengths == LENGTHS else options.lengths)
         ],
         "kernel": [("kernel", shape, n, kernel) for n in options.lengths]
         + [("kernel", shape, n, kernel, "training") for n in options.lengths[::3]],
-        "models": [("models", SHAPES[n], 4032, pair, d) for n in ("128M", "370M", "1.3B") for d in ("forward", "training")],
+        "models": [
+            ("models", SHAPES[n], 4032, pair, d) for n in ("128M", "370M", "1.3B") for d in ("forward", "training")
+        ],
     }
     found = []
     for part in options.parts:
@@ -172,6 +221,15 @@ def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
             names = [name for name in names if options.subjects is None or name in options.subjects]
             if names:
                 found.append(
-                    layer_cell(group, size, length, names, batch=batch, direction=direction, graph=graph, official=options.official)
+                    layer_cell(
+                        group,
+                        size,
+                        length,
+                        names,
+                        batch=batch,
+                        direction=direction,
+                        graph=graph,
+                        official=options.official,
+                    )
                 )
     return found

@@ -1,6 +1,8 @@
-"""Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation with a static cache, training.
+"""Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation with a static cache,
+training.
 
-Beside the presets' scales, prefill and generation take "26m" and "57m": the pairs whose losses docs/quality.md compares.
+Beside the presets' scales, prefill and generation take "26m" and "57m": the pairs whose losses docs/quality.md
+compares.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def configuration(name: str, **sizes: object) -> FlashMHFConfig:
     """The configuration of a preset, or of a model that experiments/compare.py trained."""
     if name not in TRAINED:
         return preset(name).config(**sizes)
-    run = next(line for line in map(json.loads, RUNS.read_text().splitlines()) if line["run"] == TRAINED[name])["configuration"]
+    run = next(line for line in map(json.loads, RUNS.read_text().splitlines()) if line["run"] == TRAINED[name])[
+        "configuration"
+    ]
     return FlashMHFConfig(
         ffn_type=run["ffn"],
         vocab_size=VOCABULARY,
@@ -118,7 +122,10 @@ class _Clock:
 
 
 class _CompiledForFewTokens(torch.nn.Module):
-    """``network``, compiled for at most COMPILED_TOKENS tokens: a prompt's compilation is not part of the comparison."""
+    """``network``, compiled for at most COMPILED_TOKENS tokens:
+
+    a prompt's compilation is not part of the comparison.
+    """
 
     def __init__(self, network: torch.nn.Module) -> None:
         super().__init__()
@@ -135,7 +142,10 @@ def generate(model, ids: torch.Tensor, new: int, **settings):
 @functools.cache
 @torch.no_grad()
 def generating(subject: str, scale: str, device: torch.device, dtype: torch.dtype):
-    """The model of a subject, kept for all cells. Raises RedCheckError for FP8 logits that are not near those of 16 bits."""
+    """The model of a subject, kept for all cells.
+
+    Raises RedCheckError for FP8 logits that are not near those of 16 bits.
+    """
     context = Context(device, dtype)
     model = build(f"{subject.split()[0]}-{scale}", context, max_position_embeddings=8192)
     if "fp8" not in subject:
@@ -144,14 +154,19 @@ def generating(subject: str, scale: str, device: torch.device, dtype: torch.dtyp
     expected = model(ids).logits.double()
     for layer in model.model.layers:
         # Compiled, so that a quantisation is one kernel.
-        layer.mlp = _CompiledForFewTokens(Fp8SwiGLU(layer.mlp)) if subject == "swiglu fp8" else quantize.to_fp8(layer.mlp)
+        layer.mlp = (
+            _CompiledForFewTokens(Fp8SwiGLU(layer.mlp)) if subject == "swiglu fp8" else quantize.to_fp8(layer.mlp)
+        )
     require({"FP8 logits": relative_l2(model(ids).logits, expected)}, FP8_DISTANCE)
     return model
 
 
 @dataclass(frozen=True)
 class GenerateCell:
-    """Tokens per second of ``model.generate`` with a static cache; the models take turns, and a round's rates are compared."""
+    """Tokens per second of ``model.generate`` with a static cache;
+
+    the models take turns, and a round's rates are compared.
+    """
 
     scale: str
     batch: int
@@ -175,7 +190,12 @@ class GenerateCell:
                     rows[name] |= found
         for name, seconds in ((name, values[1:]) for name, values in times.items() if "status" not in rows[name]):
             middle = statistics.median(seconds)
-            rows[name] |= {"status": "ok", "ms": {"p50": 1e3 * middle}, "tokens_per_s": self.batch / middle, "samples": len(seconds)}
+            rows[name] |= {
+                "status": "ok",
+                "ms": {"p50": 1e3 * middle},
+                "tokens_per_s": self.batch / middle,
+                "samples": len(seconds),
+            }
             for other in ("swiglu", "swiglu fp8"):
                 if other in times and name.startswith("flashmhf"):
                     ratios = [theirs / ours for ours, theirs in zip(seconds, times[other][1:], strict=True)]
@@ -224,18 +244,31 @@ class TrainCell:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets; 26m, 57m")
+    parser.add_argument(
+        "--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets; 26m, 57m"
+    )
     parser.add_argument("--batches", type=int, nargs="+", metavar="N")
-    parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a training sequence")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a training sequence"
+    )
     parser.add_argument("--fp8", action="store_true", help="generate: also with feed-forward networks in FP8")
-    parser.add_argument("--blocks", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"), help="train and model: both")
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        choices=("eager", "compiled"),
+        default=("eager", "compiled"),
+        help="train and model: both",
+    )
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=("off", "on"), help="train: both")
     parser.add_argument("--new", type=int, default=NEW, help=f"generate: tokens ({NEW})")
     parser.add_argument("--steps", type=int, default=10, help="train: steps that count (10)")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
-    subjects = (*FFNS, *(("flashmhf fp8", "swiglu fp8") if options.fp8 else ("flashmhf, dynamic cache", "swiglu, dynamic cache")))
+    subjects = (
+        *FFNS,
+        *(("flashmhf fp8", "swiglu fp8") if options.fp8 else ("flashmhf, dynamic cache", "swiglu, dynamic cache")),
+    )
     settings = [(blocks == "compiled", on == "on") for blocks in options.blocks for on in options.checkpointing]
     found = []
     for part in options.parts:

@@ -1,8 +1,9 @@
 """The operator alone: time, rate, memory and error by direction and shape, with a matrix product in the same rounds.
 
-A cell is one shape, direction, back end and dtype. Its subjects are the operator, its deterministic mode, the router fused and apart, and
-SwiGLU of the same width. Each is checked against float64 on the tensors that are timed. A pass calls a subject on several sets of inputs,
-together larger than the L2 cache. Small batches are replayed from a CUDA graph, because the host launches more slowly than the GPU runs.
+A cell is one shape, direction, back end and dtype. Its subjects are the operator, its deterministic mode, the router
+fused and apart, and SwiGLU of the same width. Each is checked against float64 on the tensors that are timed. A pass
+calls a subject on several sets of inputs, together larger than the L2 cache. Small batches are replayed from a CUDA
+graph, because the host launches more slowly than the GPU runs.
 """
 
 from __future__ import annotations
@@ -78,14 +79,20 @@ SIZES = {
         *_flagship(1, 16, 64, 256),
     ),
 }
-QUICK = {direction: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_flagship(1)) for direction, sizes in SIZES.items()}
+QUICK = {
+    direction: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_flagship(1))
+    for direction, sizes in SIZES.items()
+}
 # The flagship's heads, then as many as layers of 4,096 and 8,192 features have.
 GROUPED = (*_flagship(1, 16, 64, 1536, 32256), Size(1, 32, 128, 22, 384), Size(1, 64, 128, 22, 384))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """``call`` on a problem; ``work``: useful operations in units of :attr:`Size.products`; ``check``: its errors against float64."""
+    """``call`` on a problem;
+
+    ``work``: useful operations in units of :attr:`Size.products`; ``check``: its errors against float64.
+    """
 
     call: Callable[[testing.Problem], object]
     work: int
@@ -122,7 +129,9 @@ def _forward_subjects(backend: str, compared: bool, swiglu: torch.nn.Module | No
     ops = torch.ops.flashmhf
     subjects = {
         "forward": Subject(lambda p: ops.forward(*p.operands, p.r, backend=backend), 6, _check_forward),
-        "gated forward": Subject(lambda p: ops.gated_forward(*p.operands, p.w, p.eps, backend=backend), 6, _check_gated_forward),
+        "gated forward": Subject(
+            lambda p: ops.gated_forward(*p.operands, p.w, p.eps, backend=backend), 6, _check_gated_forward
+        ),
     }
     if compared:
         subjects["gate, then forward"] = Subject(
@@ -138,7 +147,9 @@ def _forward_subjects(backend: str, compared: bool, swiglu: torch.nn.Module | No
 # Backward
 
 
-def _check_gradients(exact: str, last: str, p: testing.Problem, gradients: tuple[Tensor, ...]) -> dict[str, tuple[Tensor, Tensor]]:
+def _check_gradients(
+    exact: str, last: str, p: testing.Problem, gradients: tuple[Tensor, ...]
+) -> dict[str, tuple[Tensor, Tensor]]:
     """First and last head: every token and sub-network of theirs."""
     pairs = {}
     for head in {0, p.q.shape[1] - 1}:
@@ -173,7 +184,9 @@ def _backward_subjects(backend: str, compared: bool, swiglu: torch.nn.Module | N
     )
     subjects["forward and backward"] = Subject(both, 22, _check_backward)
     if backend not in FUSED:
-        subjects["materialising"] = Subject(lambda p: reference.backward(p.grad_out, *p.operands, p.r), 16, _check_backward)
+        subjects["materialising"] = Subject(
+            lambda p: reference.backward(p.grad_out, *p.operands, p.r), 16, _check_backward
+        )
     if swiglu is not None:
 
         @torch.enable_grad()
@@ -193,7 +206,8 @@ def _backward_subjects(backend: str, compared: bool, swiglu: torch.nn.Module | N
 def largest_error(subject: Subject, p: testing.Problem, fused: bool) -> float:
     """The largest relative L2 error over the subject's results. Raises RedCheckError when one exceeds its limit.
 
-    Fused back ends: the fixed limits of :mod:`flashmhf.testing`. Others: those of a whole layer, as nothing is materialised to compare.
+    Fused back ends: the fixed limits of :mod:`flashmhf.testing`. Others: those of a whole layer, as nothing is
+    materialised to compare.
     """
     worst = 0.0
     for name, (actual, exact) in subject.check(p, subject.call(p)).items():
@@ -212,7 +226,9 @@ def _prepare(subject: Subject, problems: list[testing.Problem], size: Size, fuse
             row["error"] = largest_error(subject, problems[0], fused)
         clear(device)
         once = functools.partial(subject.call, problems[0])
-        row["memory_mib"] = (timing.peak_memory(once, device) if device.type == "cuda" else timing.peak_tensor_bytes(once)) / 2**20
+        row["memory_mib"] = (
+            timing.peak_memory(once, device) if device.type == "cuda" else timing.peak_tensor_bytes(once)
+        ) / 2**20
         graph = device.type == "cuda" and size.T <= GRAPH_TOKENS
         calls = GRAPH_CALLS if graph else len(problems)
 
@@ -226,11 +242,14 @@ def _prepare(subject: Subject, problems: list[testing.Problem], size: Size, fuse
     return Prepared(several, calls * repeats, row | {"flops": subject.work * size.products})
 
 
-def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compared: bool = False, group: int = 1) -> Cell:
+def cell(
+    direction: str, backend: str, size: Size, dtype: torch.dtype, *, compared: bool = False, group: int = 1
+) -> Cell:
     """A shape, a direction, a back end and a dtype.
 
-    compared: SwiGLU, the separate router and the materialising code are measured, too. group: heads of q that share a head of K, U and V.
-    Raises ValueError where it does not divide H, and for the backward, whose check reads a weight head for every head.
+    compared: SwiGLU, the separate router and the materialising code are measured, too. group: heads of q that share a
+    head of K, U and V. Raises ValueError where it does not divide H, and for the backward, whose check reads a weight
+    head for every head.
     """
     if group > 1 and direction != "forward":
         raise ValueError(f"direction is {direction!r}; heads that share weights are measured in 'forward' only")
@@ -244,7 +263,10 @@ def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compar
             raise MissingError(reason)
         bytes_each = dtype.itemsize * (2 * size.T * size.H * size.d_h + 3 * kv_heads * size.E * size.d_e * size.d_h)
         seeds = range(timing.cold_copies(bytes_each, context.l2_bytes))
-        sets = [testing.problem(*asdict(size).values(), dtype, context.device, seed=seed, num_kv_heads=kv_heads) for seed in seeds]
+        sets = [
+            testing.problem(*asdict(size).values(), dtype, context.device, seed=seed, num_kv_heads=kv_heads)
+            for seed in seeds
+        ]
         if direction == "forward":  # a model served in 16 bits holds W in 16 bits
             sets = [replace(p, w=p.w.to(dtype)) for p in sets]
         return sets, swiglu_like(sets[0]) if compared and fused else None
@@ -254,8 +276,15 @@ def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compar
         return _prepare(make(backend, compared, swiglu)[name], problems, size, fused, context)
 
     make = {"forward": _forward_subjects, "backward": _backward_subjects}[direction]
-    names = make(backend, compared, torch.nn.Identity() if compared and fused else None)  # made when the cell is measured
-    row = {"direction": direction, "backend": backend, "dtype": str(dtype).removeprefix("torch."), **asdict(size), "H_kv": kv_heads}
+    # made when the cell is measured
+    names = make(backend, compared, torch.nn.Identity() if compared and fused else None)
+    row = {
+        "direction": direction,
+        "backend": backend,
+        "dtype": str(dtype).removeprefix("torch."),
+        **asdict(size),
+        "H_kv": kv_heads,
+    }
     others = {"SwiGLU": "SwiGLU" if direction == "forward" else "SwiGLU, forward and backward"}
     faster_than = {name: (subject, 1.0) for name, subject in others.items() if subject in names}
     subjects = {name: functools.partial(prepare, name) for name in names}
@@ -263,24 +292,44 @@ def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compar
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", nargs="+", choices=tuple(flashmhf.info().reasons), help="default: the first that is usable here")
-    parser.add_argument("--shapes", nargs="+", type=Size.parse, default=[], metavar="T,H,d_h,E,d_e", help="default: the paper's")
-    parser.add_argument("--alone", action="store_true", help="with --shapes: the operator without what it is compared with")
-    parser.add_argument("--groups", nargs="+", type=int, default=[], metavar="G", help="forward: so many heads share a head of K, U and V")
+    parser.add_argument(
+        "--backend", nargs="+", choices=tuple(flashmhf.info().reasons), help="default: the first that is usable here"
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", type=Size.parse, default=[], metavar="T,H,d_h,E,d_e", help="default: the paper's"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="with --shapes: the operator without what it is compared with"
+    )
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="G",
+        help="forward: so many heads share a head of K, U and V",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
     """FLAGSHIP and the given shapes are measured with all comparisons."""
     size = FLAGSHIP
-    reasons = {name: why_no_backend(name, context.device, context.dtype, d_h=size.d_h, d_e=size.d_e) for name in flashmhf.info().reasons}
+    reasons = {
+        name: why_no_backend(name, context.device, context.dtype, d_h=size.d_h, d_e=size.d_e)
+        for name in flashmhf.info().reasons
+    }
     names = options.backend or [next(name for name, reason in reasons.items() if reason is None)]
     found = []
     for direction in options.parts:
         for backend in names:
             chosen = options.shapes or (GROUPED if options.groups else (QUICK if options.quick else SIZES)[direction])
             if options.groups:
-                found += [cell(direction, backend, size, context.dtype, group=group) for size in chosen for group in options.groups]
+                found += [
+                    cell(direction, backend, size, context.dtype, group=group)
+                    for size in chosen
+                    for group in options.groups
+                ]
                 continue
             for size in chosen:
                 compared = not options.alone if options.shapes else size == FLAGSHIP

@@ -1,7 +1,7 @@
 """Subjects of measurement: each makes a layer, calls it and gives its exact result.
 
-``exact(weights, x)`` is the float64 function of the layer's named weights, so that every subject is checked on the very weights it
-is timed with. A subject that cannot run here says why.
+``exact(weights, x)`` is the float64 function of the layer's named weights, so that every subject is checked on the very
+weights it is timed with. A subject that cannot run here says why.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Subject:
     """One subject of measurement.
 
     make: a layer for a shape; its weights are overwritten by :func:`randomise`.
-    exact: the layer's function in the weights' dtype. flops: of one forward over T tokens. layers: of the model that it is in.
+    exact: the layer's function in the weights' dtype. flops: of one forward over T tokens. layers: of the model that it
+    is in.
     caller: made once per shape and length, so that a compiled subject compiles for exactly that one.
     """
 
@@ -70,7 +71,9 @@ def _fan_in(name: str, weight: Tensor) -> int:
 def randomise(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """Every weight from N(0, 1/fan_in): activations of order one, as in training, where zeros would run faster."""
     for name, weight in module.named_parameters():
-        weight.copy_(torch.randn(weight.shape, device=weight.device, generator=generator) / _fan_in(name, weight) ** 0.5)
+        weight.copy_(
+            torch.randn(weight.shape, device=weight.device, generator=generator) / _fan_in(name, weight) ** 0.5
+        )
     return module
 
 
@@ -79,7 +82,13 @@ def randomise(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 def _make_flashmhf(backend: str, shape: Shape, settings: Settings) -> nn.Module:
     return flashmhf.FlashMHF(
-        shape.d_model, shape.heads, shape.subnets, shape.subnet_dim, backend=backend, device=settings.device, dtype=settings.dtype
+        shape.d_model,
+        shape.heads,
+        shape.subnets,
+        shape.subnet_dim,
+        backend=backend,
+        device=settings.device,
+        dtype=settings.dtype,
     )
 
 
@@ -112,7 +121,9 @@ class _Kernel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q = x.unflatten(-1, self.k.shape[::3])
-        return torch.ops.flashmhf.gated_forward(q, self.k, self.u, self.v, self.router, 1e-20, backend=self.backend).flatten(-2)
+        return torch.ops.flashmhf.gated_forward(
+            q, self.k, self.u, self.v, self.router, 1e-20, backend=self.backend
+        ).flatten(-2)
 
 
 def _exact_mhffn(shape: Shape, w: Weights, x: Tensor) -> Tensor:
@@ -123,7 +134,9 @@ def _exact_mhffn(shape: Shape, w: Weights, x: Tensor) -> Tensor:
 def _exact_dense_moe(shape: Shape, w: Weights, x: Tensor) -> Tensor:
     r = reference.gate(x.unsqueeze(-2), w["router"].unsqueeze(0)).squeeze(-2)
     activation = nn.functional.silu(x @ w["gate_proj.weight"].T) * (x @ w["up_proj.weight"].T)
-    return (activation.unflatten(-1, (shape.subnets, shape.subnet_dim)) * r[..., None]).flatten(-2) @ w["down_proj.weight"].T
+    return (activation.unflatten(-1, (shape.subnets, shape.subnet_dim)) * r[..., None]).flatten(-2) @ w[
+        "down_proj.weight"
+    ].T
 
 
 # SwiGLU and its relatives
@@ -143,7 +156,10 @@ def _exact_swiglu(shape: Shape, w: Weights, x: Tensor) -> Tensor:
 
 
 def _compiled_caller() -> Call:
-    """Compiles for static shapes, and drops earlier graphs so that no graph serves a range of lengths. One graph serves all weight sets."""
+    """Compiles for static shapes, and drops earlier graphs so that no graph serves a range of lengths.
+
+    One graph serves all weight sets.
+    """
     torch._dynamo.reset()
     compiled = torch.compile(_swiglu, dynamic=False, fullgraph=True)
     return lambda module, x: compiled(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
@@ -175,7 +191,9 @@ def _make_quack(shape: Shape, settings: Settings) -> nn.Module:
     """Its default tile configuration: autotuning would compile dozens of kernels for every length."""
     from quack.mlp import MLP
 
-    return MLP(shape.d_model, shape.swiglu_dim, activation="swiglu", device=settings.device, dtype=settings.dtype, tuned=False)
+    return MLP(
+        shape.d_model, shape.swiglu_dim, activation="swiglu", device=settings.device, dtype=settings.dtype, tuned=False
+    )
 
 
 def _exact_quack(shape: Shape, w: Weights, x: Tensor) -> Tensor:
@@ -215,7 +233,10 @@ def _why_no_official(shape: Shape, settings: Settings) -> str | None:
 
 
 class _Official(nn.Module):
-    """The checkout's Triton kernel called as its model does: weights and tokens copied to its layout, the router in fp32."""
+    """The checkout's Triton kernel called as its model does:
+
+    weights and tokens copied to its layout, the router in fp32.
+    """
 
     def __init__(self, shape: Shape, settings: Settings):
         super().__init__()

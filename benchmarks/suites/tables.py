@@ -19,7 +19,9 @@ class Rows:
         self.all = record["rows"]
         self.ours = next((row["subject"] for row in self.all if row["subject"].startswith("flashmhf_")), None)
 
-    def find(self, group: str, subject: str, length: int | None = None, shape: str = "paper", direction: str | None = None) -> dict | None:
+    def find(
+        self, group: str, subject: str, length: int | None = None, shape: str = "paper", direction: str | None = None
+    ) -> dict | None:
         for row in self.all:
             size = row["batch"] if row["group"] == "decode" else row["length"]
             if (row["group"], row["subject"], row["shape"]) == (group, subject, shape) and length in (None, size):
@@ -37,7 +39,9 @@ class Rows:
         return stack_ms(row) if what == "stack_ms" else row[what]
 
     def sizes(self, group: str) -> list[int]:
-        return sorted({row["batch"] if group == "decode" else row["length"] for row in self.all if row["group"] == group})
+        return sorted(
+            {row["batch"] if group == "decode" else row["length"] for row in self.all if row["group"] == group}
+        )
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -57,23 +61,37 @@ def latency_table(record: dict) -> str:
     rows, lines = Rows(record), []
     for length in rows.sizes("latency"):
         ours, eager, compiled, naive = (
-            rows.value("stack_ms", "latency", subject, length) for subject in (rows.ours, "swiglu", "swiglu_compiled", "mhffn_naive")
+            rows.value("stack_ms", "latency", subject, length)
+            for subject in (rows.ours, "swiglu", "swiglu_compiled", "mhffn_naive")
         )
         times = [_cell(value) for value in (ours, compiled, eager, naive)]
         ratios = [_cell(ratio(other, ours)) for other in (compiled, eager, naive)]
         lines.append([str(length), *times, *ratios, _cell(_paper_ratio(length))])
     header = ["L", "FlashMHF", "SwiGLU, compiled", "SwiGLU, eager", "MH-FFN, naive"]
-    return table([*header, "compiled ÷ FlashMHF", "eager ÷ FlashMHF", "naive ÷ FlashMHF", "eager ÷ FlashMHF in the paper"], lines)
+    return table(
+        [*header, "compiled ÷ FlashMHF", "eager ÷ FlashMHF", "naive ÷ FlashMHF", "eager ÷ FlashMHF in the paper"], lines
+    )
 
 
 def memory_table(record: dict) -> str:
     """Peak memory of one layer's forward in MiB, beyond weights and input."""
     rows, lines = Rows(record), []
     for length in rows.sizes("latency"):
-        ours, *others = (rows.value("beyond", "latency", name, length) for name in (rows.ours, "swiglu_compiled", "swiglu", "mhffn_naive"))
+        ours, *others = (
+            rows.value("beyond", "latency", name, length)
+            for name in (rows.ours, "swiglu_compiled", "swiglu", "mhffn_naive")
+        )
         ratios = [_cell(ratio(other, ours), 1) for other in others[:2]]
         lines.append([str(length), *(_cell(value, 0) for value in (ours, *others)), *ratios])
-    header = ["L", "FlashMHF", "SwiGLU, compiled", "SwiGLU, eager", "MH-FFN, naive", "compiled ÷ FlashMHF", "eager ÷ FlashMHF"]
+    header = [
+        "L",
+        "FlashMHF",
+        "SwiGLU, compiled",
+        "SwiGLU, eager",
+        "MH-FFN, naive",
+        "compiled ÷ FlashMHF",
+        "eager ÷ FlashMHF",
+    ]
     return table(header, lines)
 
 
@@ -86,10 +104,17 @@ def training_table(record: dict, group: str = "training") -> str:
         key = {"shape": row["shape"], "direction": "training"}
         ours, memory = (rows.value(what, group, rows.ours, row["length"], **key) for what in ("stack_ms", "beyond"))
         if row["status"] != "ok":
-            lines.append([row["shape"], SUBJECTS[row["subject"]].title, *["–"] * 4, f"{row['status']}: {row['reason']}"])
+            lines.append(
+                [row["shape"], SUBJECTS[row["subject"]].title, *["–"] * 4, f"{row['status']}: {row['reason']}"]
+            )
             continue
         beyond = row.get("memory_mib", {}).get("beyond")
-        numbers = [_cell(stack_ms(row)), _cell(ratio(ours, stack_ms(row))), _cell(beyond, 0), _cell(ratio(beyond, memory))]
+        numbers = [
+            _cell(stack_ms(row)),
+            _cell(ratio(ours, stack_ms(row))),
+            _cell(beyond, 0),
+            _cell(ratio(beyond, memory)),
+        ]
         lines.append([row["shape"], SUBJECTS[row["subject"]].title, *numbers, ""])
     return table(["shape", "subject", "ms", "FlashMHF ÷ it", "MiB beyond", "it ÷ FlashMHF", "note"], lines)
 
@@ -101,7 +126,9 @@ def decode_table(record: dict) -> str:
     for tokens in rows.sizes("decode"):
         found = [rows.find("decode", subject, tokens) for subject in (rows.ours, "swiglu", "swiglu_compiled")]
         micro = [None if row is None or row["status"] != "ok" else 1e3 * row["ms"]["p50"] for row in found]
-        stacks = [rows.value("stack_ms", "decode", subject, tokens) for subject in (rows.ours, "swiglu", "swiglu_compiled")]
+        stacks = [
+            rows.value("stack_ms", "decode", subject, tokens) for subject in (rows.ours, "swiglu", "swiglu_compiled")
+        ]
         bandwidth = rows.value("gb_per_s", "decode", rows.ours, tokens)
         share = None if copy is None or bandwidth is None else 100 * bandwidth / copy
         ratios = [_cell(ratio(stacks[1], stacks[0])), _cell(ratio(stacks[2], stacks[0]))]
@@ -111,7 +138,10 @@ def decode_table(record: dict) -> str:
 
 
 def everyone_table(record: dict) -> str:
-    """Every forward row of the lengths at which every subject is measured; subjects that are not installed are left out."""
+    """Every forward row of the lengths at which every subject is measured;
+
+    subjects that are not installed are left out.
+    """
     rows = Rows(record)
     lengths = sorted({row["length"] for row in rows.all if row["group"] == "latency" and row["subject"] == "dense_moe"})
     lines = []
@@ -119,7 +149,9 @@ def everyone_table(record: dict) -> str:
         if row["group"] != "latency" or row["length"] not in lengths or row["status"] == "missing":
             continue
         if row["status"] != "ok":
-            lines.append([str(row["length"]), SUBJECTS[row["subject"]].title, "–", "–", "–", f"{row['status']}: {row['reason']}"])
+            lines.append(
+                [str(row["length"]), SUBJECTS[row["subject"]].title, "–", "–", "–", f"{row['status']}: {row['reason']}"]
+            )
             continue
         ours = rows.value("stack_ms", "latency", rows.ours, row["length"])
         numbers = [_cell(stack_ms(row)), _cell(row["tflops"], 0), _cell(ratio(stack_ms(row), ours))]
@@ -138,7 +170,13 @@ def models_table(record: dict) -> str:
             ]
             if stacks[0] is not None:
                 lines.append(
-                    [name, str(length), *map(_cell, stacks), _cell(ratio(stacks[1], stacks[0])), _cell(ratio(stacks[2], stacks[0]))]
+                    [
+                        name,
+                        str(length),
+                        *map(_cell, stacks),
+                        _cell(ratio(stacks[1], stacks[0])),
+                        _cell(ratio(stacks[2], stacks[0])),
+                    ]
                 )
     return table(["shape", "L", "FlashMHF ms", "SwiGLU ms", "compiled ms", "SwiGLU ÷ ours", "compiled ÷ ours"], lines)
 
@@ -153,7 +191,9 @@ def summary(record: dict) -> dict[str, float | None]:
     rows = Rows(record)
 
     def forward(subject: str, length: int) -> float | None:
-        return ratio(rows.value("stack_ms", "latency", subject, length), rows.value("stack_ms", "latency", rows.ours, length))
+        return ratio(
+            rows.value("stack_ms", "latency", subject, length), rows.value("stack_ms", "latency", rows.ours, length)
+        )
 
     def training(what: str, subject: str) -> float | None:
         return ratio(rows.value(what, "training", subject), rows.value(what, "training", rows.ours))
@@ -167,9 +207,13 @@ def summary(record: dict) -> dict[str, float | None]:
         for t in rows.sizes("decode")
         if t <= 64
     ]
-    eager, compiled = (_extremes([forward(subject, length) for length in lengths]) for subject in ("swiglu", "swiglu_compiled"))
+    eager, compiled = (
+        _extremes([forward(subject, length) for length in lengths]) for subject in ("swiglu", "swiglu_compiled")
+    )
     longest = lengths[-1] if lengths else None
-    memory = ratio(rows.value("beyond", "latency", "swiglu", longest), rows.value("beyond", "latency", rows.ours, longest))
+    memory = ratio(
+        rows.value("beyond", "latency", "swiglu", longest), rows.value("beyond", "latency", rows.ours, longest)
+    )
     return {
         "SwiGLU ÷ FlashMHF, forward, worst length": eager[0],
         "SwiGLU ÷ FlashMHF, forward, best length": eager[1],
@@ -199,11 +243,17 @@ def report(record: dict) -> str:
         parts += ["### Every implementation", everyone_table(record)]
     for group, title in (("training", "Training"), ("models", "Training of the paper's models")):
         if group in groups:
-            parts += [f"## {title}\n\nForward and backward, {stacks}; memory of one layer.", training_table(record, group)]
+            parts += [
+                f"## {title}\n\nForward and backward, {stacks}; memory of one layer.",
+                training_table(record, group),
+            ]
     if "models" in groups:
         parts += ["## The paper's models, forward", models_table(record)]
     if "decode" in groups:
-        parts += [f"## Decode\n\nMicroseconds per layer from CUDA graphs for T tokens; ratios of {stacks}.", decode_table(record)]
+        parts += [
+            f"## Decode\n\nMicroseconds per layer from CUDA graphs for T tokens; ratios of {stacks}.",
+            decode_table(record),
+        ]
     return "\n\n".join(parts)
 
 
@@ -215,7 +265,9 @@ def headline(record: dict) -> str:
         ours, *others = (rows.value("stack_ms", "latency", name, length) for name in subjects)
         beyond, *memory = (rows.value("beyond", "latency", name, length) for name in subjects)
         speed = [_cell(ours), *map(_cell, others), *(_cell(ratio(other, ours)) for other in others)]
-        lines.append([f"{BATCH * length:,}", *speed, _cell(beyond, 0), *(_cell(ratio(other, beyond), 1) for other in memory)])
+        lines.append(
+            [f"{BATCH * length:,}", *speed, _cell(beyond, 0), *(_cell(ratio(other, beyond), 1) for other in memory)]
+        )
     header = ["tokens", "flashmhf, ms", "SwiGLU compiled, ms", "SwiGLU eager, ms", "faster than compiled", "than eager"]
     header += ["flashmhf, MiB", "less than compiled", "than eager"]
     sizes = f"d_model {model.d_model:,}, {model.heads} heads, {model.subnets} sub-networks of {model.subnet_dim}"
@@ -225,7 +277,9 @@ def headline(record: dict) -> str:
     )
     trained = {name: rows.value("stack_ms", "training", name) for name in (*subjects, "swiglu_checkpointed")}
     if None not in trained.values():
-        compiled, eager, checkpointed = (_cell(ratio(trained[rows.ours], trained[name])) for name in (*subjects[1:], "swiglu_checkpointed"))
+        compiled, eager, checkpointed = (
+            _cell(ratio(trained[rows.ours], trained[name])) for name in (*subjects[1:], "swiglu_checkpointed")
+        )
         ours, *others = (rows.value("beyond", "training", name) for name in subjects)
         less = [_cell(ratio(other, ours), 1) for other in others]
         tokens = f"{BATCH * rows.sizes('training')[0]:,} tokens"

@@ -1,7 +1,7 @@
 """The interface of a back end. A back end is a module; :class:`Backend` is the type that every such module satisfies.
 
-The operators of ``flashmhf.ops.mix`` check their arguments, select a back end and call it with tensors on one device. A back end reads no
-global state but the current stream, and neither copies q nor synchronises with the device.
+The operators of ``flashmhf.ops.mix`` check their arguments, select a back end and call it with tensors on one device. A
+back end reads no global state but the current stream, and neither copies q nor synchronises with the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ProjectionWeights(NamedTuple):
 class LayerWeights(NamedTuple):
     """The weights of a whole layer: out_proj(S(q_norm(in_proj(x)))).
 
-    mix: k, u, v [H_kv, E, d_e, d_h] in x's dtype, or k8, u8, v8 and scales as :class:`flashmhf.quantize.PackedWeights` has them.
-    router [H, d_h, E], or None for a network without gate; q_norm [H, d_h], or None.
+    mix: k, u, v [H_kv, E, d_e, d_h] in x's dtype, or k8, u8, v8 and scales as :class:`flashmhf.quantize.PackedWeights`
+    has them. router [H, d_h, E], or None for a network without gate; q_norm [H, d_h], or None.
     """
 
     in_proj: ProjectionWeights
@@ -59,7 +59,8 @@ Gate = Tensor | Router | None  # R [..., H, E] itself, what it follows from, or 
 class Settings(NamedTuple):
     """How a back end computes.
 
-    deterministic: bitwise equal results from run to run. needs: which gradients backward returns, (those of the tokens, of the weights).
+    deterministic: bitwise equal results from run to run. needs: which gradients backward returns, (those of the tokens,
+    of the weights).
     activation: a name of ``reference.ACTIVATIONS``.
     """
 
@@ -77,14 +78,17 @@ Sums = WeightGrads | None  # tensors to which backward adds the weights' gradien
 class AnyBackend(Protocol):
     """The functions that 16-bit and FP8 back ends have in common."""
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu"
+    ) -> str | None:
         """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
         ...
 
     def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
         """Return the whole layer at inference by one call, [..., d_model] for x [..., d_model], without autograd.
 
-        Returns None if the back end has no such operator or cannot read these tensors as they are. The caller then runs the parts.
+        Returns None if the back end has no such operator or cannot read these tensors as they are. The caller then runs
+        the parts.
         """
         ...
 
@@ -92,8 +96,8 @@ class AnyBackend(Protocol):
 class Backend(AnyBackend, Protocol):
     """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``.
 
-    ``backends.gating`` serves a back end without a fused router, this module's :func:`layer` one without an operator for the whole layer,
-    and :func:`why_not` one without limits.
+    ``backends.gating`` serves a back end without a fused router, this module's :func:`layer` one without an operator
+    for the whole layer, and :func:`why_not` one without limits.
     """
 
     def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
@@ -101,18 +105,29 @@ class Backend(AnyBackend, Protocol):
         ...
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        u: Tensor,
+        v: Tensor,
+        r: Gate,
+        settings: Settings,
+        into: Sums = None,
     ) -> Gradients:
         """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
 
-        dk, du and dv are new tensors in k's dtype, or are added to those of ``into``, which are fp32 (fp64 for fp64 operands). An empty
-        tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
+        dk, du and dv are new tensors in k's dtype, or are added to those of ``into``, which are fp32 (fp64 for fp64
+        operands). An empty tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
         """
         ...
 
 
 class Fp8Backend(AnyBackend, Protocol):
-    """A back end for K, U and V in e4m3. Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``; activations are SiLU."""
+    """A back end for K, U and V in e4m3.
+
+    Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``; activations are SiLU.
+    """
 
     def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
         """Return S [..., H, d_h] in q's dtype, contiguous."""

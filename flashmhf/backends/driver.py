@@ -12,7 +12,10 @@ def _library() -> ctypes.CDLL:
 
 
 def version() -> int:
-    """Return the newest CUDA version that the installed driver supports, 1000 * major + 10 * minor; 0 without a driver."""
+    """Return the newest CUDA version that the installed driver supports, 1000 * major + 10 * minor;
+
+    0 without a driver.
+    """
     number = ctypes.c_int(0)
     try:
         _library().cuDriverGetVersion(ctypes.byref(number))
@@ -22,11 +25,13 @@ def version() -> int:
 
 
 def make_context_current(index: int) -> None:
-    """Make the primary context of CUDA device ``index`` current in the calling thread, unless a context of that device is.
+    """Make the primary context of CUDA device ``index`` current in the calling thread, unless a context of that device
+    is.
 
-    ``torch.cuda.device`` does nothing where the thread's device is the wanted one already, and device 0 is the device of a thread that has
-    not used CUDA: such a thread has no context, and the driver refuses to encode a tensor map or to load a kernel (error 201). The
-    reference to the primary context is kept until the process ends, as the CUDA runtime keeps its own.
+    ``torch.cuda.device`` does nothing where the thread's device is the wanted one already, and device 0 is the device
+    of a thread that has not used CUDA: such a thread has no context, and the driver refuses to encode a tensor map or
+    to load a kernel (error 201). The reference to the primary context is kept until the process ends, as the CUDA
+    runtime keeps its own.
     """
     driver = _library()
     wanted, current = ctypes.c_int(), ctypes.c_int()

@@ -1,7 +1,8 @@
 """The layout of packed FP8 weights: their dtype, the order of their columns, and the checks of their tensors.
 
-In each block of 16 columns, place 4t + i holds column 2t + i for i < 2 and column 8 + 2t + i - 2 for i >= 2. What a thread of the Hopper
-kernel holds of Q or of the products Q K^T and Q U^T is then its operand of the next product, without exchange between threads.
+In each block of 16 columns, place 4t + i holds column 2t + i for i < 2 and column 8 + 2t + i - 2 for i >= 2. What a
+thread of the Hopper kernel holds of Q or of the products Q K^T and Q U^T is then its operand of the next product,
+without exchange between threads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
     checks.tensors(k8=k8, u8=u8, v8=v8, scales=scales)
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
         if tensor.dtype != E4M3:
-            raise TypeError(f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn (flashmhf.quantize.pack_fp8 packs)")
+            raise TypeError(
+                f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn (flashmhf.quantize.pack_fp8 packs)"
+            )
     if scales.dtype != torch.float32:
         raise TypeError(f"scales has dtype {checks.name_of(scales.dtype)}; supported: float32")
     checks.weight_shape(k8, "k8")

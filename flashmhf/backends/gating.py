@@ -52,7 +52,9 @@ def through_router(backward: Callable[..., Gradients]) -> Callable[..., Gradient
     dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
     """
 
-    def routed(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None) -> Gradients:
+    def routed(
+        grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None
+    ) -> Gradients:
         if not isinstance(r, Router):
             return backward(grad_out, q, k, u, v, r, settings, into, q.dtype)
         needs_tokens, needs_weights = settings.needs

@@ -1,7 +1,8 @@
-"""``backend="reference"``: the definition (``flashmhf.reference``) as a back end. It materialises the T x d_ff intermediate per head.
+"""``backend="reference"``: the definition (``flashmhf.reference``) as a back end. It materialises the T x d_ff
+intermediate per head.
 
-``backend="auto"`` never selects it. ``flashmhf.ops.mix`` calls these functions above autograd. They consist of operations that PyTorch
-differentiates any number of times, transforms (torch.func) and exports.
+``backend="auto"`` never selects it. ``flashmhf.ops.mix`` calls these functions above autograd. They consist of
+operations that PyTorch differentiates any number of times, transforms (torch.func) and exports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     return reference.forward(q, k, u, v, r, activation=settings.activation).contiguous()
 
 
-def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None) -> Gradients:
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None
+) -> Gradients:
     values = reference.gate(q, *r) if isinstance(r, Router) else r
     dq, dk, du, dv, of_gate = reference.backward(grad_out, q, k, u, v, values, activation=settings.activation)
     tokens, weights = settings.needs
@@ -27,7 +30,9 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Ga
         dq_gate, dw = reference.gate_backward(of_gate, q, *r)
         dq, of_gate = (dq + dq_gate).to(q.dtype), dw.to(r.w.dtype)
     results = (dq, dk, du, dv, of_gate)
-    dq, dk, du, dv, of_gate = (x.contiguous() if need else q.new_empty(0) for x, need in zip(results, needs, strict=True))
+    dq, dk, du, dv, of_gate = (
+        x.contiguous() if need else q.new_empty(0) for x, need in zip(results, needs, strict=True)
+    )
     if into is not None and weights:
         for total, grad in zip(into, (dk, du, dv), strict=True):
             total += grad

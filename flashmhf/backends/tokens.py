@@ -1,4 +1,7 @@
-"""Token axes: how many of a tensor's leading dimensions collapse to one stride, and block access without copying the tensor."""
+"""Token axes:
+
+how many of a tensor's leading dimensions collapse to one stride, and block access without copying the tensor.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ def token_count(x: Tensor) -> int:
 
 
 def collapse(x: Tensor) -> list[tuple[int, int]]:
-    """Return (size, stride) of x's leading dimensions [..., H, d], outermost first, with neighbours merged where one stride covers both.
+    """Return (size, stride) of x's leading dimensions [..., H, d], outermost first, with neighbours merged where one
+    stride covers both.
 
     Dimensions of size 1 vanish. A result of length 0 or 1 means that the tokens lie at one stride.
     """
@@ -29,7 +33,10 @@ def collapse(x: Tensor) -> list[tuple[int, int]]:
 
 
 class TokenRows:
-    """Blocks of tokens of x [..., H, d] as [tokens, H, d]: views where the tokens lie at one stride, else copies of just that block."""
+    """Blocks of tokens of x [..., H, d] as [tokens, H, d]:
+
+    views where the tokens lie at one stride, else copies of just that block.
+    """
 
     def __init__(self, x: Tensor):
         self.x = x

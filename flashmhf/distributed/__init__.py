@@ -1,6 +1,7 @@
 """Many GPUs: sharding rules of the operators for DTensor, and plans for PyTorch's tensor parallelism.
 
-``import flashmhf`` imports this module, and nothing of DTensor: the rules are registered when a DTensor first reaches an operator.
+``import flashmhf`` imports this module, and nothing of DTensor: the rules are registered when a DTensor first reaches
+an operator.
 """
 
 from __future__ import annotations

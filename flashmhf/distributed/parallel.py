@@ -1,4 +1,7 @@
-"""Tensor parallelism of the modules: heads over the ranks of one mesh dimension, by PyTorch's own styles and DTensor."""
+"""Tensor parallelism of the modules:
+
+heads over the ranks of one mesh dimension, by PyTorch's own styles and DTensor.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from ..nn.arguments import positive
 from . import sharding  # noqa: F401  (its import registers the rules)
 
 _DIVIDED = (FlashMHF, MHFFN, SwiGLU)
-HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")  # Shard(0); their first dimension is H or H d_h
+# Shard(0); their first dimension is H or H d_h
+HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")
 
 
 def placement_of(name: str) -> Placement:
@@ -42,14 +46,15 @@ def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
 
 
 class HeadParallel(ParallelStyle):
-    """Divide the heads of a :class:`flashmhf.FlashMHF` or :class:`flashmhf.MHFFN` over the ranks: a style for ``parallelize_module``.
+    """Divide the heads of a :class:`flashmhf.FlashMHF` or :class:`flashmhf.MHFFN` over the ranks: a style for
+    ``parallelize_module``.
 
-    Every rank computes its heads of every token. The sum over the heads in out_proj is the one reduction of forward; the gradient
-    of the input is the one of backward.
+    Every rank computes its heads of every token. The sum over the heads in out_proj is the one reduction of forward;
+    the gradient of the input is the one of backward.
 
     Args:
-        input_layouts: the placement of the module's input: Replicate(), or Shard(dim) of a leading dimension for sequence parallelism,
-            where an all-gather and a reduce-scatter stand for the all-reduce.
+        input_layouts: the placement of the module's input: Replicate(), or Shard(dim) of a leading dimension for
+            sequence parallelism, where an all-gather and a reduce-scatter stand for the all-reduce.
         output_layouts: the placement of the module's output: Replicate() or Shard(dim).
         use_local_output: return a tensor, not a DTensor.
 
@@ -57,7 +62,11 @@ class HeadParallel(ParallelStyle):
     """
 
     def __init__(
-        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__()
         self.input_layouts, self.output_layouts = input_layouts or Replicate(), output_layouts or Replicate()
@@ -75,9 +84,9 @@ class HeadParallel(ParallelStyle):
 class _Placed(ParallelStyle):
     """A module whose parameters have one placement, and whose input and output have another or are equal on every rank.
 
-    Replicated modules have DTensor parameters too: optimizers and ``clip_grad_norm_`` take all parameters of a model together, and
-    cannot take tensors and DTensors together. PyTorch's RowwiseParallel hands out an embedding's result before its all-reduce is over,
-    and a compiled block that takes it loses the gradient's placement.
+    Replicated modules have DTensor parameters too: optimizers and ``clip_grad_norm_`` take all parameters of a model
+    together, and cannot take tensors and DTensors together. PyTorch's RowwiseParallel hands out an embedding's result
+    before its all-reduce is over, and a compiled block that takes it loses the gradient's placement.
     """
 
     def __init__(self, placement: Placement, activations: Placement | None = None) -> None:
@@ -90,17 +99,28 @@ class _Placed(ParallelStyle):
         return module
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement], src_data_rank: int | None) -> None:
+def _distribute(
+    module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement], src_data_rank: int | None
+) -> None:
     for name, parameter in list(module.named_parameters()):
         owner, _, attribute = name.rpartition(".")
         distributed = distribute_tensor(parameter, mesh, [placement(name)], src_data_rank=src_data_rank)
-        module.get_submodule(owner).register_parameter(attribute, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+        module.get_submodule(owner).register_parameter(
+            attribute, nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+        )
 
 
 def wrap_forward(
-    module: nn.Module, mesh: DeviceMesh, inputs: Placement, within: Placement, outputs: Placement, use_local_output: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    inputs: Placement,
+    within: Placement,
+    outputs: Placement,
+    use_local_output: bool,
 ) -> None:
-    """Have ``module`` take its first argument placed as ``inputs``, compute with it as ``within`` and return its result as ``outputs``."""
+    """Have ``module`` take its first argument placed as ``inputs``, compute with it as ``within`` and return its result
+    as ``outputs``.
+    """
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
@@ -132,15 +152,23 @@ def _path(prefix: str, name: str) -> str:
 
 
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """Return the styles that divide Llama's attention by heads. transformers' forward counts local heads in the projections' results."""
+    """Return the styles that divide Llama's attention by heads.
+
+    transformers' forward counts local heads in the projections' results.
+    """
     projections, head_dim = ("q_proj", "k_proj", "v_proj"), getattr(module, "head_dim", None)
-    styles = {**{_path(prefix, name): ColwiseParallel() for name in projections}, _path(prefix, "o_proj"): RowwiseParallel()}
-    for name, child in module.named_children():  # Qwen3's q_norm and k_norm of [..., H, d_h]: their gradient is a sum over all ranks' heads
+    styles = {
+        **{_path(prefix, name): ColwiseParallel() for name in projections},
+        _path(prefix, "o_proj"): RowwiseParallel(),
+    }
+    # Qwen3's q_norm and k_norm of [..., H, d_h]: their gradient is a sum over all ranks' heads
+    for name, child in module.named_children():
         shapes = [tuple(parameter.shape) for parameter in child.parameters()]
         if shapes and all(shape == (head_dim,) for shape in shapes):
             styles[_path(prefix, name)] = _Placed(Replicate(), activations=Shard(-2))
     others = [name for name, _ in module.named_parameters() if _path(prefix, name.rpartition(".")[0]) not in styles]
-    if head_dim is None or others:  # DiffLlama subtracts the upper half of the heads from the lower: a rank would pair others
+    # DiffLlama subtracts the upper half of the heads from the lower: a rank would pair others
+    if head_dim is None or others:
         found = f"{prefix} is a {type(module).__name__} with {', '.join(others) or 'no head_dim'}"
         raise ValueError(f"{found}; supported: Llama's attention, q_proj, k_proj, v_proj, o_proj and norms of one head")
     for name in projections:
@@ -152,10 +180,11 @@ def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, Pa
 def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     """Return a style for every module of ``model`` that holds parameters, for ``parallelize_module``.
 
-    Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj, o_proj) are
-    sharded, and the embedding and head of a transformers causal model; all other modules are replicated. Parameters may be on the meta
-    device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width, for a model without any such network, for a
-    module with both such a network and parameters of its own, and for attention with these projections that is not Llama's.
+    Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj,
+    o_proj) are sharded, and the embedding and head of a transformers causal model; all other modules are replicated.
+    Parameters may be on the meta device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width,
+    for a model without any such network, for a module with both such a network and parameters of its own, and for
+    attention with these projections that is not Llama's.
     """
     size = positive("size", size)
     if not any(isinstance(child, _DIVIDED) for child in model.modules()):
@@ -175,7 +204,8 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             styles |= _attention_styles(name, module, size)
         elif own and (gated or any(isinstance(child, _DIVIDED) for child in module.modules())):
             found = f"{name or 'module'} has parts to divide and parameters of its own, {', '.join(own)}"
-            raise ValueError(f"{found}; supported: own parameters in a child module")  # to replicate them is to replicate the parts, too
+            # to replicate them is to replicate the parts, too
+            raise ValueError(f"{found}; supported: own parameters in a child module")
         elif gated:
             width = module.get_submodule("gate_proj").out_features
             _check_divides(size, name or "module", width, f"a width of {width}", "the width")
@@ -190,21 +220,25 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     return styles
 
 
-def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None = None, use_local_output: bool = True) -> nn.Module:
+def parallelize(
+    module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None = None, use_local_output: bool = True
+) -> nn.Module:
     """Shard ``module`` in place over the ranks of ``mesh`` and return it.
 
     Args:
-        module: a FlashMHF or an MHFFN, or a model that has some (see :func:`plan`). Parameters become DTensors; their values are
-            those of the mesh's first rank.
-        mesh: a device mesh of one dimension, for example ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))["tp"]``.
-        sequence_dim: for a single network, not a model: the leading dimension over which its input and output are sharded (sequence
-            parallelism), in equal parts: nothing compares the ranks' lengths.
+        module: a FlashMHF or an MHFFN, or a model that has some (see :func:`plan`). Parameters become DTensors; their
+            values are those of the mesh's first rank.
+        mesh: a device mesh of one dimension, for example ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp",
+            "tp"))["tp"]``.
+        sequence_dim: for a single network, not a model: the leading dimension over which its input and output are
+            sharded (sequence parallelism), in equal parts: nothing compares the ranks' lengths.
         use_local_output: for a single network, not a model: return a tensor, not a DTensor.
 
-    Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with :func:`shard_placement`.
-    The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their parameters: ``torch.zeros_like(p, dtype=...)``.
-    Raises ValueError for a mesh of several dimensions, for a mesh whose size does not divide H, for a model without any such network, and
-    for one parameter in modules that need it in two placements.
+    Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with
+    :func:`shard_placement`. The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their
+    parameters: ``torch.zeros_like(p, dtype=...)``. Raises ValueError for a mesh of several dimensions, for a mesh whose
+    size does not divide H, for a model without any such network, and for one parameter in modules that need it in two
+    placements.
     """
     checks.instance("module", module, nn.Module, "a torch.nn.Module")
     checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")
@@ -229,19 +263,24 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None
 
 
 def _tie(module: nn.Module, first: str, second: str) -> None:
-    """Make one parameter of two again, which the styles have distributed each by itself, such as those of the embedding and the head."""
+    """Make one parameter of two again, which the styles have distributed each by itself, such as those of the embedding
+    and the head.
+    """
     parameter, other = module.get_parameter(first), module.get_parameter(second)
     if parameter.placements != other.placements:
-        raise ValueError(f"{first} and {second} are one parameter, placed as {parameter.placements} and {other.placements}; untie them")
+        raise ValueError(
+            f"{first} and {second} are one parameter, placed as {parameter.placements} and {other.placements}; untie them"
+        )
     owner, _, attribute = second.rpartition(".")
     module.get_submodule(owner).register_parameter(attribute, parameter)
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a ``shard_placement_fn`` for ``fully_shard`` over ``size`` ranks: the first dimension that ``size`` divides.
+    """Return a ``shard_placement_fn`` for ``fully_shard`` over ``size`` ranks: the first dimension that ``size``
+    divides.
 
-    FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times the memory and
-    the traffic. Dimensions that tensor parallelism shards already are taken with their local size.
+    FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times
+    the memory and the traffic. Dimensions that tensor parallelism shards already are taken with their local size.
 
     Raises TypeError if ``size`` is not an integer, ValueError if it is below 1.
     """

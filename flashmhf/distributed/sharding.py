@@ -12,8 +12,8 @@ tokens      Shard(any leading dimension)    Replicate   Partial(sum)            
 replicate   Replicate                       Replicate   Replicate               none
 ==========  ==============================  ==========  ======================  ========================
 
-Operands in other placements are redistributed to the cheapest of the three. Unequal numbers of heads are refused. The heads of q that
-share a head of k are on one rank: the first way needs a mesh size that divides H_kv.
+Operands in other placements are redistributed to the cheapest of the three. Unequal numbers of heads are refused. The
+heads of q that share a head of k are on one rank: the first way needs a mesh size that divides H_kv.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ _OPERATORS = ("forward", "gated_forward", "backward", "gated_backward")
 
 
 def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Refuse unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views that are not contiguous.
+    """Refuse unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views that are not
+    contiguous.
 
     NotImplementedError is the one type that DTensor's dispatcher passes on as it is.
     """
     weight = name in (*_WEIGHTS, *_ACCUMULATORS)
     head_dim = 0 if weight else len(shape) - 2
     for dim in range(len(shape)) if weight else (head_dim,):
-        ranks = math.prod(size for size, placement in zip(mesh.shape, placements, strict=True) if placement.is_shard(dim))
+        ranks = math.prod(
+            size for size, placement in zip(mesh.shape, placements, strict=True) if placement.is_shard(dim)
+        )
         if shape[dim] % ranks:
             what = f"its heads, H = {shape[dim]}," if dim == head_dim else f"dimension {dim} of size {shape[dim]}"
             raise NotImplementedError(
@@ -60,7 +63,11 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
 def _named_operands(schema: OpSchema) -> dict[str, OpStrategy]:
     """Return the tensor operands by the names that the operator's schema gives them, in order."""
     names = [argument.name for argument in schema.op._schema.arguments]
-    return {name: operand for name, operand in zip(names, schema.args_schema, strict=False) if isinstance(operand, OpStrategy)}
+    return {
+        name: operand
+        for name, operand in zip(names, schema.args_schema, strict=False)
+        if isinstance(operand, OpStrategy)
+    }
 
 
 def _strategy(schema: OpSchema) -> OpStrategy:
@@ -82,8 +89,13 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 def _divides(spec: DTensorSpec, heads: int) -> bool:
-    """Return whether the ranks that shard k's first dimension divide its ``heads``: a rank then has whole groups of heads."""
-    ranks = math.prod(size for size, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard(0))
+    """Return whether the ranks that shard k's first dimension divide its ``heads``:
+
+    a rank then has whole groups of heads.
+    """
+    ranks = math.prod(
+        size for size, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard(0)
+    )
     return heads % ranks == 0
 
 
@@ -104,20 +116,30 @@ def _placements(
     return [of_tokens, of_weights, of_weights, of_weights, last, *inputs]
 
 
-def _backward_accumulate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    """Run backward_accumulate_ on local shards. The accumulators stay where they are and decide how each mesh dimension is used.
+def _backward_accumulate(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor, DTensor]:
+    """Run backward_accumulate_ on local shards. The accumulators stay where they are and decide how each mesh dimension
+    is used.
 
-    DTensor takes an operator whose name ends in "_" for one that returns its first argument, so no strategy can describe this one.
+    DTensor takes an operator whose name ends in "_" for one that returns its first argument, so no strategy can
+    describe this one.
     """
     names = [argument.name for argument in op._schema.arguments]
     tensors = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__} and another operand is a DTensor; supported: DTensors only")
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__} and another operand is a DTensor; supported: DTensors only"
+            )
         if tensor.device_mesh != tensors["dk"].device_mesh:
-            raise ValueError(f"{name} is on {tensor.device_mesh} but dk is on {tensors['dk'].device_mesh}; they must be on one mesh")
+            raise ValueError(
+                f"{name} is on {tensor.device_mesh} but dk is on {tensors['dk'].device_mesh}; they must be on one mesh"
+            )
         if name in _ACCUMULATORS and tensor.placements != tensors["dk"].placements:
-            raise ValueError(f"{name} has placements {tensor.placements} but dk has {tensors['dk'].placements}; they must be equal")
+            raise ValueError(
+                f"{name} has placements {tensor.placements} but dk has {tensors['dk'].placements}; they must be equal"
+            )
         _check_even(name, tensor.shape, tensor.device_mesh, tensor.placements)
     q, mesh = tensors["q"], tensors["dk"].device_mesh
     ways = [_way_of_accumulator(*pair, q.ndim) for pair in zip(tensors["dk"].placements, q.placements, strict=True)]
@@ -126,7 +148,9 @@ def _backward_accumulate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
     for name, tensor in tensors.items():
         local[name] = tensor._local_tensor
         if name not in _ACCUMULATORS:
-            target = DTensorSpec(mesh, tuple(of_weights if name in _WEIGHTS else of_tokens), tensor_meta=tensor._spec.tensor_meta)
+            target = DTensorSpec(
+                mesh, tuple(of_weights if name in _WEIGHTS else of_tokens), tensor_meta=tensor._spec.tensor_meta
+            )
             local[name] = redistribute_local_tensor(local[name], tensor._spec, target)
     results = op(*(local.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
     likes = q, tensors.get("r")
@@ -141,14 +165,18 @@ def _backward_accumulate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
 
 
 def _way_of_accumulator(accumulator: Placement, q: Placement, token_ndim: int) -> tuple[Placement, Placement]:
-    """Return the placements of the tokens' and the weights' operands on the mesh dimension where the accumulators have ``accumulator``."""
+    """Return the placements of the tokens' and the weights' operands on the mesh dimension where the accumulators have
+    ``accumulator``.
+    """
     if accumulator.is_shard(0):
         return Shard(token_ndim - 2), Shard(0)
     if accumulator.is_partial():
         if q.is_shard() and q.dim < token_ndim - 2:
             return q, Replicate()
         if token_ndim < 3:
-            raise NotImplementedError(f"dk is {accumulator} but q has no leading dimension to shard; supported: Replicate, Shard(0)")
+            raise NotImplementedError(
+                f"dk is {accumulator} but q has no leading dimension to shard; supported: Replicate, Shard(0)"
+            )
         return Shard(0), Replicate()
     if accumulator.is_replicate() and not (q.is_shard() and q.dim < token_ndim - 2):
         return Replicate(), Replicate()
@@ -160,21 +188,30 @@ def _way_of_accumulator(accumulator: Placement, q: Placement, token_ndim: int) -
 def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Do what DTensor's dispatcher does, with two corrections before the decision.
 
-    ``needs`` is a tuple in its key: torch before 2.13 cannot hash a list there. The operands' dtypes are those of their shards: FSDP2's
-    mixed precision hands out 16-bit shards of weights whose specification says float32, which the operators refuse beside a 16-bit q.
+    ``needs`` is a tuple in its key: torch before 2.13 cannot hash a list there. The operands' dtypes are those of their
+    shards: FSDP2's mixed precision hands out 16-bit shards of weights whose specification says float32, which the
+    operators refuse beside a 16-bit q.
     """
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     if "needs" in kwargs:
         info.schema.kwargs_schema["needs"] = tuple(kwargs["needs"])
     specs = zip(info.schema.args_schema, info.local_args, strict=True)
-    info.schema.args_schema = tuple(_with_dtype_of(local, spec) if isinstance(spec, DTensorSpec) else spec for spec, local in specs)
+    info.schema.args_schema = tuple(
+        _with_dtype_of(local, spec) if isinstance(spec, DTensorSpec) else spec for spec, local in specs
+    )
     info.schema._recompute_comparison_key()
     dispatcher.sharding_propagator.propagate(info)
     sharding = info.output_sharding
     if sharding.needs_redistribute:
-        dispatcher.redistribute_local_args(info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema)
-    local = torch.utils._pytree.tree_unflatten(info.local_args, info.args_tree_spec) if info.args_tree_spec else info.local_args
+        dispatcher.redistribute_local_args(
+            info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
+        )
+    local = (
+        torch.utils._pytree.tree_unflatten(info.local_args, info.args_tree_spec)
+        if info.args_tree_spec
+        else info.local_args
+    )
     return dispatcher.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
 
 

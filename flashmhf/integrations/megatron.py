@@ -20,7 +20,9 @@ class _MainGradForward(torch.autograd.Function):
         ctx.parameters = (k, u, v)
         ctx.backend, ctx.activation = backend, activation
         ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=ctx.deterministic, backend=backend, activation=activation)
+        return torch.ops.flashmhf.forward(
+            q, k, u, v, r, deterministic=ctx.deterministic, backend=backend, activation=activation
+        )
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -43,12 +45,24 @@ class _MainGradForward(torch.autograd.Function):
             needs=[needs_tokens, True],
             activation=ctx.activation,
         )
-        weights = [_signal_accumulated(p) if needed else None for p, needed in zip(ctx.parameters, trained, strict=True)]
-        return dq if ctx.needs_input_grad[0] else None, *weights, dr if ctx.needs_input_grad[4] else None, None, None, None
+        weights = [
+            _signal_accumulated(p) if needed else None for p, needed in zip(ctx.parameters, trained, strict=True)
+        ]
+        return (
+            dq if ctx.needs_input_grad[0] else None,
+            *weights,
+            dr if ctx.needs_input_grad[4] else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _signal_accumulated(parameter: Tensor) -> Tensor | None:
-    """Mark parameters whose hooks must still fire, as Megatron does: they get the flag and a gradient without storage of its own."""
+    """Mark parameters whose hooks must still fire, as Megatron does:
+
+    they get the flag and a gradient without storage of its own.
+    """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -56,10 +70,12 @@ def _signal_accumulated(parameter: Tensor) -> Tensor | None:
 
 
 class MainGradFlashMHF(FlashMHF):
-    """A :class:`flashmhf.FlashMHF` whose backward adds the gradients of k, u and v into ``main_grad`` and returns none for them.
+    """A :class:`flashmhf.FlashMHF` whose backward adds the gradients of k, u and v into ``main_grad`` and returns none
+    for them.
 
-    Each of the three that is trained needs a tensor ``main_grad`` of its shape: float32, or float64 for float64 weights; a DTensor placed
-    like the parameter under tensor parallelism. A call with gradients enabled raises ValueError if one is missing.
+    Each of the three that is trained needs a tensor ``main_grad`` of its shape: float32, or float64 for float64
+    weights; a DTensor placed like the parameter under tensor parallelism. A call with gradients enabled raises
+    ValueError if one is missing.
     """
 
     def _mix(self, q: Tensor) -> Tensor:
@@ -68,7 +84,9 @@ class MainGradFlashMHF(FlashMHF):
             return super()._mix(q)
         for name, weight in weights.items():
             if weight.requires_grad and not isinstance(getattr(weight, "main_grad", None), Tensor):
-                raise ValueError(f"{name}.main_grad is missing; MainGradFlashMHF needs a float32 tensor of {name}'s shape there")
+                raise ValueError(
+                    f"{name}.main_grad is missing; MainGradFlashMHF needs a float32 tensor of {name}'s shape there"
+                )
         q = self.normalise(q)
         r = gate(q, self.router, self.router_eps)
         return _MainGradForward.apply(q, *weights.values(), r, self.backend, self.deterministic, self.activation)
@@ -77,9 +95,8 @@ class MainGradFlashMHF(FlashMHF):
 def accumulate_main_grad(model: nn.Module) -> nn.Module:
     """Make every FlashMHF of ``model`` a :class:`MainGradFlashMHF`, in place, and return the model.
 
-    Megatron-LM's data parallelism sums ``main_grad`` over the processes. PyTorch's DDP does not: it sums ``grad``, which K, U
-    and V do not get.
-    Raises ValueError if the model has no FlashMHF.
+    Megatron-LM's data parallelism sums ``main_grad`` over the processes. PyTorch's DDP does not: it sums ``grad``,
+    which K, U and V do not get. Raises ValueError if the model has no FlashMHF.
     """
     networks = [module for module in model.modules() if type(module) is FlashMHF]
     if not networks:

@@ -1,4 +1,6 @@
-"""K, U and V as parameters of three dimensions, for tools that adapt two or three only, such as LoRA in PEFT (docs/lora.md)."""
+"""K, U and V as parameters of three dimensions, for tools that adapt two or three only, such as LoRA in PEFT
+(docs/lora.md).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ _WEIGHTS = ("k", "u", "v")
 
 
 def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
-    """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) over the same memory; return it.
+    """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) over the same memory;
+    return it.
 
-    State dicts hold four dimensions in either case. The parameters are new objects: call this before an optimizer takes them.
-    Raises TypeError if ``network`` is not a FlashMHF or ``stacked`` not a bool.
+    State dicts hold four dimensions in either case. The parameters are new objects: call this before an optimizer takes
+    them. Raises TypeError if ``network`` is not a FlashMHF or ``stacked`` not a bool.
     """
     checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
     shape = network.weight_shape

@@ -19,7 +19,8 @@ from ..quantize.packing import E4M3, check_layout
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of a process among ``size`` tensor-parallel ones; ``all_reduce`` sums a tensor over them and returns the sum.
+    """The place of a process among ``size`` tensor-parallel ones; ``all_reduce`` sums a tensor over them and returns
+    the sum.
 
     Raises ValueError for an index outside of 0 to size - 1, and for a size above 1 without ``all_reduce``.
     """
@@ -55,9 +56,9 @@ def _part(name: str, whole: Tensor, rank: Rank) -> Tensor:
 def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor], shape: torch.Size) -> nn.Parameter:
     """Give ``parameter`` the attribute by which engines load it, ``weight_loader(parameter, whole)``, and return it.
 
-    ``part`` takes this rank's part of the checkpoint's tensor of ``shape``. The loader names the tensor in its errors: ValueError for
-    another shape, TypeError for packed weights that are not in e4m3 and for e4m3 or integers in place of other weights, since
-    their scales are elsewhere.
+    ``part`` takes this rank's part of the checkpoint's tensor of ``shape``. The loader names the tensor in its errors:
+    ValueError for another shape, TypeError for packed weights that are not in e4m3 and for e4m3 or integers in place of
+    other weights, since their scales are elsewhere.
     """
 
     def load(target: nn.Parameter, whole: Tensor) -> None:
@@ -79,20 +80,22 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     """Leave the heads of one rank in ``network``, in place, and sum its result over the ranks, for inference.
 
     Args:
-        network: a :class:`flashmhf.FlashMHF`, ``MHFFN``, ``ParametricKV`` or :class:`flashmhf.quantize.Fp8FlashMHF`. One on the meta
-            device gets empty weights on the current default device.
+        network: a :class:`flashmhf.FlashMHF`, ``MHFFN``, ``ParametricKV`` or :class:`flashmhf.quantize.Fp8FlashMHF`.
+            One on the meta device gets empty weights on the current default device.
         rank: the rank of this process.
         prefix: the text before the parameters' names in messages, such as "model.layers.0.mlp.".
 
-    in_proj is divided by rows of its weight, K, U, V, router and q_norm by heads, out_proj by columns. Buffers of packed weights become
-    parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a checkpoint of the whole network loads
-    into every rank.
+    in_proj is divided by rows of its weight, K, U, V, router and q_norm by heads, out_proj by columns. Buffers of
+    packed weights become parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a
+    checkpoint of the whole network loads into every rank.
 
-    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V, TypeError for another network,
-    and NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
+    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V, TypeError
+    for another network, and NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
     """
     if not isinstance(network, _SHARDED):
-        raise TypeError(f"network is a {type(network).__name__}; supported: {', '.join(kind.__name__ for kind in _SHARDED)}")
+        raise TypeError(
+            f"network is a {type(network).__name__}; supported: {', '.join(kind.__name__ for kind in _SHARDED)}"
+        )
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
     keys = network.k8 if hasattr(network, "k8") else network.k
@@ -113,12 +116,14 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
 
 
 def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Module:  # noqa: B008  frozen
-    """Return the multi-head network that a :class:`flashmhf.models.FlashMHFConfig` names, with the heads of ``rank``, empty.
+    """Return the multi-head network that a :class:`flashmhf.models.FlashMHFConfig` names, with the heads of ``rank``,
+    empty.
 
-    With a ``quantization_config`` of :class:`flashmhf.models.FlashMHFFp8Config` it is a :class:`flashmhf.quantize.Fp8FlashMHF`.
+    With a ``quantization_config`` of :class:`flashmhf.models.FlashMHFFp8Config` it is a
+    :class:`flashmhf.quantize.Fp8FlashMHF`.
 
-    Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build from their own linear layers;
-    ValueError, by the configuration's names, for heads that the ranks do not divide.
+    Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build from their
+    own linear layers; ValueError, by the configuration's names, for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
     from ..models.quantization import FlashMHFFp8Config

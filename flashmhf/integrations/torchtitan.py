@@ -3,11 +3,13 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \\
         --override.imports 'flashmhf.integrations.torchtitan.feed_forward={"num_layers": 32}'
 
-The override replaces every ``feed_forward`` of a Llama-3 recipe by a FlashMHF network of about the same width. ``num_layers``, the number
-of the model's layers, keeps what the stack adds at the start as small as one layer's output. FSDP2, tensor and sequence parallelism,
-activation checkpointing, per-block compilation and checkpoints are torchtitan's own. Needs the extra ``flashmhf[titan]`` and Python 3.11.
+The override replaces every ``feed_forward`` of a Llama-3 recipe by a FlashMHF network of about the same width.
+``num_layers``, the number of the model's layers, keeps what the stack adds at the start as small as one layer's output.
+FSDP2, tensor and sequence parallelism, activation checkpointing, per-block compilation and checkpoints are torchtitan's
+own. Needs the extra ``flashmhf[titan]`` and Python 3.11.
 
-Do not set ``--checkpoint.last_save_in_hf`` with the override: torchtitan's conversion of a Llama leaves out weights that it does not know.
+Do not set ``--checkpoint.last_save_in_hf`` with the override: torchtitan's conversion of a Llama leaves out weights
+that it does not know.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ class TitanHeadRMSNorm(HeadRMSNorm, Module):
 class TitanFlashMHF(FlashMHF, Module):
     """FlashMHF with torchtitan's protocol: built from a configuration, sharded and initialised by it.
 
-    ``num_layers`` is the number of the model's layers, for the "balanced" initialisation. Under torchtitan's default SPMD backend a
-    rank holds the weights of its own heads as ordinary tensors. The network takes their number from them.
+    ``num_layers`` is the number of the model's layers, for the "balanced" initialisation. Under torchtitan's default
+    SPMD backend a rank holds the weights of its own heads as ordinary tensors. The network takes their number from
+    them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -76,12 +79,18 @@ class TitanFlashMHF(FlashMHF, Module):
         self.config = config
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Shard the network. Raises ValueError if the tensor-parallel degree does not divide H; torchtitan would fail in forward."""
+        """Shard the network.
+
+        Raises ValueError if the tensor-parallel degree does not divide H; torchtitan would fail in forward.
+        """
         check_heads("feed_forward", self, parallel_dims.tp)
         super().parallelize(parallel_dims)
 
     def _init_self_parameters(self) -> None:
-        """Draw the weights after the children have drawn theirs: the projections take part in the balanced initialisation."""
+        """Draw the weights after the children have drawn theirs:
+
+        the projections take part in the balanced initialisation.
+        """
         self.reset_parameters(self.config.init, num_layers=self.config.num_layers)
 
 
@@ -105,16 +114,20 @@ def feed_forward(
         q_norm, init: as in :class:`flashmhf.FlashMHF` and its ``reset_parameters``.
         num_layers: the number of the model's layers, for the "balanced" initialisation.
 
-    Raises TypeError for sizes that are not integers, ValueError for sizes below 1 and for a num_heads that does not divide the model's
-    dimension.
+    Raises TypeError for sizes that are not integers, ValueError for sizes below 1 and for a num_heads that does not
+    divide the model's dimension.
     """
     d_model, width = cfg.w1.in_features, cfg.w1.out_features
-    num_heads = divisor("num_heads", default_num_heads(d_model) if num_heads is None else num_heads, "the model's dimension", d_model)
+    num_heads = divisor(
+        "num_heads", default_num_heads(d_model) if num_heads is None else num_heads, "the model's dimension", d_model
+    )
     head_dim = d_model // num_heads
     subnet_dim = default_subnet_dim(head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
     if num_subnets is None:
         num_subnets = max(1, round(width / subnet_dim))
-    norm = TitanHeadRMSNorm.Config(num_heads=num_heads, head_dim=head_dim, eps=1e-5, param_init={"weight": nn.init.ones_})
+    norm = TitanHeadRMSNorm.Config(
+        num_heads=num_heads, head_dim=head_dim, eps=1e-5, param_init={"weight": nn.init.ones_}
+    )
     network = TitanFlashMHF.Config(
         in_proj=Linear.Config(in_features=d_model, out_features=d_model),
         out_proj=Linear.Config(in_features=d_model, out_features=d_model),
@@ -131,7 +144,10 @@ def feed_forward(
 
 
 def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:
-    """Shard K, U, V and the router by heads, in_proj by columns, out_proj by rows; x and the result lie as those of ``cfg``."""
+    """Shard K, U, V and the router by heads, in_proj by columns, out_proj by rows;
+
+    x and the result lie as those of ``cfg``.
+    """
     by_heads = dense_param_placement(tp=spmd.S(0))
     network.sharding_config = ShardingConfig(
         state_shardings={name: by_heads for name in ("k", "u", "v", "router")},
@@ -145,11 +161,12 @@ def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:
 
 
 def flashmhf_1_3b() -> Trainer.Config:
-    """Return the recipe of FlashMHF-1.3B as the paper trains it, for ``--module flashmhf.integrations.torchtitan --config flashmhf_1_3b``.
+    """Return the recipe of FlashMHF-1.3B as the paper trains it, for ``--module flashmhf.integrations.torchtitan
+    --config flashmhf_1_3b``.
 
-    20 layers, d_model 2048, 32 heads of attention, 16 heads of FlashMHF with 15 sub-networks of width 384; 409,000 steps of 64
-    sequences of 4096 tokens at a peak rate of 1e-3. The vocabulary is padded to 50,432; name the tokenizer by ``--hf-assets-path`` and
-    the data by ``--dataloader.dataset``.
+    20 layers, d_model 2048, 32 heads of attention, 16 heads of FlashMHF with 15 sub-networks of width 384; 409,000
+    steps of 64 sequences of 4096 tokens at a peak rate of 1e-3. The vocabulary is padded to 50,432; name the tokenizer
+    by ``--hf-assets-path`` and the data by ``--dataloader.dataset``.
     """
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -160,7 +177,8 @@ def flashmhf_1_3b() -> Trainer.Config:
 
     spec = model_registry("1B")  # the one public way to torchtitan's functions for a Llama 3; the model is another
     model = _llama(layers=20, dim=2048, heads=32, hidden=5760, vocabulary=50_432)
-    # Without an adapter torchtitan refuses to save in Hugging Face's format. Llama's would leave out FlashMHF's weights and say nothing.
+    # Without an adapter torchtitan refuses to save in Hugging Face's format. Llama's would leave out FlashMHF's weights
+    # and say nothing.
     spec = replace(spec, flavor="flashmhf-1.3b", model=model, state_dict_adapter=None)
     network = {"num_heads": 16, "num_subnets": 15, "subnet_dim": 384, "num_layers": 20}
     return Trainer.Config(
@@ -176,7 +194,9 @@ def flashmhf_1_3b() -> Trainer.Config:
 
 
 def _llama(*, layers: int, dim: int, heads: int, hidden: int, vocabulary: int):
-    """Return the configuration of a Llama 3 of these sizes, with rotary embeddings of base 10,000 and weights of N(0, 0.02)."""
+    """Return the configuration of a Llama 3 of these sizes, with rotary embeddings of base 10,000 and weights of N(0,
+    0.02).
+    """
     from torchtitan.models.common import ComplexRoPE, Embedding, RMSNorm
     from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock

@@ -1,7 +1,9 @@
-"""The model for vLLM: its Llama with the feed-forward networks of this package, whose heads are divided among tensor-parallel ranks.
+"""The model for vLLM: its Llama with the feed-forward networks of this package, whose heads are divided among
+tensor-parallel ranks.
 
-vLLM's transformers back end would replace in_proj and out_proj by linear layers of its own, which ends the fused path, and replicate K,
-U, V and the router on every rank. vLLM imports this module by the name that ``flashmhf.integrations.vllm_plugin`` registers.
+vLLM's transformers back end would replace in_proj and out_proj by linear layers of its own, which ends the fused path,
+and replicate K, U, V and the router on every rank. vLLM imports this module by the name that
+``flashmhf.integrations.vllm_plugin`` registers.
 """
 
 from __future__ import annotations
@@ -25,11 +27,16 @@ from .shards import Rank, loadable, served_feed_forward
 
 
 def _rank() -> Rank:
-    return Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), tensor_model_parallel_all_reduce)
+    return Rank(
+        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), tensor_model_parallel_all_reduce
+    )
 
 
 class DenseMoE(llama.LlamaMLP):
-    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank: vLLM's merged gate and up projections, and the gate between."""
+    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank:
+
+    vLLM's merged gate and up projections, and the gate between.
+    """
 
     def __init__(self, config, prefix: str) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, "silu", prefix=prefix)
@@ -42,7 +49,9 @@ class DenseMoE(llama.LlamaMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [T, d_model] for x [T, d_model]."""
-        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)[:, self.first : self.first + self.count]
+        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)[
+            :, self.first : self.first + self.count
+        ]
         activation = self.act_fn(self.gate_up_proj(x)[0]).unflatten(-1, (self.count, -1))
         return self.down_proj((activation * r[..., None].to(activation.dtype)).flatten(-2))[0]
 
@@ -70,13 +79,19 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
 
 
 class FlashMHFForCausalLM(llama.LlamaForCausalLM):
-    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: every ``ffn_type``, FP8, tensor and pipeline parallelism."""
+    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`:
+
+    every ``ffn_type``, FP8, tensor and pipeline parallelism.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the checkpoint; vLLM itself does not look for missing tensors of a quantised one. Raises ValueError for missing tensors."""
+        """Load the checkpoint;
+
+        vLLM itself does not look for missing tensors of a quantised one. Raises ValueError for missing tensors.
+        """
         loaded = super().load_weights(weights)
         check_complete("the checkpoint", {name for name, _ in self.named_parameters()} - loaded)
         return loaded

@@ -1,6 +1,8 @@
-"""The plugin that vLLM loads by its entry point ``vllm.general_plugins`` in every process, before it imports a model class.
+"""The plugin that vLLM loads by its entry point ``vllm.general_plugins`` in every process, before it imports a model
+class.
 
-It registers the configuration with transformers, and with vLLM the quantisation method "flashmhf_fp8" and, by name, the model class.
+It registers the configuration with transformers, and with vLLM the quantisation method "flashmhf_fp8" and, by name, the
+model class.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def register() -> None:
 
 @register_quantization_config(METHOD)
 class FlashMHFFp8(QuantizationConfig):
-    """Answer what vLLM asks of a checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded as it is.
+    """Answer what vLLM asks of a checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded
+    as it is.
 
     Raises ValueError if the checkpoint has none: ``--quantization flashmhf_fp8`` quantises nothing by itself.
     """

@@ -29,8 +29,8 @@ transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exis
 for _auto, _model in AUTO_CLASSES.items():
     if _auto != "AutoConfig":
         getattr(transformers, _auto).register(FlashMHFConfig, getattr(modeling, _model), exist_ok=True)
-# transformers' Trainer shifts the labels of a smoothed loss (label_smoothing_factor) only for the classes named in this table; without
-# the entry a model would learn to repeat its input.
+# transformers' Trainer shifts the labels of a smoothed loss (label_smoothing_factor) only for the classes named in this
+# table; without the entry a model would learn to repeat its input.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FlashMHFConfig.model_type] = FlashMHFForCausalLM.__name__
 
 __all__ = [

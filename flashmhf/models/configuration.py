@@ -19,8 +19,8 @@ _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
 _GATED = ("dense_moe", "flashmhf")
 _OPERATOR = ("mh_ffn", "flashmhf")  # what the operator computes
 _ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name}
-# A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds the classes where
-# flashmhf is installed but not imported. The module holds no code of the model.
+# A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds
+# the classes where flashmhf is installed but not imported. The module holds no code of the model.
 _AUTO_MODULE = "modeling_flashmhf"
 AUTO_CLASSES = {
     "AutoConfig": "FlashMHFConfig",
@@ -44,23 +44,29 @@ class FlashMHFConfig(LlamaConfig):
 
     Args:
         ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
-        intermediate_size: the width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of a head for "pkv".
-        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None as in :func:`flashmhf.replace_ffn`.
+        intermediate_size: the width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of
+            a head for "pkv".
+        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None as in
+            :func:`flashmhf.replace_ffn`.
         ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only; None for d_e near 8/3 d_h.
-        ffn_num_kv_heads: heads of K, U and V, a divisor of H that neighbouring heads share; None for H. "mh_ffn", "flashmhf" only.
-        ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text has not.
-        ffn_skip_linear: leave out W_in and W_out. These three are for "mh_ffn" and "flashmhf" only, and so is a hidden_act "gelu", "relu"
-            or "relu2" beside "silu".
+        ffn_num_kv_heads: heads of K, U and V, a divisor of H that neighbouring heads share; None for H. "mh_ffn",
+            "flashmhf" only.
+        ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text
+            has not.
+        ffn_skip_linear: leave out W_in and W_out. These three are for "mh_ffn" and "flashmhf" only, and so is a
+            hidden_act "gelu", "relu" or "relu2" beside "silu".
         ffn_router_eps: the eps of the gate's normalisation.
-        ffn_norm: whether an RMSNorm precedes the feed-forward network (negates the official ``mhffnmoe_disable_original_mlp_rmsnorm``).
-        ffn_init: "balanced" (unit variances, ours; see flashmhf.nn.init), "official" (the paper's code) or "normal" (initializer_range
-            everywhere); None for "balanced", or "normal" with "pkv". The attention and the embedding are N(0, initializer_range) in all.
+        ffn_norm: whether an RMSNorm precedes the feed-forward network (negates the official
+            ``mhffnmoe_disable_original_mlp_rmsnorm``).
+        ffn_init: "balanced" (unit variances, ours; see flashmhf.nn.init), "official" (the paper's code) or "normal"
+            (initializer_range everywhere); None for "balanced", or "normal" with "pkv". The attention and the embedding
+            are N(0, initializer_range) in all.
         ffn_official_init: arguments of flashmhf.nn.init.OfficialInit, the gains of "official".
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
         mlp_bias: give the projections biases ("dense_moe" has none).
 
-    Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of a wrong type, sizes that do
-    not divide, and settings that the chosen network lacks. Its message names the setting.
+    Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of a wrong
+    type, sizes that do not divide, and settings that the chosen network lacks. Its message names the setting.
     """
 
     model_type = "flashmhf"
@@ -84,7 +90,9 @@ class FlashMHFConfig(LlamaConfig):
         if self.ffn_type == "swiglu":
             self.base_model_tp_plan = dict(LlamaConfig.base_model_tp_plan)
         elif self.ffn_type in _OPERATOR:
-            self.base_model_tp_plan = _ATTENTION_PLAN | tensor_parallel.network_plan(self.ffn_q_norm, self.ffn_skip_linear)
+            self.base_model_tp_plan = _ATTENTION_PLAN | tensor_parallel.network_plan(
+                self.ffn_q_norm, self.ffn_skip_linear
+            )
         if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
             self.ffn_num_heads = default_num_heads(self.hidden_size)
         if self.ffn_num_subnets is None and self.ffn_type in _GATED:
@@ -108,12 +116,16 @@ class FlashMHFConfig(LlamaConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Do nothing. For a registered class transformers copies this package's sources into every saved model, where they cannot run."""
+        """Do nothing.
+
+        For a registered class transformers copies this package's sources into every saved model, where they cannot run.
+        """
 
     def validate_architecture(self):
         """Check the settings together; transformers calls this after construction."""
         super().validate_architecture()
-        if self.head_dim is not None and self.head_dim % 2:  # transformers itself says so only in later versions than 5.17
+        # transformers itself says so only in later versions than 5.17
+        if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
             if getattr(self, name) < 1:
@@ -128,16 +140,26 @@ class FlashMHFConfig(LlamaConfig):
             raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: {', '.join(map(repr, INITS))}")
         activations = list(ACTIVATIONS) if self.ffn_type in _OPERATOR else ["silu"]
         if self.hidden_act not in activations:
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {', '.join(map(repr, activations))}")
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {', '.join(map(repr, activations))}"
+            )
         self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)
         self._check_count("ffn_num_subnets", self.ffn_type in _GATED, "intermediate_size", self.intermediate_size)
         for name in ("ffn_q_norm", "ffn_skip_linear", "ffn_num_kv_heads"):
             if getattr(self, name) and self.ffn_type not in _OPERATOR:
-                raise ValueError(f"{name}={getattr(self, name)} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}")
-        if self.ffn_num_kv_heads is not None and (self.ffn_num_kv_heads < 1 or self.ffn_num_heads % self.ffn_num_kv_heads):
-            raise ValueError(f"ffn_num_kv_heads is {self.ffn_num_kv_heads}; it must divide ffn_num_heads = {self.ffn_num_heads}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}"
+                )
+        if self.ffn_num_kv_heads is not None and (
+            self.ffn_num_kv_heads < 1 or self.ffn_num_heads % self.ffn_num_kv_heads
+        ):
+            raise ValueError(
+                f"ffn_num_kv_heads is {self.ffn_num_kv_heads}; it must divide ffn_num_heads = {self.ffn_num_heads}"
+            )
         if self.ffn_skip_linear and self.mlp_bias:
-            raise ValueError("mlp_bias=True is not supported with ffn_skip_linear=True, which leaves out W_in and W_out")
+            raise ValueError(
+                "mlp_bias=True is not supported with ffn_skip_linear=True, which leaves out W_in and W_out"
+            )
         self.official_init  # noqa: B018  raises for unknown gains
         if self.mlp_bias and self.ffn_type == "dense_moe":
             raise ValueError("mlp_bias=True is not supported with ffn_type='dense_moe'")
@@ -156,7 +178,9 @@ class FlashMHFConfig(LlamaConfig):
         gains = self.ffn_official_init or {}
         unknown = sorted(gains.keys() - OfficialInit.__dataclass_fields__.keys())
         if unknown:
-            raise ValueError(f"ffn_official_init has {unknown}; supported: {', '.join(OfficialInit.__dataclass_fields__)}")
+            raise ValueError(
+                f"ffn_official_init has {unknown}; supported: {', '.join(OfficialInit.__dataclass_fields__)}"
+            )
         return OfficialInit(**gains)
 
     @property

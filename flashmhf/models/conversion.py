@@ -1,9 +1,10 @@
 """Official checkpoints (``MHFFNMoEForCausalLM``, ``MHFFNForCausalLM``) <-> :class:`FlashMHFForCausalLM`.
 
-Configuration, state dict, directory. The official model is a Llama whose ``mlp`` is the module that :mod:`flashmhf.convert` knows;
-everything else has Llama's names. Its ``q_norm.weight`` exists even when unused (it then never gets a gradient and stays at ones): it is
-dropped here when unused, and written as ones on the way back. The official repository has configurations of ``MHFFNForCausalLM`` but not
-its code: their settings are read as those of the mixture.
+Configuration, state dict, directory. The official model is a Llama whose ``mlp`` is the module that
+:mod:`flashmhf.convert` knows; everything else has Llama's names. Its ``q_norm.weight`` exists even when unused (it then
+never gets a gradient and stays at ones): it is dropped here when unused, and written as ones on the way back. The
+official repository has configurations of ``MHFFNForCausalLM`` but not its code: their settings are read as those of the
+mixture.
 """
 
 from __future__ import annotations
@@ -74,15 +75,20 @@ _KNOWN = {  # other official settings are refused by name
 
 
 def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
-    """Return our configuration for the content of an official config.json: model_type "mhffnmoe", "mhffn", or a baseline's "llama".
+    """Return our configuration for the content of an official config.json: model_type "mhffnmoe", "mhffn", or a
+    baseline's "llama".
 
-    Scalings have no setting here: :func:`state_from_official` multiplies the weights by them, and the gains of the initialisation carry
-    them.
+    Scalings have no setting here: :func:`state_from_official` multiplies the weights by them, and the gains of the
+    initialisation carry them.
 
-    Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type, TypeError and
-    ValueError for numbers of heads, and what :class:`FlashMHFConfig` raises.
+    Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type,
+    TypeError and ValueError for numbers of heads, and what :class:`FlashMHFConfig` raises.
     """
-    rope = {"rope_type": "default", **(official.get("rope_scaling") or {}), "rope_theta": official.get("rope_theta", 10_000.0)}
+    rope = {
+        "rope_type": "default",
+        **(official.get("rope_scaling") or {}),
+        "rope_theta": official.get("rope_theta", 10_000.0),
+    }
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
     shared = {name: official[name] for name in (*_SHARED, *_OF_HEADS) if name in official}
     if official.get("model_type") == "llama":
@@ -113,8 +119,8 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
 def _official_init(official: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
     """Return the gains with what the weights take in: the scale of the scores, and initializer_range in units of ours.
 
-    Under apply_dot_scaling_theory the official initialisation divides the square root of the scores' scale out. It divides the scale
-    of the sum out of V altogether.
+    Under apply_dot_scaling_theory the official initialisation divides the square root of the scores' scale out. It
+    divides the scale of the sum out of V altogether.
     """
     gains = {ours: float(settings.get(theirs, 1.0)) for theirs, ours in _GAINS.items()}
     score, _ = convert.official_scales(official)
@@ -129,14 +135,18 @@ def _official_init(official: Mapping[str, object], settings: Mapping[str, object
 def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
     """Return the content of the official config.json for our configuration. It has no scalings: the weights carry them.
 
-    Raises NotImplementedError for other feed-forward networks than flashmhf and mh_ffn, and for an ``ffn_router_eps`` above the official
-    constant, with which the official code would compute another function.
+    Raises NotImplementedError for other feed-forward networks than flashmhf and mh_ffn, and for an ``ffn_router_eps``
+    above the official constant, with which the official code would compute another function.
     """
     model_type = {"flashmhf": "mhffnmoe", "mh_ffn": "mhffn"}.get(config.ffn_type)
     if model_type is None:
-        raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; the official code supports 'flashmhf' and 'mh_ffn'")
+        raise NotImplementedError(
+            f"ffn_type is {config.ffn_type!r}; the official code supports 'flashmhf' and 'mh_ffn'"
+        )
     if config.ffn_type == "flashmhf" and config.ffn_router_eps > _ROUTER_EPS:
-        raise NotImplementedError(f"ffn_router_eps is {config.ffn_router_eps}; the official code supports at most {_ROUTER_EPS}")
+        raise NotImplementedError(
+            f"ffn_router_eps is {config.ffn_router_eps}; the official code supports at most {_ROUTER_EPS}"
+        )
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
     settings = {
@@ -183,19 +193,31 @@ def _check_sizes(prefix: str, official: Mapping[str, Tensor], config: FlashMHFCo
     """Raise ValueError if one network's official weights have other sizes than the configuration."""
     heads, kv_heads = config.ffn_num_heads, config.ffn_num_kv_heads or config.ffn_num_heads
     convert.check_official(official, heads, config.ffn_num_subnets, kv_heads, config.ffn_skip_linear)
-    found, expected = list(official["gate_weight"].shape), [config.intermediate_size, config.hidden_size // heads * kv_heads]
+    found, expected = (
+        list(official["gate_weight"].shape),
+        [config.intermediate_size, config.hidden_size // heads * kv_heads],
+    )
     if found != expected:
-        raise ValueError(f"{prefix}gate_weight has shape {found}; expected {expected} ([d_ff, H_kv d_h] of the configuration)")
+        raise ValueError(
+            f"{prefix}gate_weight has shape {found}; expected {expected} ([d_ff, H_kv d_h] of the configuration)"
+        )
 
 
-def state_from_official(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Tensor]:
-    """Return our state dict for the official one of a whole model, given the configuration of :func:`config_from_official`.
+def state_from_official(
+    state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float] = (1.0, 1.0)
+) -> dict[str, Tensor]:
+    """Return our state dict for the official one of a whole model, given the configuration of
+    :func:`config_from_official`.
 
     ``scales`` is ``flashmhf.convert.official_scales(official)``; K, U and V are multiplied by them.
     """
     outside, inside = _split_layers(state)
     embedding = outside.get("model.embed_tokens.weight")
-    if embedding is not None and config.tie_word_embeddings and not torch.equal(outside.pop("lm_head.weight", embedding), embedding):
+    if (
+        embedding is not None
+        and config.tie_word_embeddings
+        and not torch.equal(outside.pop("lm_head.weight", embedding), embedding)
+    ):
         raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
     for prefix, official in inside.items():
         if config.ffn_type == "swiglu":  # a baseline's names are Llama's and ours
@@ -231,7 +253,10 @@ def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> di
 
 def _read_state(directory: Path) -> dict[str, Tensor]:
     """Read the tensors of a checkpoint directory, from one or several safetensors or PyTorch files."""
-    for pattern, load in (("*.safetensors", load_file), ("pytorch_model*.bin", lambda path: torch.load(path, "cpu", weights_only=True))):
+    for pattern, load in (
+        ("*.safetensors", load_file),
+        ("pytorch_model*.bin", lambda path: torch.load(path, "cpu", weights_only=True)),
+    ):
         files = sorted(directory.glob(pattern))
         if files:
             return {name: tensor for file in files for name, tensor in load(file).items()}
@@ -239,25 +264,28 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
 
 
 def load_official(
-    directory: str | Path, dtype: torch.dtype | None = None, model_class: type[FlashMHFPreTrainedModel] = FlashMHFForCausalLM
+    directory: str | Path,
+    dtype: torch.dtype | None = None,
+    model_class: type[FlashMHFPreTrainedModel] = FlashMHFForCausalLM,
 ) -> FlashMHFPreTrainedModel:
     """Load an official checkpoint directory (config.json and weights) as our model, in eval mode on the CPU.
 
     Args:
         directory: the directory that holds config.json and the weights.
         dtype: the model's dtype; None for the stored one.
-        model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering for the official
-            models with those heads.
+        model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering
+            for the official models with those heads.
 
-    Raises FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what :func:`config_from_official` and
-    :func:`flashmhf.convert.from_official` raise.
+    Raises FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what
+    :func:`config_from_official` and :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)
     official = json.loads((directory / "config.json").read_text())
     config = config_from_official(official)
     scales = (1.0, 1.0) if config.ffn_type == "swiglu" else convert.official_scales(official)
     stored = {
-        name.replace(_ANSWERING, "model.", 1) if name.startswith(_ANSWERING) else name: w for name, w in _read_state(directory).items()
+        name.replace(_ANSWERING, "model.", 1) if name.startswith(_ANSWERING) else name: w
+        for name, w in _read_state(directory).items()
     }
     try:
         state = state_from_official(stored, config, scales)
@@ -275,17 +303,23 @@ def load_official(
 
 
 def save_official(model: FlashMHFPreTrainedModel, directory: str | Path) -> None:
-    """Write config.json and model.safetensors as the official code reads them, for a language model or a model with another head."""
+    """Write config.json and model.safetensors as the official code reads them, for a language model or a model with
+    another head.
+    """
     directory = Path(directory)
     official = config_to_official(model.config)
     language_model = official["architectures"][0]
-    official["architectures"] = [language_model.removesuffix("ForCausalLM") + type(model).__name__.removeprefix("FlashMHF")]
+    official["architectures"] = [
+        language_model.removesuffix("ForCausalLM") + type(model).__name__.removeprefix("FlashMHF")
+    ]
     official["torch_dtype"] = str(model.dtype).removeprefix("torch.")
     state = {name: tensor.contiguous() for name, tensor in state_to_official(model.state_dict(), model.config).items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]  # safetensors stores no tensor twice; the official model ties it on loading
     if isinstance(model, FlashMHFForQuestionAnswering):
-        state = {name.replace("model.", _ANSWERING, 1) if name.startswith("model.") else name: w for name, w in state.items()}
+        state = {
+            name.replace("model.", _ANSWERING, 1) if name.startswith("model.") else name: w for name, w in state.items()
+        }
     directory.mkdir(parents=True, exist_ok=True)
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(official, indent=2) + "\n")

@@ -1,7 +1,8 @@
 """Token by token with a static cache: one step is a CUDA graph, so the host queues one launch a token.
 
-``model.generate(..., cache_implementation="static")`` of a :class:`flashmhf.models.FlashMHFForCausalLM` comes here. transformers' own loop
-queues every kernel of every token from Python, or compiles the model first; with a ``compile_config`` it still does.
+``model.generate(..., cache_implementation="static")`` of a :class:`flashmhf.models.FlashMHFForCausalLM` comes here.
+transformers' own loop queues every kernel of every token from Python, or compiles the model first; with a
+``compile_config`` it still does.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from transformers import (
 from .. import torch_private
 from ..graphs import capturing
 
-_CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"  # its name before transformers 5.24
+# its name before transformers 5.24
+_CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 WARM_UP = 2  # tokens decoded before the capture: libraries allocate their workspaces in them
 _NOT_FINITE = -1  # in place of a token: the logits were NaN or infinite
 # Functions of the scores alone, without a look at them from the host.
 _CAPTURED = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-_CALLED = ("forward", "prepare_inputs_for_generation", "__call__")  # for each token, of the model itself, by transformers' loop
-_COLLECTORS = "transformers.utils.output_capturing"  # its hooks stay after output_hidden_states=True, and do nothing without it
+# for each token, of the model itself, by transformers' loop
+_CALLED = ("forward", "prepare_inputs_for_generation", "__call__")
+# its hooks stay after output_hidden_states=True, and do nothing without it
+_COLLECTORS = "transformers.utils.output_capturing"
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate")
 
 
@@ -66,7 +70,9 @@ def takes(
     synced: bool,
     settings: dict,
 ) -> bool:
-    """Return whether :func:`decode` does what these arguments of ``generate`` ask for, and calls all that ``generate`` would call."""
+    """Return whether :func:`decode` does what these arguments of ``generate`` ask for, and calls all that ``generate``
+    would call.
+    """
     cache = settings.get(_CACHE)
     return (
         isinstance(cache, StaticCache)
@@ -88,30 +94,36 @@ def takes(
 
 
 def varies(model: PreTrainedModel) -> bool:
-    """Return whether the host chooses the rotary frequencies by the positions, so that no captured step serves all tokens."""
+    """Return whether the host chooses the rotary frequencies by the positions, so that no captured step serves all
+    tokens.
+    """
     return model.model.rotary_emb.rope_type in ("dynamic", "longrope")
 
 
 def _has_guests(model: PreTrainedModel, own: type[PreTrainedModel]) -> bool:
     """Return whether someone else's code runs within a forward pass: a step that is captured would not call it again.
 
-    Such code is a hook, also a global one, a dispatch mode, and a method in place of that of ``own`` (a subclass's, or one that PEFT
-    assigns for its prompts).
+    Such code is a hook, also a global one, a dispatch mode, and a method in place of that of ``own`` (a subclass's, or
+    one that PEFT assigns for its prompts).
     """
     return (
         any(getattr(type(model), name) is not getattr(own, name) or name in vars(model) for name in _CALLED)
         or torch_private.is_observed()
         or torch_private.has_global_hooks()
         or any("forward" in vars(part) or part._forward_pre_hooks for part in model.modules())
-        or any(getattr(hook, "__module__", "") != _COLLECTORS for part in model.modules() for hook in part._forward_hooks.values())
+        or any(
+            getattr(hook, "__module__", "") != _COLLECTORS
+            for part in model.modules()
+            for hook in part._forward_hooks.values()
+        )
     )
 
 
 class _Step:
     """Hold buffers of fixed addresses, and do the work of one token on them.
 
-    ``report`` [2, B] holds the next tokens, and 1 where a sequence ended. ``mask`` [B, 1, 1, cache length] is added to the attention's
-    scores. ``slot`` [1] is the cache's next free place.
+    ``report`` [2, B] holds the next tokens, and 1 where a sequence ended. ``mask`` [B, 1, 1, cache length] is added to
+    the attention's scores. ``slot`` [1] is the cache's next free place.
     """
 
     def __init__(
@@ -123,13 +135,15 @@ class _Step:
         end: Tensor,
         padding: int,
     ) -> None:
-        """Take the prompt through the model; ``report`` is its continuation. ``prompt`` has tokens [B, L], a mask of those that are not
-        padding, and positions [B or 1, L]."""
+        """Take the prompt through the model; ``report`` is its continuation. ``prompt`` has tokens [B, L], a mask of
+        those that are not padding, and positions [B or 1, L]."""
         self.model, self.cache, self.choose, self.end, self.padding = model, cache, choose, end, padding
         ids, attention_mask, positions = prompt
         (batch, length), device, dtype = ids.shape, ids.device, model.dtype
         seen = torch.ones_like(ids) if attention_mask is None else attention_mask
-        self.mask = torch.full((batch, 1, 1, cache.layers[0].max_cache_len), torch.finfo(dtype).min, dtype=dtype, device=device)
+        self.mask = torch.full(
+            (batch, 1, 1, cache.layers[0].max_cache_len), torch.finfo(dtype).min, dtype=dtype, device=device
+        )
         self.mask[:, 0, 0, :length].masked_fill_(seen.bool(), 0)
         self.slot = torch.full((1,), length, device=device)
         self.position = positions[:, -1:].expand(batch, 1) + 1
@@ -178,7 +192,10 @@ class _Reports:
         self.queued += 1
 
     def next(self) -> tuple[Tensor, bool]:
-        """Return (tokens [B], whether every sequence has ended) of the oldest step. Raises ValueError if logits were not finite."""
+        """Return (tokens [B], whether every sequence has ended) of the oldest step.
+
+        Raises ValueError if logits were not finite.
+        """
         place = self.read % 2
         self.read += 1
         if self.copied[place] is not None:
@@ -210,14 +227,20 @@ def decode(
             scores = warper(None, scores)
         return pick(scores)
 
-    ends = [criterion.eos_token_id.to(input_ids.device) for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    ends = [
+        criterion.eos_token_id.to(input_ids.device) for criterion in criteria if isinstance(criterion, EosTokenCriteria)
+    ]
     end = torch.cat(ends) if ends else input_ids.new_empty(0)
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     count = criteria.max_length - input_ids.shape[1]
     cache, places = settings[_CACHE], criteria.max_length - 1  # the last token is not an input
     if cache.layers[0].max_cache_len < places:  # a GPU would end with an assertion, which leaves its context unusable
-        raise ValueError(f"{_CACHE} has {cache.layers[0].max_cache_len} places; {criteria.max_length} tokens need {places}")
-    step = _Step(model, cache, (input_ids, settings.get("attention_mask"), settings["position_ids"]), choose, end, padding)
+        raise ValueError(
+            f"{_CACHE} has {cache.layers[0].max_cache_len} places; {criteria.max_length} tokens need {places}"
+        )
+    step = _Step(
+        model, cache, (input_ids, settings.get("attention_mask"), settings["position_ids"]), choose, end, padding
+    )
     reports, tokens, run = _Reports(step), [], step.run
     reports.queue()
     for number in range(1, count + 1):
@@ -235,7 +258,8 @@ def decode(
             streamer.put(chosen)
         if ended:
             break
-    if number < count:  # the step after the end is queued: a caller who goes on with the cache must not find its token there
+    # the step after the end is queued: a caller who goes on with the cache must not find its token there
+    if number < count:
         for layer in cache.layers:
             layer.cumulative_length.sub_(1)
     if streamer is not None:

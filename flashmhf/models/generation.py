@@ -16,7 +16,10 @@ _DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class _Printer(TextStreamer):
-    """Decode the continuation together with the end of the prompt: many tokenizers drop the space before the first word."""
+    """Decode the continuation together with the end of the prompt:
+
+    many tokenizers drop the space before the first word.
+    """
 
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:
@@ -41,12 +44,14 @@ def generate(
     seed: int | None = None,
     streamer: TextStreamer | None = None,
 ) -> str:
-    """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token. The model's own settings take no part.
+    """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token. The model's own
+    settings take no part.
 
     A model of this package on a GPU decodes with a static cache by CUDA graphs (flashmhf.models.decoding).
 
-    An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for
-    settings out of range, a prompt that leaves no room, is not Unicode or has nothing to start after, and probabilities not finite.
+    An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`).
+    Raises ValueError for settings out of range, a prompt that leaves no room, is not Unicode or has nothing to start
+    after, and probabilities not finite.
     """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"temperature is {temperature}; supported: 0, and finite numbers from {LOWEST_TEMPERATURE} on")
@@ -62,7 +67,9 @@ def generate(
         raise ValueError("prompt is not Unicode: it holds surrogates") from error
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     if ids == [None]:
-        raise ValueError("prompt is empty, and the tokenizer has no end-of-text token to start after; supported: a prompt of some tokens")
+        raise ValueError(
+            "prompt is empty, and the tokenizer has no end-of-text token to start after; supported: a prompt of some tokens"
+        )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
@@ -70,9 +77,16 @@ def generate(
     if seed is not None:
         set_seed(seed)
     # top_k: transformers' own default samples from the 50 likeliest tokens.
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        if temperature
+        else {"do_sample": False}
+    )
     settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, **sampling
+        max_new_tokens=min(max_new_tokens, room),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
     )
     if model.device.type == "cuda" and isinstance(model, FlashMHFForCausalLM):
         settings.cache_implementation = "static"

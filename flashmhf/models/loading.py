@@ -1,4 +1,7 @@
-"""The one checked way from a directory to a language model: it loads all that this package writes or converts, or refuses."""
+"""The one checked way from a directory to a language model:
+
+it loads all that this package writes or converts, or refuses.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from .replaced import NETWORKS, load_replaced
 
 
 def is_official(directory: str | Path) -> bool:
-    """Return whether ``directory`` holds a checkpoint of the official code: by the ``model_type`` of its config.json."""
+    """Return whether ``directory`` holds a checkpoint of the official code:
+
+    by the ``model_type`` of its config.json.
+    """
     config = Path(directory) / "config.json"
     return config.exists() and json.loads(config.read_text()).get("model_type") in PREFIXES
 
@@ -31,11 +37,13 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
             :func:`flashmhf.replace_ffn` has changed), an official checkpoint, or a name of the Hugging Face hub.
         dtype: the dtype that the weights are loaded in; None for the stored one. Packed weights keep theirs.
 
-    transformers' own ``from_pretrained`` draws a missing weight at random and warns; for a model that ``replace_ffn`` has changed it draws
-    SwiGLU networks. Here nothing is drawn, and no stored weight of a model of this package is left out.
+    transformers' own ``from_pretrained`` draws a missing weight at random and warns; for a model that ``replace_ffn``
+    has changed it draws SwiGLU networks. Here nothing is drawn, and no stored weight of a model of this package is left
+    out.
 
-    Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for missing weights;
-    OSError if the directory holds no model, NotImplementedError for official settings without a counterpart.
+    Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for
+    missing weights; OSError if the directory holds no model, NotImplementedError for official settings without a
+    counterpart.
     """
     try:
         if is_official(directory):
@@ -46,8 +54,11 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise
     except (StrictDataclassError, json.JSONDecodeError) as error:
-        raise ValueError(f"the configuration in {directory} is not that of a model: {error.__cause__ or error}") from error
-    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # RuntimeError: tensors of other shapes
+        raise ValueError(
+            f"the configuration in {directory} is not that of a model: {error.__cause__ or error}"
+        ) from error
+    # RuntimeError: tensors of other shapes
+    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"the weights in {directory} do not load: {str(error) or 'a file is empty'}") from error
     check_complete(directory, report["missing_keys"])
     if isinstance(model, FlashMHFForCausalLM) and report["unexpected_keys"]:

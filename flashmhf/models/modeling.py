@@ -1,6 +1,7 @@
 """transformers' Llama with the feed-forward network taken from :mod:`flashmhf.nn`.
 
-Attention, rotary embeddings, cache, loss and generation are transformers' own; every block is x + ffn(RMSNorm(x)) after attention.
+Attention, rotary embeddings, cache, loss and generation are transformers' own; every block is x + ffn(RMSNorm(x)) after
+attention.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
 from ..nn.init import Projection, Scheme
@@ -49,11 +55,20 @@ def feed_forward(config: FlashMHFConfig) -> Network:
         case "dense_moe":
             return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
         case "flashmhf":
-            return FlashMHF(d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps, **operator)
+            return FlashMHF(
+                d_model,
+                heads,
+                config.ffn_num_subnets,
+                config.ffn_subnet_dim,
+                router_eps=config.ffn_router_eps,
+                **operator,
+            )
 
 
 def check_complete(source: object, missing: Iterable[str]) -> None:
-    """Raise ValueError that counts and names the ``missing`` weights of ``source``, such as a directory, if there are any."""
+    """Raise ValueError that counts and names the ``missing`` weights of ``source``, such as a directory, if there are
+    any.
+    """
     names = sorted(missing)
     if names:
         shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
@@ -70,7 +85,10 @@ class FlashMHFRotaryEmbedding(FixedDtypes, LlamaRotaryEmbedding):
 
 
 class FlashMHFRMSNorm(LlamaRMSNorm):
-    """Llama's norm. Eager inference takes PyTorch's one kernel instead of six and rounds once. Training keeps Llama's arithmetic."""
+    """Llama's norm.
+
+    Eager inference takes PyTorch's one kernel instead of six and rounds once. Training keeps Llama's arithmetic.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., hidden_size] normalised."""
@@ -88,7 +106,9 @@ class FlashMHFDecoderLayer(LlamaDecoderLayer):
         scheme = Scheme(config.ffn_init, config.initializer_range, config.num_hidden_layers, config.official_init)
         self.mlp.set_scheme(scheme)  # for whichever of its weights a checkpoint leaves out
         self.input_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
+        self.post_attention_layernorm = (
+            FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
+        )
 
 
 class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
@@ -117,7 +137,8 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
-        # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding token, too.
+        # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding
+        # token, too.
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         self.padding_idx = None if config.pad_token_id in ends else config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -130,7 +151,10 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
 
 class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
-    """Predict the next token: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in nats per token."""
+    """Predict the next token:
+
+    input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in nats per token.
+    """
 
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
@@ -139,7 +163,16 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **model_kwargs):
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **model_kwargs,
+    ):
         """Run transformers' loop over tokens, or with a static cache :func:`flashmhf.models.decoding.decode`."""
         given = (logits_processor, stopping_criteria, generation_config)
         if decoding.takes(self, FlashMHFForCausalLM, *given, synced_gpus, model_kwargs):
@@ -147,7 +180,10 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
         return super()._sample(input_ids, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
     def _valid_auto_compile_criteria(self, *given) -> bool:
-        """Return whether transformers' own loops compile the model: the CUDA graphs of one whose frequencies vary end in an error."""
+        """Return whether transformers' own loops compile the model:
+
+        the CUDA graphs of one whose frequencies vary end in an error.
+        """
         return not decoding.varies(self) and super()._valid_auto_compile_criteria(*given)
 
 

@@ -1,17 +1,17 @@
 """The paper's models by name (table "Model and training configurations"), and tiny ones for CPUs.
 
-``OFFICIAL`` has the configurations that the official repository ships, by the names of their files: d_h = 96 and d_e = 256 in the 128M
-mixture, d_e = 256 in the others. Everywhere else a name is ``<ffn>-<scale>``, as in "flashmhf-370m", with "-dh64" or "-dh256" for the
-head-dimension ablation.
-``printed_parameters`` is the count as the paper prints it, in units of 2**20 ("M") or 2**30 ("B"). So read, all nine counts follow
-from the configurations, those of FlashMHF with the weights of the per-head RMSNorm on Q, which the official code always allocates.
-Entries without a printed count complete the grid: the paper names these models but not all of their sizes, and here they are set
-to the parameters of that scale's baseline.
+``OFFICIAL`` has the configurations that the official repository ships, by the names of their files: d_h = 96 and d_e =
+256 in the 128M mixture, d_e = 256 in the others. Everywhere else a name is ``<ffn>-<scale>``, as in "flashmhf-370m",
+with "-dh64" or "-dh256" for the head-dimension ablation.
+``printed_parameters`` is the count as the paper prints it, in units of 2**20 ("M") or 2**30 ("B"). So read, all nine
+counts follow from the configurations, those of FlashMHF with the weights of the per-head RMSNorm on Q, which the
+official code always allocates. Entries without a printed count complete the grid: the paper names these models but not
+all of their sizes, and here they are set to the parameters of that scale's baseline.
 
-The paper gives sizes, vocabulary, batch, context, learning rate and steps of the presets; betas, weight decay, gradient clipping, warm-up
-share and cosine schedule of ``flashmhf_recipes``' options. Ours are the initialisation (``ffn_init="balanced"``), the lower learning rate
-of FlashMHF's projections (``Options.param_groups``) and the scale "tiny". ``ffn_init="official"`` and ``param_groups=False`` are the
-paper's.
+The paper gives sizes, vocabulary, batch, context, learning rate and steps of the presets; betas, weight decay, gradient
+clipping, warm-up share and cosine schedule of ``flashmhf_recipes``' options. Ours are the initialisation
+(``ffn_init="balanced"``), the lower learning rate of FlashMHF's projections (``Options.param_groups``) and the scale
+"tiny". ``ffn_init="official"`` and ``param_groups=False`` are the paper's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Preset:
     heads: int | None = None
     subnets: int | None = None
     printed_parameters: float | None = field(default=None, compare=False)
-    settings: dict[str, object] = field(default_factory=dict, compare=False)  # arguments of FlashMHFConfig beside the sizes
+    # arguments of FlashMHFConfig beside the sizes
+    settings: dict[str, object] = field(default_factory=dict, compare=False)
 
     def config(self, **overrides) -> FlashMHFConfig:
         """Return the model's configuration; ``overrides`` are FlashMHFConfig arguments."""
@@ -87,7 +88,9 @@ class Preset:
 def _table() -> dict[str, Preset]:
     presets = {}
 
-    def add(scale: str, ffn: str, layers: int, intermediate: int, heads=None, subnets=None, printed=None, suffix="") -> None:
+    def add(
+        scale: str, ffn: str, layers: int, intermediate: int, heads=None, subnets=None, printed=None, suffix=""
+    ) -> None:
         name = f"{ffn}-{scale}{suffix}"
         presets[name] = Preset(name, ffn, SCALES[scale], layers, intermediate, heads, subnets, printed)
 
@@ -110,7 +113,15 @@ def _table() -> dict[str, Preset]:
         for head_dim in (64, 256):
             d_e = default_subnet_dim(head_dim)
             subnets = round(d_ff / d_e)
-            add(scale, "flashmhf", layers, subnets * d_e, SCALES[scale].d_model // head_dim, subnets, suffix=f"-dh{head_dim}")
+            add(
+                scale,
+                "flashmhf",
+                layers,
+                subnets * d_e,
+                SCALES[scale].d_model // head_dim,
+                subnets,
+                suffix=f"-dh{head_dim}",
+            )
     for ffn in FFN_TYPES:
         heads = None if ffn in ("swiglu", "dense_moe") else 2
         subnets = 2 if ffn in ("dense_moe", "flashmhf") else None
@@ -139,7 +150,10 @@ OFFICIAL = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of this name; a scale alone ("128m") stands for FlashMHF's. Raises ValueError that lists the names."""
+    """Return the preset of this name;
+
+    a scale alone ("128m") stands for FlashMHF's. Raises ValueError that lists the names.
+    """
     presets = PRESETS | OFFICIAL
     name = f"flashmhf-{name}" if name in SCALES else name
     if name not in presets:

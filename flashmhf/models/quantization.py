@@ -1,4 +1,5 @@
-"""FP8 models through transformers' own mechanism: ``quantization_config``, an argument of ``from_pretrained`` and a part of config.json.
+"""FP8 models through transformers' own mechanism: ``quantization_config``, an argument of ``from_pretrained`` and a
+part of config.json.
 
 Importing this module registers the method "flashmhf_fp8" with transformers.
 """
@@ -26,11 +27,12 @@ _STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "
 
 @register_quantization_config(METHOD)
 class FlashMHFFp8Config(QuantizationConfigMixin):
-    """Describe a model whose FlashMHF networks are in FP8, as its ``quantization_config`` (:func:`flashmhf.quantize.to_fp8`).
+    """Describe a model whose FlashMHF networks are in FP8, as its ``quantization_config``
+    (:func:`flashmhf.quantize.to_fp8`).
 
-    ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantises while it loads; ``save_pretrained`` then stores the
-    packed weights and this configuration, and ``from_pretrained`` of that directory needs no argument. Such a model serves inference: no
-    parameter requires a gradient.
+    ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantises while it loads;
+    ``save_pretrained`` then stores the packed weights and this configuration, and ``from_pretrained`` of that directory
+    needs no argument. Such a model serves inference: no parameter requires a gradient.
 
     Args:
         layout: the version of the packed weights' layout; only this version's loads.
@@ -47,7 +49,9 @@ class FlashMHFFp8Config(QuantizationConfigMixin):
                 "Quantise the original model again"
             )
         if layout != LAYOUT:
-            raise ValueError(f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack the weights again with this version")
+            raise ValueError(
+                f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack the weights again with this version"
+            )
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
         self.quant_method, self.layout = quant_method, layout
@@ -64,9 +68,13 @@ class FlashMHFFp8Quantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs) -> None:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs
+    ) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
-            raise NotImplementedError("an FP8 model on several processes (tp_plan, distributed_config); supported: one process, device_map")
+            raise NotImplementedError(
+                "an FP8 model on several processes (tp_plan, distributed_config); supported: one process, device_map"
+            )
         if self.pre_quantized:
             quantize_(model)  # empty networks on the meta device
             if checkpoint_files and all(file.endswith(".safetensors") for file in checkpoint_files):
@@ -81,7 +89,9 @@ class FlashMHFFp8Quantizer(HfQuantizer):
             return
         for name, module in model.named_modules():
             if isinstance(module, FlashMHF) and module.k.is_meta:
-                raise ValueError(f"device_map offloads {name}; supported when from_pretrained quantises: GPUs, or the CPU alone")
+                raise ValueError(
+                    f"device_map offloads {name}; supported when from_pretrained quantises: GPUs, or the CPU alone"
+                )
         quantize_(model)
         model.config.quantization_config = self.quantization_config
 
@@ -95,11 +105,14 @@ def quantise(model: PreTrainedModel) -> None:
     if found is None:
         quantize_(model)
     elif not isinstance(found, FlashMHFFp8Config):
-        raise ValueError(f"the model is quantised already, by {dict(found).get('quant_method')!r}; supported: a model that is not")
+        raise ValueError(
+            f"the model is quantised already, by {dict(found).get('quant_method')!r}; supported: a model that is not"
+        )
 
 
 def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
-    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape, dtype or layout.
+    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape,
+    dtype or layout.
 
     transformers itself draws a missing tensor at random, with a warning.
     """
@@ -112,7 +125,10 @@ def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
                     check_layout(opened.get_tensor(name))
                 renamed, _ = rename_source_key(name, *rules, model.base_model_prefix, own)  # as the loading itself does
                 tensor = opened.get_slice(name)
-                stored[name if renamed not in own and name in own else renamed] = list(tensor.get_shape()), tensor.get_dtype()
+                stored[name if renamed not in own and name in own else renamed] = (
+                    list(tensor.get_shape()),
+                    tensor.get_dtype(),
+                )
     networks = {name: module for name, module in model.named_modules() if isinstance(module, Fp8FlashMHF)}
     for network, module in networks.items():
         for key, tensor in module.state_dict().items():

@@ -1,4 +1,7 @@
-"""transformers models whose feed-forward networks :func:`flashmhf.replace_ffn` has replaced: their record, drawing and loading."""
+"""transformers models whose feed-forward networks :func:`flashmhf.replace_ffn` has replaced:
+
+their record, drawing and loading.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,17 @@ from ..nn.init import INITIALIZER_RANGE, Projection, Scheme
 from ..nn.multihead import HeadRMSNorm
 
 NETWORKS = "flashmhf_networks"  # in a model's configuration: names of replaced networks and their arguments of FlashMHF
-_SOURCE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # where files come from
+# where files come from
+_SOURCE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def adopt(model: PreTrainedModel) -> None:
     """Record every FlashMHF of a model in its configuration, and have its ``init_weights`` draw them."""
-    record = {name: _settings(part) for name, part in model.named_modules(remove_duplicate=False) if isinstance(part, FlashMHF)}
+    record = {
+        name: _settings(part)
+        for name, part in model.named_modules(remove_duplicate=False)
+        if isinstance(part, FlashMHF)
+    }
     setattr(model.config, NETWORKS, record)
     _draw_with_model(model)
 
@@ -32,7 +40,10 @@ def _draw_with_model(model: PreTrainedModel) -> None:
 
 
 def _init_weights(self: PreTrainedModel, module: nn.Module) -> None:
-    """Draw FlashMHF networks, which the model's own method does not know. transformers leaves loaded tensors alone, whatever draws them."""
+    """Draw FlashMHF networks, which the model's own method does not know.
+
+    transformers leaves loaded tensors alone, whatever draws them.
+    """
     if isinstance(module, (FlashMHF, Projection, HeadRMSNorm)):
         module.reset_parameters()
     else:
@@ -45,26 +56,34 @@ def _settings(network: FlashMHF) -> dict[str, Any]:
     bias = not network.skip_linear and network.in_proj.bias is not None
     settings = {name: getattr(network, name) for name in names} | {"bias": bias}
     defaults = {"num_kv_heads": network.num_heads, "skip_linear": False, "activation": "silu"}
-    settings |= {name: getattr(network, name) for name, default in defaults.items() if getattr(network, name) != default}
+    settings |= {
+        name: getattr(network, name) for name, default in defaults.items() if getattr(network, name) != default
+    }
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
 
 
 def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs):
-    """Load a model that was saved after :func:`flashmhf.replace_ffn`, which transformers' own ``from_pretrained`` cannot.
+    """Load a model that was saved after :func:`flashmhf.replace_ffn`, which transformers' own ``from_pretrained``
+    cannot.
 
-    A missing weight is drawn as ``replace_ffn`` draws it, and reported as ``from_pretrained`` does; :func:`flashmhf.models.load` refuses.
+    A missing weight is drawn as ``replace_ffn`` draws it, and reported as ``from_pretrained`` does;
+    :func:`flashmhf.models.load` refuses.
 
     Args:
         directory: the directory that ``save_pretrained`` wrote, or a name of the Hugging Face hub.
         model_class: the class to load; None for the one that saved it.
-        kwargs: further arguments of ``from_pretrained`` (dtype, device_map, revision, …), settings of the configuration too.
+        kwargs: further arguments of ``from_pretrained`` (dtype, device_map, revision, …), settings of the configuration
+            too.
 
-    Returns what ``from_pretrained`` does: a model of transformers' class in eval mode. Raises ValueError for a model without replaced
-    networks and for recorded names that it lacks, NotImplementedError for a class that is not transformers' own, TypeError for a
+    Returns what ``from_pretrained`` does: a model of transformers' class in eval mode. Raises ValueError for a model
+    without replaced networks and for recorded names that it lacks, NotImplementedError for a class that is not
+    transformers' own, TypeError for a
     ``model_class`` that is no model's.
     """
     if model_class is not None and not issubclass(model_class, PreTrainedModel):
-        raise TypeError(f"model_class is {model_class.__name__}; supported: subclasses of transformers.PreTrainedModel, and None")
+        raise TypeError(
+            f"model_class is {model_class.__name__}; supported: subclasses of transformers.PreTrainedModel, and None"
+        )
     base = model_class
     if base is None:
         source = {name: kwargs[name] for name in _SOURCE if name in kwargs}
@@ -72,21 +91,29 @@ def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | No
         name = (config.architectures or ["none"])[0]
         base = getattr(transformers, name, None)
         if base is None:
-            raise NotImplementedError(f"architectures of the configuration is {name!r}; supported: transformers' own; give model_class")
+            raise NotImplementedError(
+                f"architectures of the configuration is {name!r}; supported: transformers' own; give model_class"
+            )
 
     class Replaced(base):
         def __init__(self, config: PreTrainedConfig, *args, **settings):
             super().__init__(config, *args, **settings)
-            # If replace_ffn got only the language model within a larger model, that one's own configuration has the record.
-            models = {id(part.config): part for part in reversed(list(self.modules())) if isinstance(part, PreTrainedModel)}
-            recorded = [(part, networks) for part in models.values() if (networks := getattr(part.config, NETWORKS, None))]
+            # If replace_ffn got only the language model within a larger model, that one's own configuration has the
+            # record.
+            models = {
+                id(part.config): part for part in reversed(list(self.modules())) if isinstance(part, PreTrainedModel)
+            }
+            recorded = [
+                (part, networks) for part in models.values() if (networks := getattr(part.config, NETWORKS, None))
+            ]
             if not recorded:
                 found = f"the configuration of {directory} records no networks that replace_ffn put there"
                 raise ValueError(f"{found}; load it with from_pretrained")
             for part, networks in recorded:
                 _put_networks(part, networks)
 
-    Replaced.__name__, Replaced.__module__ = base.__name__, base.__module__  # by which transformers converts stored weights
+    # by which transformers converts stored weights
+    Replaced.__name__, Replaced.__module__ = base.__name__, base.__module__
     loaded = Replaced.from_pretrained(directory, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.__class__ = base
@@ -96,7 +123,8 @@ def load_replaced(directory: str | Path, model_class: type[PreTrainedModel] | No
 def _put_networks(model: PreTrainedModel, networks: dict[str, dict]) -> None:
     for recorded, settings in networks.items():
         name = _name_in(model, recorded)
-        settings = {key: value for key, value in settings.items() if key != "accumulate_main_grad"}  # which 0.1 recorded
+        # which 0.1 recorded
+        settings = {key: value for key, value in settings.items() if key != "accumulate_main_grad"}
         like = next(model.get_submodule(name).parameters())
         network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
         initializer_range = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
@@ -107,7 +135,10 @@ def _put_networks(model: PreTrainedModel, networks: dict[str, dict]) -> None:
 
 
 def _name_in(model: nn.Module, recorded: str) -> str:
-    """Return the recorded name, with or without the name of the inner model: replace_ffn may have seen that one alone."""
+    """Return the recorded name, with or without the name of the inner model:
+
+    replace_ffn may have seen that one alone.
+    """
     prefix = getattr(model, "base_model_prefix", "") + "."
     candidates = (recorded, prefix + recorded, recorded.removeprefix(prefix))
     modules = dict(model.named_modules())

@@ -1,6 +1,8 @@
-"""transformers' tensor parallelism (``tp_plan="auto"``) for the multi-head networks: styles of ours in transformers' table.
+"""transformers' tensor parallelism (``tp_plan="auto"``) for the multi-head networks: styles of ours in transformers'
+table.
 
-transformers' own column style shards dimension -2 of K, which is d_e; heads are dimension 0. Importing this module registers the styles.
+transformers' own column style shards dimension -2 of K, which is d_e; heads are dimension 0. Importing this module
+registers the styles.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class _Sharded(TensorParallelLayer):
 
 
 class _Heads(_Sharded):
-    """The network: K, U, V and the router by heads; the input is equal on every process, and so is the output, the sum of the heads."""
+    """The network:
+
+    K, U, V and the router by heads; the input is equal on every process, and so is the output, the sum of the heads.
+    """
 
     def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
         from ..distributed.parallel import check_heads

@@ -1,4 +1,7 @@
-"""Modules [..., d_model] -> [..., d_model]: FlashMHF, the networks the paper compares it with, conversion and optimizers."""
+"""Modules [..., d_model] -> [..., d_model]:
+
+FlashMHF, the networks the paper compares it with, conversion and optimizers.
+"""
 
 from . import convert
 from .baselines import MHFFN, DenseMoE, ParametricKV, SwiGLU

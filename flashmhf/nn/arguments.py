@@ -14,7 +14,10 @@ from .. import backends, checks
 
 
 def positive(name: str, size: object) -> int:
-    """Return `size` as an int. Raises TypeError if it is not an integer (a bool is not one), ValueError if it is below 1."""
+    """Return `size` as an int.
+
+    Raises TypeError if it is not an integer (a bool is not one), ValueError if it is below 1.
+    """
     try:
         if type(size).__name__ in ("bool", "bool_"):  # NumPy's too, which some of its versions take for an index
             raise TypeError
@@ -27,7 +30,10 @@ def positive(name: str, size: object) -> int:
 
 
 def divisor(name: str, size: object, of: str, total: int) -> int:
-    """Return `size` as an int, or `total` if it is None. Raises as :func:`positive` does, and ValueError if it does not divide `total`."""
+    """Return `size` as an int, or `total` if it is None.
+
+    Raises as :func:`positive` does, and ValueError if it does not divide `total`.
+    """
     value = total if size is None else positive(name, size)
     if total % value:
         raise ValueError(f"{name} is {value}; it must divide {of} = {total}")
@@ -35,7 +41,10 @@ def divisor(name: str, size: object, of: str, total: int) -> int:
 
 
 def epsilon(name: str, value: object) -> float:
-    """Return `value` as a float. Raises TypeError if it is not a real number, ValueError if it is negative or not finite."""
+    """Return `value` as a float.
+
+    Raises TypeError if it is not a real number, ValueError if it is negative or not finite.
+    """
     if isinstance(value, bool):
         raise TypeError(f"{name} must be a float, got bool")
     checks.instance(name, value, Real, "a float")
@@ -54,11 +63,18 @@ def check_dtype(dtype: object) -> None:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, got {type(dtype).__name__}")
     if dtype is not None and dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"dtype is {checks.name_of(dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
+        raise TypeError(
+            f"dtype is {checks.name_of(dtype)}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}"
+        )
 
 
-def backend_and_deterministic(backend: object, deterministic: object, *, more: tuple[str, ...] = ()) -> tuple[str, bool | None]:
-    """Return both settings of an operator, checked. ``more``: back ends that a module has beside those of the operator."""
+def backend_and_deterministic(
+    backend: object, deterministic: object, *, more: tuple[str, ...] = ()
+) -> tuple[str, bool | None]:
+    """Return both settings of an operator, checked.
+
+    ``more``: back ends that a module has beside those of the operator.
+    """
     backends.check_name(backend, names=(*backends.NAMES, *more))
     checks.instance("deterministic", deterministic, bool | None, "a bool or None")
     return backend, deterministic

@@ -20,10 +20,10 @@ from .network import Network
 class MHFFN(GroupedHeads):
     """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
 
-    backend="naive" materialises the H intermediates [T, intermediate_dim], as the paper's comparison does; "reference" does the same.
-    num_kv_heads, q_norm, q_norm_eps, skip_linear, activation: as in :class:`flashmhf.FlashMHF`.
-    State: in_proj.weight, k, u, v [num_kv_heads, intermediate_dim, d_h], out_proj.weight; q_norm.weight [H, d_h] when on.
-    Raises TypeError and ValueError as :class:`flashmhf.FlashMHF` does.
+    backend="naive" materialises the H intermediates [T, intermediate_dim], as the paper's comparison does; "reference"
+    does the same. num_kv_heads, q_norm, q_norm_eps, skip_linear, activation: as in :class:`flashmhf.FlashMHF`.
+    State: in_proj.weight, k, u, v [num_kv_heads, intermediate_dim, d_h], out_proj.weight; q_norm.weight [H, d_h] when
+    on. Raises TypeError and ValueError as :class:`flashmhf.FlashMHF` does.
     """
 
     intermediate_dim: int
@@ -74,18 +74,27 @@ class SwiGLU(Network):
     """Compute W_down(SiLU(W_gate x) * W_up x), the baseline of the paper.
 
     State: gate_proj.weight, up_proj.weight [intermediate_dim, d_model], down_proj.weight [d_model, intermediate_dim].
-    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1. A call raises ValueError if the last dimension of x is
-    not d_model, or if x is on another device, TypeError if x has another dtype than the module.
+    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1. A call raises ValueError if the last
+    dimension of x is not d_model, or if x is on another device, TypeError if x has another dtype than the module.
     """
 
     d_model: int
     intermediate_dim: int
 
     def __init__(
-        self, d_model: int, intermediate_dim: int, *, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None
+        self,
+        d_model: int,
+        intermediate_dim: int,
+        *,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dtype)
-        self.d_model, self.intermediate_dim = positive("d_model", d_model), positive("intermediate_dim", intermediate_dim)
+        self.d_model, self.intermediate_dim = (
+            positive("d_model", d_model),
+            positive("intermediate_dim", intermediate_dim),
+        )
         settings = (flag("bias", bias), device, dtype)
         for name in ("gate_proj", "up_proj"):
             self._add_projection(name, (self.d_model, self.intermediate_dim), "in_proj", self.d_model, *settings)
@@ -100,11 +109,12 @@ class SwiGLU(Network):
 
 
 class ParametricKV(MultiHead):
-    """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4, "PKV").
+    """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4,
+    "PKV").
 
-    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight. Initialised by "normal": "balanced" values are too large to learn
-    (flashmhf.nn.init). Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and if H does not divide d_model. A
-    call raises what a call of :class:`flashmhf.SwiGLU` raises.
+    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight. Initialised by "normal": "balanced" values are too
+    large to learn (flashmhf.nn.init). Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and
+    if H does not divide d_model. A call raises what a call of :class:`flashmhf.SwiGLU` raises.
     """
 
     scheme = Scheme("normal")
@@ -113,7 +123,14 @@ class ParametricKV(MultiHead):
     v: nn.Parameter
 
     def __init__(
-        self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv: int,
+        *,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_heads, bias, device, dtype)
         self.num_kv = positive("num_kv", num_kv)
@@ -139,9 +156,9 @@ class DenseMoE(Network):
     """Gated parallel SwiGLU sub-networks without heads (paper, section 4, "Dense-MoE": H = 1, no W_in and W_out).
 
     All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
-    State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim], router [d_model, E].
-    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and a router_eps that is negative or not finite. A call
-    raises what a call of :class:`flashmhf.SwiGLU` raises.
+    State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim],
+    router [d_model, E]. Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and a router_eps
+    that is negative or not finite. A call raises what a call of :class:`flashmhf.SwiGLU` raises.
     """
 
     d_model: int

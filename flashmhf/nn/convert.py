@@ -1,11 +1,13 @@
-"""State dicts of the official modules (``MHFFNMoE``, ``MHFFN``) <-> :class:`flashmhf.FlashMHF`, :class:`flashmhf.MHFFN`.
+"""State dicts of the official modules (``MHFFNMoE``, ``MHFFN``) <-> :class:`flashmhf.FlashMHF`,
+:class:`flashmhf.MHFFN`.
 
-Official layout: gate_weight, up_weight, down_weight [d_ff, H_kv d_h] with row e * d_e + j and column h * d_h + i hold k, u, v
-[h, e, j, i]; router is the same; w_self.weight and w_self_2.weight are in_proj and out_proj; q_norm.weight may be present
-although unused, and then survives the round trip. A network without gate has k, u, v [h, j, i] and no router.
+Official layout: gate_weight, up_weight, down_weight [d_ff, H_kv d_h] with row e * d_e + j and column h * d_h + i hold
+k, u, v [h, e, j, i]; router is the same; w_self.weight and w_self_2.weight are in_proj and out_proj; q_norm.weight may
+be present although unused, and then survives the round trip. A network without gate has k, u, v [h, j, i] and no
+router.
 
-The official scalings multiply Q K^T and Q U^T by one constant, and the sum over the sub-networks by another. Here K, U and V carry them:
-exactly in float32 to rounding, and rounded once more to the dtype of a 16-bit checkpoint.
+The official scalings multiply Q K^T and Q U^T by one constant, and the sum over the sub-networks by another. Here K, U
+and V carry them: exactly in float32 to rounding, and rounded once more to the dtype of a 16-bit checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official config
 
 
 def official_settings(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the network's settings in an official configuration, without their prefix. Raises ValueError for another model type."""
+    """Return the network's settings in an official configuration, without their prefix.
+
+    Raises ValueError for another model type.
+    """
     model_type = config.get("model_type", "mhffnmoe")
     if model_type not in PREFIXES:
         raise ValueError(f"model_type is {model_type!r}; expected {', '.join(map(repr, PREFIXES))}")
@@ -44,20 +49,26 @@ def official_settings(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def official_activation(config: Mapping[str, object]) -> str:
-    """Return our name of an official configuration's ``hidden_act``. Raises NotImplementedError for a function that no back end has."""
+    """Return our name of an official configuration's ``hidden_act``.
+
+    Raises NotImplementedError for a function that no back end has.
+    """
     name = config.get("hidden_act", "silu")
     if name in SILU:
         return "silu"
     if name not in ACTIVATIONS:
-        raise NotImplementedError(f"hidden_act={name!r} is not supported; supported: {', '.join(map(repr, [*ACTIVATIONS, *SILU[1:]]))}")
+        raise NotImplementedError(
+            f"hidden_act={name!r} is not supported; supported: {', '.join(map(repr, [*ACTIVATIONS, *SILU[1:]]))}"
+        )
     return name
 
 
 def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
-    """Return two factors of an official configuration: the one on Q K^T and Q U^T, and the one on the sum over the sub-networks.
+    """Return two factors of an official configuration: the one on Q K^T and Q U^T, and the one on the sum over the
+    sub-networks.
 
-    The first is sqrt(H) with apply_dot_scaling, and H with apply_dot_scaling_theory too, which does nothing alone. The second is sqrt(3/8)
-    with apply_final_scaling. Without these settings both are 1.
+    The first is sqrt(H) with apply_dot_scaling, and H with apply_dot_scaling_theory too, which does nothing alone. The
+    second is sqrt(3/8) with apply_final_scaling. Without these settings both are 1.
     """
     settings = official_settings(config)
     heads = positive("num_heads", settings.get("num_heads", 1))
@@ -73,7 +84,10 @@ def _check_tensors(state: object) -> None:
 
 
 def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional: set[str], what: str) -> None:
-    """Refuse missing and unknown names. ``known`` has every name that ``state`` may hold, with its name on the other side."""
+    """Refuse missing and unknown names.
+
+    ``known`` has every name that ``state`` may hold, with its name on the other side.
+    """
     unknown = sorted(set(state) - set(known))
     if unknown:
         raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(known)}")
@@ -106,24 +120,35 @@ def _optional_names(skip_linear: bool, gated: bool) -> set[str]:
 
 
 def check_official(
-    state: Mapping[str, Tensor], num_heads: int, num_subnets: int | None, num_kv_heads: int | None = None, skip_linear: bool = False
+    state: Mapping[str, Tensor],
+    num_heads: int,
+    num_subnets: int | None,
+    num_kv_heads: int | None = None,
+    skip_linear: bool = False,
 ) -> None:
     """Check every name and size of one module's official state dict against H, E and the other tensors.
 
-    Raises KeyError for a missing tensor, ValueError for unknown names, a router without num_subnets and shapes that do not fit,
-    TypeError and ValueError if H or E is not a positive integer.
+    Raises KeyError for a missing tensor, ValueError for unknown names, a router without num_subnets and shapes that do
+    not fit, TypeError and ValueError if H or E is not a positive integer.
     """
     _check_tensors(state)
     heads, gated = positive("num_heads", num_heads), num_subnets is not None
-    subnets, kv_heads = positive("num_subnets", num_subnets) if gated else 1, divisor("num_kv_heads", num_kv_heads, "num_heads", heads)
+    subnets, kv_heads = (
+        positive("num_subnets", num_subnets) if gated else 1,
+        divisor("num_kv_heads", num_kv_heads, "num_heads", heads),
+    )
     _check_names(state, {**_STACKED, **_RENAMED}, _optional_names(skip_linear, gated), "the official state dict")
     if not gated and "router" in state:
-        raise ValueError(f"num_subnets is None, but the state dict has a router of shape {list(state['router'].shape)}, [H, d_h, E]")
+        raise ValueError(
+            f"num_subnets is None, but the state dict has a router of shape {list(state['router'].shape)}, [H, d_h, E]"
+        )
     shape = tuple(state["gate_weight"].shape)
     if len(shape) != 2:
         raise ValueError(f"gate_weight has shape {list(shape)}; expected [d_ff, H_kv d_h]")
     if shape[0] % subnets or shape[1] % kv_heads:
-        raise ValueError(f"gate_weight has shape {list(shape)}; expected multiples of num_subnets = {subnets}, num_kv_heads = {kv_heads}")
+        raise ValueError(
+            f"gate_weight has shape {list(shape)}; expected multiples of num_subnets = {subnets}, num_kv_heads = {kv_heads}"
+        )
     _check_shapes(state, {name: (shape, "gate_weight's shape") for name in _STACKED})
     shared = _shared_shapes(heads, subnets, shape[1] // kv_heads)
     _check_shapes(state, {theirs: shared[ours] for theirs, ours in _RENAMED.items()})
@@ -148,8 +173,8 @@ def from_official(
         skip_linear: the module has no W_in and W_out.
         scales: the factors of :func:`official_scales`; they are multiplied into K, U and V.
 
-    ``q_norm.weight`` is kept when present; load it into a module with q_norm=True, or drop it when the checkpoint's configuration
-    has it off. Raises what :func:`check_official` raises.
+    ``q_norm.weight`` is kept when present; load it into a module with q_norm=True, or drop it when the checkpoint's
+    configuration has it off. Raises what :func:`check_official` raises.
     """
     check_official(state, num_heads, num_subnets, num_kv_heads, skip_linear)
     subnets, kv_heads = num_subnets or 1, num_kv_heads or num_heads
@@ -175,7 +200,9 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     _check_names(state, known, _optional_names(skip_linear, gated), "the state dict")
     shape = tuple(state["k"].shape)
     if len(shape) not in (3, 4) or not all(shape):
-        raise ValueError(f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] for a network without router")
+        raise ValueError(
+            f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] for a network without router"
+        )
     if not gated and "router" in state:
         raise ValueError(f"k has shape {list(shape)}, but there is a router; expected [H_kv, E, d_e, d_h]")
     kv_heads, subnets, head_dim = shape[0], shape[1] if gated else 1, shape[-1]
@@ -183,7 +210,9 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     heads = next((len(state[name]) for name in ("router", "q_norm.weight") if name in state), None)
     heads = len(state["in_proj.weight"]) // head_dim if heads is None and not skip_linear else heads or kv_heads
     if heads % kv_heads:
-        raise ValueError(f"k has shape {list(shape)}, H_kv = {kv_heads}; it must divide H = {heads}, which the other weights have")
+        raise ValueError(
+            f"k has shape {list(shape)}, H_kv = {kv_heads}; it must divide H = {heads}, which the other weights have"
+        )
     _check_shapes(state, {name: (shape, "k's shape") for name in ("u", "v")} | _shared_shapes(heads, subnets, head_dim))
     result = {theirs: state[ours] for theirs, ours in _RENAMED.items() if ours in state}
     for theirs, ours in _STACKED.items():
@@ -195,10 +224,11 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def resize_subnets(state: Mapping[str, Tensor], subnet_dim: int) -> dict[str, Tensor]:
     """Return a ``FlashMHF`` state dict whose k, u and v [H_kv, E, d_e, d_h] have ``subnet_dim`` rows per sub-network.
 
-    The network computes the same function. Added rows are zeros. They get zero gradients, so optimizers leave them zero. Rows can be
-    removed if they are zero. The kernels need multiples of 16 (docs/official.md).
+    The network computes the same function. Added rows are zeros. They get zero gradients, so optimizers leave them
+    zero. Rows can be removed if they are zero. The kernels need multiples of 16 (docs/official.md).
 
-    Raises KeyError for a missing weight, ValueError for other dimensions and if a row that is not zero would be lost, TypeError if
+    Raises KeyError for a missing weight, ValueError for other dimensions and if a row that is not zero would be lost,
+    TypeError if
     ``subnet_dim`` is not an integer.
     """
     rows, result = positive("subnet_dim", subnet_dim), dict(state)
@@ -206,6 +236,8 @@ def resize_subnets(state: Mapping[str, Tensor], subnet_dim: int) -> dict[str, Te
         if state[name].dim() != 4:
             raise ValueError(f"{name} has shape {list(state[name].shape)}; expected [H_kv, E, d_e, d_h]")
         if state[name][:, :, rows:].any():
-            raise ValueError(f"subnet_dim is {rows}; {name} of shape {list(state[name].shape)} has rows beyond it that are not zero")
+            raise ValueError(
+                f"subnet_dim is {rows}; {name} of shape {list(state[name].shape)} has rows beyond it that are not zero"
+            )
         result[name] = nn.functional.pad(state[name], (0, 0, 0, rows - state[name].shape[2])).contiguous()
     return result

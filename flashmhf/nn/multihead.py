@@ -26,7 +26,8 @@ def check_input(x: Tensor, d_model: int) -> None:
 def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
     """Refuse an x of another dtype or device than the weights it meets first: those of a linear layer, or a parameter.
 
-    Weights that are not plain parameters, and layers that are hooked, patched or replaced, may convert x and are left to themselves.
+    Weights that are not plain parameters, and layers that are hooked, patched or replaced, may convert x and are left
+    to themselves.
     """
     weight = first
     if isinstance(first, nn.Module):
@@ -43,7 +44,8 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
 
 
 def only_values_matter(x: Tensor) -> bool:
-    """Return whether a call on x may run as one operator: no autocast, transform, mode or global hook would see the parts' calls.
+    """Return whether a call on x may run as one operator: no autocast, transform, mode or global hook would see the
+    parts' calls.
 
     A dispatch mode that traces under ``torch.compile`` or ``torch.export`` does not count.
     """
@@ -55,23 +57,30 @@ def only_values_matter(x: Tensor) -> bool:
 
 
 def is_ordinary(x: object) -> bool:
-    """Return whether x is a tensor or parameter of PyTorch's own type, or one that stands for such a tensor while a graph is traced."""
+    """Return whether x is a tensor or parameter of PyTorch's own type, or one that stands for such a tensor while a
+    graph is traced.
+    """
     if type(x) in (Tensor, nn.Parameter):
         return True
     # Dynamo shows a plain tensor as one, and that of torch 2.11 cannot ask the class of a DTensor for an attribute.
     if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
         return False
-    return isinstance(x, Tensor) and not hasattr(type(x), "__tensor_flatten__")  # a DTensor and its kin can be flattened
+    # a DTensor and its kin can be flattened
+    return isinstance(x, Tensor) and not hasattr(type(x), "__tensor_flatten__")
 
 
 def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Return whether ``module`` computes exactly what ``kind`` does: it is not replaced, patched, hooked, pruned or parametrised."""
+    """Return whether ``module`` computes exactly what ``kind`` does:
+
+    it is not replaced, patched, hooked, pruned or parametrised.
+    """
     # A subclass that keeps the forward, such as Projection, computes what its base does.
     if getattr(type(module), "forward", None) is not kind.forward or "forward" in module.__dict__:
         return False
     if module._forward_pre_hooks or module._forward_hooks:
         return False
-    return is_ordinary(module._parameters.get("weight"))  # what a parametrisation, pruning or spectral_norm computes is no parameter
+    # what a parametrisation, pruning or spectral_norm computes is no parameter
+    return is_ordinary(module._parameters.get("weight"))
 
 
 def plain_linear(module: nn.Module | None) -> ProjectionWeights | None:
@@ -91,7 +100,9 @@ class HeadRMSNorm(nn.Module):
 
     eps = constant("eps")
 
-    def __init__(self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, eps: float, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(num_heads, head_dim, device=device, dtype=dtype))
@@ -107,7 +118,11 @@ class HeadRMSNorm(nn.Module):
 def plain_layer(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor) -> LayerWeights | None:
     """Return the weights of a whole layer if no part of it is hooked, replaced, patched or computed, else None."""
     modules = module._modules  # not attributes, each of which takes the host a microsecond
-    in_proj, out_proj, q_norm = plain_linear(modules.get("in_proj")), plain_linear(modules.get("out_proj")), modules.get("q_norm")
+    in_proj, out_proj, q_norm = (
+        plain_linear(modules.get("in_proj")),
+        plain_linear(modules.get("out_proj")),
+        modules.get("q_norm"),
+    )
     if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)):
         return None
     if not (is_ordinary(router) and all(map(is_ordinary, networks))):
@@ -129,7 +144,13 @@ class MultiHead(Network):
     out_proj: nn.Linear | None
 
     def __init__(
-        self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None, skip_linear: bool = False
+        self,
+        d_model: int,
+        num_heads: int,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+        skip_linear: bool = False,
     ) -> None:
         super().__init__(dtype)
         self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
@@ -138,7 +159,9 @@ class MultiHead(Network):
         self.head_dim = self.d_model // self.num_heads
         flag("bias", bias)
         if flag("skip_linear", skip_linear) and bias:
-            raise ValueError("bias is True; the biases are those of in_proj and out_proj, which skip_linear=True leaves out")
+            raise ValueError(
+                "bias is True; the biases are those of in_proj and out_proj, which skip_linear=True leaves out"
+            )
         self.in_proj = self.out_proj = None
         for name in () if skip_linear else ("in_proj", "out_proj"):
             self._add_projection(name, (self.d_model, self.d_model), name, self.d_model, bias, device, dtype)
@@ -172,7 +195,14 @@ class GroupedHeads(MultiHead):
     v: nn.Parameter
 
     def __init__(
-        self, d_model: int, num_heads: int, num_kv_heads: int | None, q_norm: bool, q_norm_eps: float, activation: str, **settings: Any
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        q_norm: bool,
+        q_norm_eps: float,
+        activation: str,
+        **settings: Any,
     ) -> None:
         """``settings``: the arguments of :class:`MultiHead` beside its sizes."""
         super().__init__(d_model, num_heads, **settings)
@@ -181,10 +211,15 @@ class GroupedHeads(MultiHead):
         self.activation = activation
         q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
         factory = settings["device"], settings["dtype"]
-        self.q_norm = HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, *factory) if flag("q_norm", q_norm) else None
+        self.q_norm = (
+            HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, *factory) if flag("q_norm", q_norm) else None
+        )
 
     def _draw_heads(self, summed: float) -> None:
-        """Draw k, u, v and q_norm. ``summed``: the number of products that S sums, times the square of the gates' mean."""
+        """Draw k, u, v and q_norm.
+
+        ``summed``: the number of products that S sums, times the square of the gates' mean.
+        """
         value = (GATED_VARIANCE[self.activation] * summed) ** -0.5
         value *= self.scheme.residual if self.skip_linear else 1.0  # without W_out the output's variance is V's
         for name, std in (("k", self.head_dim**-0.5), ("u", self.head_dim**-0.5), ("v", value)):

@@ -1,6 +1,7 @@
 """Muon for networks with stacked matrices: momentum whose singular values are made equal, matrix by matrix.
 
-``torch.optim.Muon`` takes two-dimensional parameters only. K, U and V of FlashMHF are [H, E, d_e, d_h]: one matrix per sub-network.
+``torch.optim.Muon`` takes two-dimensional parameters only. K, U and V of FlashMHF are [H, E, d_e, d_h]: one matrix per
+sub-network.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ RMS = 0.2  # of an update's elements, about what AdamW's updates have: both shar
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Return U V^T, approximately, of each matrix's singular value decomposition U S V^T, by Newton-Schulz steps in bf16.
+    """Return U V^T, approximately, of each matrix's singular value decomposition U S V^T, by Newton-Schulz steps in
+    bf16.
 
     matrices: [..., rows, columns], at least three dimensions. The result has the same shape, in bf16.
     """
@@ -49,8 +51,9 @@ def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
     """Return :func:`orthogonalise` of N stacked shards [N, ...] of tensors that are placed as ``parameter`` is.
 
-    Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are. Where the matrices themselves are sharded,
-    an all-to-all gives each rank whole matrices of some of the N tensors, and a second one takes the results back.
+    Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are. Where the matrices
+    themselves are sharded, an all-to-all gives each rank whole matrices of some of the N tensors, and a second one
+    takes the results back.
     """
     if not is_dtensor(parameter):
         return orthogonalise(shards)
@@ -59,7 +62,8 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
 
     mesh, placements, first = parameter.device_mesh, parameter.placements, parameter.dim() - 2
     cut = [dim for dim, at in enumerate(placements) if getattr(at, "dim", -1) >= first and mesh.size(dim) > 1]
-    # Outermost first. FSDP2 shards what tensor parallelism has sharded, although its mesh dimension comes first: a strided placement.
+    # Outermost first. FSDP2 shards what tensor parallelism has sharded, although its mesh dimension comes first: a
+    # strided placement.
     cut.sort(key=lambda dim: (getattr(placements[dim], "split_factor", 1), dim))
     shape, wholes = [*shards.shape[: first + 1], *parameter.shape[first:]], []
     for dim in cut:
@@ -71,7 +75,9 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
 
     def moved(local: Tensor, level: int, whole: tuple[int, ...], source: int, target: int) -> Tensor:
         stride = torch.empty(whole, device="meta").stride()
-        tensor = DTensor.from_local(local, meshes[level], [Shard(source)], run_check=False, shape=torch.Size(whole), stride=stride)
+        tensor = DTensor.from_local(
+            local, meshes[level], [Shard(source)], run_check=False, shape=torch.Size(whole), stride=stride
+        )
         return tensor.redistribute(placements=[Shard(target)]).to_local()
 
     x, ways = shards.bfloat16(), []
@@ -89,10 +95,11 @@ class Muon(torch.optim.Optimizer):
 
     :func:`flashmhf.param_groups` makes the groups: ``Muon(param_groups(model, lr, weight_decay, muon=True))``.
 
-    The update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that learning rates and
-    weight decay mean what they mean for AdamW. A parameter of more than two dimensions is a stack of matrices, each treated by itself.
-    Parameters may be DTensors, as FSDP2 and tensor parallelism make them. Make the optimizer after ``parallelize`` and ``fully_shard``:
-    they replace the parameters. Every rank must step the same parameters.
+    The update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that
+    learning rates and weight decay mean what they mean for AdamW. A parameter of more than two dimensions is a stack of
+    matrices, each treated by itself. Parameters may be DTensors, as FSDP2 and tensor parallelism make them. Make the
+    optimizer after ``parallelize`` and ``fully_shard``: they replace the parameters. Every rank must step the same
+    parameters.
 
     Args:
         params: groups with the key "muon".
@@ -103,8 +110,8 @@ class Muon(torch.optim.Optimizer):
         eps: AdamW's term in the denominator.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
 
-    Raises ValueError for a group without "muon", a vector in a Muon group and its maximize=True, TypeError for one with integers or complex
-    numbers. ``load_state_dict`` raises ValueError for the state of another optimizer.
+    Raises ValueError for a group without "muon", a vector in a Muon group and its maximize=True, TypeError for one with
+    integers or complex numbers. ``load_state_dict`` raises ValueError for the state of another optimizer.
     """
 
     def __init__(
@@ -128,16 +135,22 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "muon" not in param_group:
-            supported = "groups with the key, such as those of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
+            supported = (
+                "groups with the key, such as those of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
+            )
             raise ValueError(f"params: a group has no key 'muon'; supported: {supported}")
         super().add_param_group(param_group)
         group = self.param_groups.pop()  # put back below, if it passes the checks
         for parameter in group["params"] if group["muon"] else ():
             if parameter.dim() < 2:
-                raise ValueError(f"params: a group with muon=True holds a parameter of shape {list(parameter.shape)}; supported: matrices")
+                raise ValueError(
+                    f"params: a group with muon=True holds a parameter of shape {list(parameter.shape)}; supported: matrices"
+                )
             if not parameter.is_floating_point():
                 supported = ", ".join(map(name_of, FLOAT_DTYPES))
-                raise TypeError(f"params: a group with muon=True holds a {name_of(parameter.dtype)} parameter; supported: {supported}")
+                raise TypeError(
+                    f"params: a group with muon=True holds a {name_of(parameter.dtype)} parameter; supported: {supported}"
+                )
         if group["muon"] and group["maximize"]:
             raise ValueError("params: a group with muon=True has maximize=True; supported: False")
         self.param_groups.append(group)
@@ -145,8 +158,13 @@ class Muon(torch.optim.Optimizer):
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of :meth:`state_dict`. Raises ValueError if its groups follow other rules than this optimizer's."""
-        found, expected = ([group.get("muon") for group in groups] for groups in (state_dict["param_groups"], self.param_groups))
+        """Take the state of :meth:`state_dict`.
+
+        Raises ValueError if its groups follow other rules than this optimizer's.
+        """
+        found, expected = (
+            [group.get("muon") for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
+        )
         if found != expected:
             raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
         if any(group["muon"] and group.get("maximize") for group in state_dict["param_groups"]):

@@ -1,4 +1,7 @@
-"""The base classes of the networks: they draw their own weights, and their weights stay contiguous. The constants of a module."""
+"""The base classes of the networks:
+
+they draw their own weights, and their weights stay contiguous. The constants of a module.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,16 @@ from .init import OfficialInit, Projection, Scheme
 
 
 def constant(name: str) -> property:
-    """Return the property ``name`` of a module: a float that ``torch.compile`` takes for a constant and whose change it sees.
+    """Return the property ``name`` of a module: a float that ``torch.compile`` takes for a constant and whose change it
+    sees.
 
-    Under ``dynamic=True`` a float attribute becomes an input of the graph, and its guard makes a tensor in every call. A text does not.
+    Under ``dynamic=True`` a float attribute becomes an input of the graph, and its guard makes a tensor in every call.
+    A text does not.
     """
     text = f"_{name}"
-    return property(lambda module: float(getattr(module, text)), lambda module, value: setattr(module, text, repr(float(value))))
+    return property(
+        lambda module: float(getattr(module, text)), lambda module, value: setattr(module, text, repr(float(value)))
+    )
 
 
 class FixedDtypes(nn.Module):
@@ -41,11 +48,13 @@ class Contiguous(nn.Module):
     """A module whose own parameters and buffers stay contiguous, as the kernels need them."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Contiguous:
-        # .to(memory_format=torch.channels_last) is meant for images and changes the strides of every tensor of four dimensions.
+        # .to(memory_format=torch.channels_last) is meant for images and changes the strides of every tensor of four
+        # dimensions.
         return super()._apply(lambda tensor: out.contiguous() if (out := fn(tensor)).dim() == 4 else out, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in (*self._parameters, *self._buffers):  # with assign=True they become the module's, and files keep strides
+        # with assign=True they become the module's, and files keep strides
+        for name in (*self._parameters, *self._buffers):
             if isinstance(value := state_dict.get(prefix + name), Tensor):
                 state_dict[prefix + name] = value.contiguous()
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -62,9 +71,19 @@ class Network(Contiguous):
         check_dtype(dtype)
 
     def _add_projection(
-        self, name: str, sizes: tuple[int, int], role: str, fan_in: float, bias: bool, device: Device, dtype: torch.dtype | None
+        self,
+        name: str,
+        sizes: tuple[int, int],
+        role: str,
+        fan_in: float,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
     ) -> None:
-        """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance; role: in_proj or out_proj."""
+        """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance;
+
+        role: in_proj or out_proj.
+        """
         setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias=bias, device=device, dtype=dtype))
         self._drawn_projections = {**self._drawn_projections, name: (role, fan_in)}
 
@@ -77,19 +96,23 @@ class Network(Contiguous):
     ) -> None:
         """Draw the weights anew.
 
-        An argument that is None keeps its last value; the first are "balanced" ("normal" for ParametricKV), 0.02, 1 and the official
-        code's gains.
+        An argument that is None keeps its last value; the first are "balanced" ("normal" for ParametricKV), 0.02, 1 and
+        the official code's gains.
 
         Args:
             init: "balanced" (ours, which keeps unit variances), "official" or "normal" (see flashmhf.nn.init).
             initializer_range: the standard deviation of "normal", and of the router under "balanced".
-            num_layers: how many networks the model has. Under "balanced" each adds 1 / (2 num_layers) to the residual stream's variance.
+            num_layers: how many networks the model has. Under "balanced" each adds 1 / (2 num_layers) to the residual
+                stream's variance.
             official: the gains of "official".
 
-        Raises TypeError for arguments of a wrong type, ValueError for an unknown init, a negative range and num_layers below 1.
+        Raises TypeError for arguments of a wrong type, ValueError for an unknown init, a negative range and num_layers
+        below 1.
         """
         given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
-        self.set_scheme(dataclasses.replace(self.scheme, **{name: value for name, value in given.items() if value is not None}))
+        self.set_scheme(
+            dataclasses.replace(self.scheme, **{name: value for name, value in given.items() if value is not None})
+        )
         self._draw()
         for name, drawn in self._drawn_projections.items():
             self.scheme.draw_projection(getattr(self, name), *drawn)

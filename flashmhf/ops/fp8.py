@@ -32,13 +32,17 @@ def _check(q: Tensor, packed: tuple[Tensor, ...], r: Gate) -> None:
 
 
 def _define(schema: str, gate: Callable[..., Gate]) -> None:
-    def kernel(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto") -> Tensor:
+    def kernel(
+        q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto"
+    ) -> Tensor:
         packed, r = (k8, u8, v8, scales), gate(*operands)
         _check(q, packed, r)
         chosen = backends.select_fp8(backend, q.device, q.dtype, k8.shape[3], k8.shape[2])
         return chosen.forward(q, *packed, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
-    def fake(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto") -> Tensor:
+    def fake(
+        q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto"
+    ) -> Tensor:
         _check(q, (k8, u8, v8, scales), gate(*operands))
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 

@@ -1,8 +1,9 @@
-"""``torch.ops.flashmhf.layer`` and ``fp8_layer``: in_proj, the heads' networks and out_proj at inference, as one operator.
+"""``torch.ops.flashmhf.layer`` and ``fp8_layer``: in_proj, the heads' networks and out_proj at inference, as one
+operator.
 
-A compiled layer is one node of the graph. It picks its kernels by the number of tokens when it runs: the compiler adds no guard on that
-number, and calls with a fixed number launch the same kernels every time, so that CUDA graphs can capture them. In eager mode
-:func:`run` calls the same code without the dispatcher, whose time few tokens would notice.
+A compiled layer is one node of the graph. It picks its kernels by the number of tokens when it runs: the compiler adds
+no guard on that number, and calls with a fixed number launch the same kernels every time, so that CUDA graphs can
+capture them. In eager mode :func:`run` calls the same code without the dispatcher, whose time few tokens would notice.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ def _check(x: Tensor, weights: LayerWeights) -> None:
             f"H_kv d_h = {kv_heads * head_dim} from {name}"
         )
     if out_proj.w.dim() != 2 or out_proj.w.shape[1] != inner:
-        raise ValueError(f"out_w has shape {list(out_proj.w.shape)}; expected [d_model, H d_h] with H d_h = {inner} from in_w")
+        raise ValueError(
+            f"out_w has shape {list(out_proj.w.shape)}; expected [d_model, H d_h] with H d_h = {inner} from in_w"
+        )
     if x.dim() < 1 or x.shape[-1] != in_proj.w.shape[1]:
-        raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_proj.w.shape[1]} from in_w")
+        raise ValueError(
+            f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_proj.w.shape[1]} from in_w"
+        )
     checks.epsilon("q_norm_eps", q_norm_eps)
     for end, projection in (("in", in_proj), ("out", out_proj)):
         checks.projection(end, projection.w, projection.bias, x)
@@ -107,7 +112,9 @@ def _define(name: str, networks: str, count: int, casts: tuple[str, ...], last: 
 
     def weights_of(in_w: Tensor, in_bias: Tensor | None, *operands: Any) -> LayerWeights:
         w, eps, out_w, out_bias, *norm = operands[count:]
-        return LayerWeights(ProjectionWeights(in_w, in_bias), operands[:count], w, eps, ProjectionWeights(out_w, out_bias), *norm)
+        return LayerWeights(
+            ProjectionWeights(in_w, in_bias), operands[:count], w, eps, ProjectionWeights(out_w, out_bias), *norm
+        )
 
     def kernel(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
         weights = weights_of(*operands)
@@ -133,7 +140,8 @@ _define("fp8_layer", "Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w",
 
 
 def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
-    """Return the layer's result [..., d_model] in x's dtype for x [..., d_model], by the operator that these weights need.
+    """Return the layer's result [..., d_model] in x's dtype for x [..., d_model], by the operator that these weights
+    need.
 
     in_proj and out_proj may hold the heads of one rank: the result is then that rank's part of the sum over the ranks.
     """
@@ -145,7 +153,8 @@ def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: st
 
 
 def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
-    """Return the layer's values where nothing but the values matters: the caller has seen to autograd, autocast, modes and transforms.
+    """Return the layer's values where nothing but the values matters: the caller has seen to autograd, autocast, modes
+    and transforms.
 
     In eager mode the dispatcher is left out.
     """

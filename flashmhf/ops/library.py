@@ -1,4 +1,5 @@
-"""The library ``torch.ops.flashmhf`` and what every operator in it needs: kernels for all devices, fakes, autograd, autocast.
+"""The library ``torch.ops.flashmhf`` and what every operator in it needs: kernels for all devices, fakes, autograd,
+autocast.
 
 A call is check -> select the back end -> run it on the current stream, without synchronising and without copying q.
 """
@@ -16,7 +17,9 @@ from .. import checks, torch_private
 LIBRARY = torch.library.Library("flashmhf", "DEF")
 
 
-def define(schema: str, kernel: Callable, fake: Callable, autograd: Callable | None = None, casts: Collection[str] = ()) -> None:
+def define(
+    schema: str, kernel: Callable, fake: Callable, autograd: Callable | None = None, casts: Collection[str] = ()
+) -> None:
     """Define an operator.
 
     Args:
@@ -55,12 +58,18 @@ def _without_gradients(name: str, op: Callable) -> Callable:
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return an operand as autocast to ``dtype`` makes it: float64 and tensors that are not floating stay as they are."""
+    """Return an operand as autocast to ``dtype`` makes it:
+
+    float64 and tensors that are not floating stay as they are.
+    """
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x
 
 
 def widen(x: Any, dtype: torch.dtype) -> Any:
-    """Return an operand that autocast to ``dtype`` does not cast. The other 16-bit dtype becomes float32: no operator mixes the two."""
+    """Return an operand that autocast to ``dtype`` does not cast.
+
+    The other 16-bit dtype becomes float32: no operator mixes the two.
+    """
     return x.float() if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:2] and x.dtype != dtype else x
 
 

@@ -1,7 +1,8 @@
 """The operators ``torch.ops.flashmhf.*`` of the heads' networks, and the functions in front of them.
 
-Each operator turns its arguments into a :class:`_Call`. What follows is the same for all: check -> select the back end -> run it on the
-current stream, without synchronising and without copying q; shapes for fake tensors, autograd, autocast and vmap.
+Each operator turns its arguments into a :class:`_Call`. What follows is the same for all: check -> select the back end
+-> run it on the current stream, without synchronising and without copying q; shapes for fake tensors, autograd,
+autocast and vmap.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class _Call(NamedTuple):
 
 
 def _check(call: _Call) -> None:
-    """Raise for operands that do not belong together. The definition reads weights of any strides, such as vmap's slices of a batch."""
+    """Raise for operands that do not belong together.
+
+    The definition reads weights of any strides, such as vmap's slices of a batch.
+    """
     upstream, q, k, u, v, r, into, backend, settings = call
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
@@ -56,7 +60,8 @@ def _values(call: _Call) -> Result:
         back_end = backends.reference  # without the cache of select, which Dynamo would trace
     else:
         back_end = backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
-    if backend == REFERENCE or q.numel():  # the definition takes empty tensors as they are, and keeps them differentiable
+    # the definition takes empty tensors as they are, and keeps them differentiable
+    if backend == REFERENCE or q.numel():
         if not upstream:
             return back_end.forward(q, k, u, v, r, settings)
         gradients = back_end.backward(*upstream, q, k, u, v, r, settings, into)
@@ -82,7 +87,8 @@ def _empty(call: _Call) -> Result:
     return gradient(q, tokens), *(gradient(x, weights) for x in (call.k, call.u, call.v)), of_gate
 
 
-# Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here, above autograd
+# Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here,
+# above autograd
 
 _UNSUPPORTED_DERIVATIVE = (
     "flashmhf has first derivatives in reverse mode only (backward, torch.autograd.grad): {what} is not supported. "
@@ -91,10 +97,15 @@ _UNSUPPORTED_DERIVATIVE = (
 
 
 class _FirstOrder(torch.autograd.Function):
-    """An operator call as one node; ``differentiate(saved tensors, needs_input_grad, *grads)`` gives the inputs' gradients."""
+    """An operator call as one node;
+
+    ``differentiate(saved tensors, needs_input_grad, *grads)`` gives the inputs' gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Result], differentiate: Callable[..., Sequence[Tensor]], *tensors: Tensor | None) -> Result:
+    def forward(
+        ctx: Any, run: Callable[..., Result], differentiate: Callable[..., Sequence[Tensor]], *tensors: Tensor | None
+    ) -> Result:
         ctx.save_for_backward(*tensors)
         ctx.differentiate = differentiate
         with torch_private.below_autograd():
@@ -114,7 +125,9 @@ def _refuse_second_derivative(*_: object) -> Sequence[Tensor]:
 def _refuse_transforms(tensors: Sequence[Tensor | None]) -> None:
     """Refuse torch.func.grad and forward mode, which would otherwise fail obscurely or drop the tangent silently."""
     if torch_private.differentiated_by_functorch(*tensors):
-        raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a torch.func transform (grad, vjp, jvp, hessian, ...)"))
+        raise NotImplementedError(
+            _UNSUPPORTED_DERIVATIVE.format(what="a torch.func transform (grad, vjp, jvp, hessian, ...)")
+        )
     if torch_private.has_tangent(*tensors):
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="forward mode (jvp)"))
 
@@ -164,7 +177,11 @@ def _resolve(deterministic: bool | None) -> bool:
 
 
 def _describe(
-    *operands: Any, deterministic: bool | None = None, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu"
+    *operands: Any,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    needs: Sequence[bool] = (True, True),
+    activation: str = "silu",
 ) -> _Call:
     tokens, weights = needs
     return _Call(*operands, backend, Settings(_resolve(deterministic), (tokens, weights), activation))
@@ -179,13 +196,28 @@ def _gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: f
 
 
 def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False, **how: Any
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None = None,
+    deterministic: bool = False,
+    **how: Any,
 ) -> _Call:
     return _describe((grad_out,), q, k, u, v, r, None, deterministic=deterministic, **how)
 
 
 def _gated_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, **how: Any
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    deterministic: bool = False,
+    **how: Any,
 ) -> _Call:
     return _describe((grad_out,), q, k, u, v, Router(w, eps), None, deterministic=deterministic, **how)
 
@@ -220,7 +252,10 @@ _WEIGHT_GRADS = "Tensor dk, Tensor du, Tensor dv, "
 _define(f"forward({_NETWORKS}, Tensor? r=None, {_FORWARD}", _forward, casts="qkuv")
 _define(f"gated_forward({_NETWORKS}, Tensor w, float eps, {_FORWARD}", _gated_forward, casts="qkuv")
 _define(f"backward(Tensor grad_out, {_NETWORKS}, Tensor? r=None, {_BACKWARD}{_WEIGHT_GRADS}Tensor dr)", _backward)
-_define(f"gated_backward(Tensor grad_out, {_NETWORKS}, Tensor w, float eps, {_BACKWARD}{_WEIGHT_GRADS}Tensor dw)", _gated_backward)
+_define(
+    f"gated_backward(Tensor grad_out, {_NETWORKS}, Tensor w, float eps, {_BACKWARD}{_WEIGHT_GRADS}Tensor dw)",
+    _gated_backward,
+)
 _define(
     f"backward_accumulate_(Tensor grad_out, {_NETWORKS}, Tensor? r, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv, {_BACKWARD}Tensor dr)",
     _backward_accumulate,
@@ -231,7 +266,9 @@ _define(
 
 
 def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """Return the batch as the first dimension, copied where the tokens would lie at more strides than every back end reads in place."""
+    """Return the batch as the first dimension, copied where the tokens would lie at more strides than every back end
+    reads in place.
+    """
     if x is None:
         return None
     if dim is None:
@@ -258,13 +295,19 @@ def _one_by_one(
     op: Callable[..., Result], size: int, in_dims: tuple[int | None, ...], args: Sequence[Any], settings: dict[str, Any]
 ) -> tuple[Any, Any]:
     def entry(i: int) -> tuple[Tensor, ...]:
-        result = op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)), **settings)
+        result = op(
+            *(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)),
+            **settings,
+        )
         return (result,) if isinstance(result, Tensor) else result
 
     if size:
         results = [torch.stack(x) for x in zip(*map(entry, range(size)), strict=True)]
     else:  # one entry of zeros shows the results' shapes
-        args = [x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) for x, dim in zip(args, in_dims, strict=True)]
+        args = [
+            x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:]))
+            for x, dim in zip(args, in_dims, strict=True)
+        ]
         results = [x.new_empty((0, *x.shape)) for x in entry(0)]
     return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
 
@@ -275,10 +318,13 @@ register_vmap("backward")
 register_vmap("gated_backward")
 
 
-# What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation by operation
+# What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation
+# by operation
 
 
-def _definition(describe: Callable[..., _Call], q: Tensor, k: Tensor, u: Tensor, v: Tensor, *gate: Any, activation: str) -> Tensor:
+def _definition(
+    describe: Callable[..., _Call], q: Tensor, k: Tensor, u: Tensor, v: Tensor, *gate: Any, activation: str
+) -> Tensor:
     if torch_private.autocasts(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         operands = (*(cast(x, dtype) for x in (q, k, u, v)), *(widen(x, dtype) for x in gate))
@@ -298,22 +344,26 @@ def flash_mhf(
     deterministic: bool | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e without the T x d_ff intermediate (paper, section 3.2).
+    """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e without the T x d_ff intermediate (paper, section
+    3.2).
 
     Args:
-        q: [..., H, d_h], any leading dimensions; bf16, fp16, fp32 or fp64 (which back end takes which: ``flashmhf.info``).
-        k, u, v: [H_kv, E, d_e, d_h], contiguous, q's dtype. H is a multiple of H_kv; head h of q takes head h // (H / H_kv) of k, u, v.
+        q: [..., H, d_h], any leading dimensions; bf16, fp16, fp32 or fp64 (which back end takes which:
+            ``flashmhf.info``). k, u, v: [H_kv, E, d_e, d_h], contiguous, q's dtype. H is a multiple of H_kv; head h of
+            q takes head h // (H / H_kv) of k, u, v.
         r: gate values [..., H, E], float32 or q's dtype; None stands for weights of 1.
-        backend: "auto" (the first of hopper, triton, eager that supports device, dtype and shape), one of these names, or "reference":
-            the definition, which materialises T x d_ff per head and which PyTorch differentiates, transforms and exports in every way.
+        backend: "auto" (the first of hopper, triton, eager that supports device, dtype and shape), one of these names,
+            or "reference": the definition, which materialises T x d_ff per head and which PyTorch differentiates,
+            transforms and exports in every way.
         deterministic: whether gradients are bitwise equal from run to run; None follows
             ``torch.are_deterministic_algorithms_enabled()``, read now, not in backward.
         activation: "silu" (the paper's), "gelu" (with erf), "relu" or "relu2" (its square); hopper has "silu" only.
 
-    Returns [..., H, d_h] in q's dtype, contiguous. Differentiable once in q, k, u, v, r; with backend="reference" any number of times.
+    Returns [..., H, d_h] in q's dtype, contiguous. Differentiable once in q, k, u, v, r; with backend="reference" any
+    number of times.
 
-    Raises TypeError (dtypes, non-tensors), ValueError (shapes, strides, devices, unknown back end), NotImplementedError (an
-    explicit back end that cannot run), each naming the argument, what it got and what is supported.
+    Raises TypeError (dtypes, non-tensors), ValueError (shapes, strides, devices, unknown back end), NotImplementedError
+    (an explicit back end that cannot run), each naming the argument, what it got and what is supported.
     """
     checks.strided(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
     checks.instance("backend", backend, str)  # the dispatcher would raise a RuntimeError
@@ -321,7 +371,9 @@ def flash_mhf(
     checks.instance("deterministic", deterministic, bool | None, "a bool or None")
     if backend == REFERENCE:
         return _definition(_forward, q, k, u, v, r, activation=activation)
-    return torch.ops.flashmhf.forward(q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation)
+    return torch.ops.flashmhf.forward(
+        q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation
+    )
 
 
 def gated_flash_mhf(
@@ -336,7 +388,12 @@ def gated_flash_mhf(
     deterministic: bool | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """Compute :func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H, d_h, E]."""
+    """Compute :func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel.
+
+    w: [H, d_h, E].
+    """
     if backend == REFERENCE:
         return _definition(_gated_forward, q, k, u, v, w, eps, activation=activation)
-    return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)
+    return torch.ops.flashmhf.gated_forward(
+        q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation
+    )

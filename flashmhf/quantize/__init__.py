@@ -38,20 +38,24 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torchao":
             raise
-        raise ModuleNotFoundError(f"flashmhf.quantize.{name} needs torchao: pip install torchao", name=error.name) from None
+        raise ModuleNotFoundError(
+            f"flashmhf.quantize.{name} needs torchao: pip install torchao", name=error.name
+        ) from None
 
 
 def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """Compute S [..., H, d_h] from q [..., H, d_h] and packed weights, in q's dtype. Works on every device and has no gradients.
+    """Compute S [..., H, d_h] from q [..., H, d_h] and packed weights, in q's dtype. Works on every device and has no
+    gradients.
 
     Args:
         q: any leading dimensions; bf16 and fp16 on the hopper back end, any floating dtype on the eager one.
         packed: the weights that :func:`pack_fp8` returned. H must be a multiple of their H_kv.
         r: gate values [..., H, E], float32 or q's dtype; None stands for weights of 1.
-        backend: "auto" (the first that supports device, dtype and shape) or a name of ``flashmhf.backends.FP8_BACKENDS``.
+        backend: "auto" (the first that supports device, dtype and shape) or a name of
+            ``flashmhf.backends.FP8_BACKENDS``.
 
-    Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf` does, and NotImplementedError if an input
-    requires a gradient.
+    Raises TypeError, ValueError and NotImplementedError as :func:`flashmhf.flash_mhf` does, and NotImplementedError if
+    an input requires a gradient.
     """
     checks.strided(q=q, **({} if r is None else {"r": r}))
     checks.instance("backend", backend, str)

@@ -21,13 +21,14 @@ _PARTS = ("query", "_forward_parts")
 
 
 class Fp8FlashMHF(FixedDtypes, Contiguous):
-    """Run FlashMHF for inference with K, U and V in e4m3. :func:`to_fp8` makes it, and the constructor raises what that raises.
+    """Run FlashMHF for inference with K, U and V in e4m3. :func:`to_fp8` makes it, and the constructor raises what that
+    raises.
 
-    State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj and out_proj as they were,
-    q_norm.weight if there is one. ``.to(dtype)``, ``.half()`` and ``.float()`` do not change the packed weights.
+    State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj and out_proj as they
+    were, q_norm.weight if there is one. ``.to(dtype)``, ``.half()`` and ``.float()`` do not change the packed weights.
 
-    A call raises ValueError if the last dimension of x is not d_model, NotImplementedError if x requires a gradient and gradients are
-    enabled.
+    A call raises ValueError if the last dimension of x is not d_model, NotImplementedError if x requires a gradient and
+    gradients are enabled.
     """
 
     fixed = ("k8", "u8", "v8", "scales", "layout")
@@ -43,15 +44,23 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
 
     def __init__(self, network: FlashMHF) -> None:
         checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
-        for name in ("forward", "split_heads", "normalise", "_mix", "join_heads"):  # this package's own subclasses compute the same
+        # this package's own subclasses compute the same
+        for name in ("forward", "split_heads", "normalise", "_mix", "join_heads"):
             if not getattr(network, name).__module__.startswith(__package__.removesuffix("quantize")):
-                raise NotImplementedError(f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}")
+                raise NotImplementedError(
+                    f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}"
+                )
         if network.activation != "silu":
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
-            raise NotImplementedError("network has DTensor parameters; supported: plain ones, before parallelize or fully_shard")
-        if network._forward_hooks or network._forward_pre_hooks:  # such as the all-reduce of flashmhf.integrations.shards.shard
-            raise NotImplementedError("network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards")
+            raise NotImplementedError(
+                "network has DTensor parameters; supported: plain ones, before parallelize or fully_shard"
+            )
+        # such as the all-reduce of flashmhf.integrations.shards.shard
+        if network._forward_hooks or network._forward_pre_hooks:
+            raise NotImplementedError(
+                "network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards"
+            )
         super().__init__()
         self.d_model, self.num_heads, self.head_dim = network.d_model, network.num_heads, network.head_dim
         self.router_eps, self.backend = network.router_eps, "auto"
@@ -71,7 +80,9 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         weights = self._plain_weights() if only_values_matter(x) else None
-        if weights is None or (torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))):
+        if weights is None or (
+            torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))
+        ):
             return self._forward_parts(x)  # the operator within refuses a q that requires a gradient
         return layer.run(x, weights, self.backend)
 
@@ -88,19 +99,23 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
 
     def _forward_parts(self, x: Tensor) -> Tensor:
         q = self.query(x)
-        mixed = torch.ops.flashmhf.fp8_gated_forward(q, *self.packed.tensors, self.router, self.router_eps, backend=self.backend)
+        mixed = torch.ops.flashmhf.fp8_gated_forward(
+            q, *self.packed.tensors, self.router, self.router_eps, backend=self.backend
+        )
         return mixed.flatten(-2) if self.out_proj is None else self.out_proj(mixed.flatten(-2))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as PyTorch does.
 
-        Raises TypeError for packed weights of another dtype, which ``copy_`` would round without their scale, and ValueError for another
-        layout.
+        Raises TypeError for packed weights of another dtype, which ``copy_`` would round without their scale, and
+        ValueError for another layout.
         """
         for name in self.fixed:
             stored, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(stored, Tensor) and stored.dtype != own.dtype:
-                raise TypeError(f"{prefix}{name} has dtype {checks.name_of(stored.dtype)}; supported: {checks.name_of(own.dtype)}")
+                raise TypeError(
+                    f"{prefix}{name} has dtype {checks.name_of(stored.dtype)}; supported: {checks.name_of(own.dtype)}"
+                )
         stored = state_dict.get(f"{prefix}layout")
         if stored is not None and not (isinstance(stored, Tensor) and stored.is_meta):
             check_layout(stored)
@@ -112,10 +127,12 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
 
 
 def to_fp8(network: FlashMHF) -> Fp8FlashMHF:
-    """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own. W_in and W_out keep their dtype.
+    """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own. W_in and W_out keep
+    their dtype.
 
-    Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating, ValueError if d_e or d_h is not a multiple of 16 or
-    the activation is not SiLU, NotImplementedError for a network with methods of its own or hooks and for parameters that are DTensors.
+    Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating, ValueError if d_e or d_h is not a
+    multiple of 16 or the activation is not SiLU, NotImplementedError for a network with methods of its own or hooks and
+    for parameters that are DTensors.
     """
     return Fp8FlashMHF(network).eval()
 
@@ -128,9 +145,10 @@ def is_flashmhf(module: nn.Module, name: str = "") -> bool:
 def quantize_(model: nn.Module) -> list[str]:
     """Replace every FlashMHF in ``model``, in place, by its FP8 module (:func:`to_fp8`) and return their names.
 
-    The configuration of a transformers model, ``model`` or a part of it, records it, so that ``from_pretrained`` loads what
-    ``save_pretrained`` then stores, once ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a module, ValueError if it
-    holds no FlashMHF or is one itself (use :func:`to_fp8`).
+    The configuration of a transformers model, ``model`` or a part of it, records it, so that ``from_pretrained`` loads
+    what
+    ``save_pretrained`` then stores, once ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a
+    module, ValueError if it holds no FlashMHF or is one itself (use :func:`to_fp8`).
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, FlashMHF):

@@ -1,4 +1,7 @@
-"""Packed weights: K, U and V in e4m3, in the order in which the FP8 kernels read them (flashmhf.backends.fp8_layout), with their scales."""
+"""Packed weights:
+
+K, U and V in e4m3, in the order in which the FP8 kernels read them (flashmhf.backends.fp8_layout), with their scales.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ V_MAX = 112.0  # of |v8|: a product with an a8 of 448 stays within fp16, in whic
 class PackedWeights:
     """Hold K, U and V in e4m3 with their scales, as :func:`pack_fp8` returns them.
 
-    k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], e4m3, last dimension permuted in blocks of 16. scales: [3, H_kv, E] fp32, factors
-    of k8, u8 and v8; those of k8 are equal for all sub-networks of a head. layout: the version of this order.
+    k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], e4m3, last dimension permuted in blocks of 16. scales: [3,
+    H_kv, E] fp32, factors of k8, u8 and v8; those of k8 are equal for all sub-networks of a head. layout: the version
+    of this order.
 
-    Raises TypeError if an argument is not a tensor. Dtypes, shapes and layout are checked by the functions that take the weights.
+    Raises TypeError if an argument is not a tensor. Dtypes, shapes and layout are checked by the functions that take
+    the weights.
     """
 
     k8: Tensor
@@ -53,8 +58,8 @@ class PackedWeights:
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> PackedWeights:
         """Return the weights that :meth:`state_dict` stored.
 
-        Raises TypeError if ``state`` is not a mapping or a dtype is wrong, KeyError if a tensor is missing, ValueError for another
-        layout version and for shapes that do not fit each other.
+        Raises TypeError if ``state`` is not a mapping or a dtype is wrong, KeyError if a tensor is missing, ValueError
+        for another layout version and for shapes that do not fit each other.
         """
         checks.instance("state", state, Mapping, "a mapping of tensors")
         missing = [entry.name for entry in fields(cls) if entry.name not in state]
@@ -70,33 +75,43 @@ def check_layout(stored: Tensor) -> None:
     """Raise TypeError if ``stored`` is not a tensor, ValueError if it is another layout version than this one's."""
     checks.tensors(layout=stored)
     if stored.numel() != 1 or stored.item() != LAYOUT:
-        raise ValueError(f"layout is {stored.tolist()}; supported: [{LAYOUT}]. Pack the weights again with this version")
+        raise ValueError(
+            f"layout is {stored.tolist()}; supported: [{LAYOUT}]. Pack the weights again with this version"
+        )
 
 
 def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of ``packed``. Raises TypeError if it is not PackedWeights, ValueError for another layout version."""
+    """Return the tensors of ``packed``.
+
+    Raises TypeError if it is not PackedWeights, ValueError for another layout version.
+    """
     checks.instance("packed", packed, PackedWeights, "a flashmhf.quantize.PackedWeights")
     if packed.layout != LAYOUT:
-        raise ValueError(f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack the weights again with this version")
+        raise ValueError(
+            f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack the weights again with this version"
+        )
     return packed.tensors
 
 
 @torch.no_grad()
 def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
-    """Pack K, U and V [H_kv, E, d_e, d_h] of any floating dtype into e4m3, on their device. No calibration data is needed.
+    """Pack K, U and V [H_kv, E, d_e, d_h] of any floating dtype into e4m3, on their device. No calibration data is
+    needed.
 
-    A scale follows the root mean square of its sub-network's weights, so that few outliers do not cost the others their bits; it grows
-    where the largest weight would saturate, and for K and U where a row's norm would exceed 180. Weights that are NaN or infinite become
-    NaN, which e4m3 has, and have no part in the scale.
+    A scale follows the root mean square of its sub-network's weights, so that few outliers do not cost the others their
+    bits; it grows where the largest weight would saturate, and for K and U where a row's norm would exceed 180. Weights
+    that are NaN or infinite become NaN, which e4m3 has, and have no part in the scale.
 
-    Raises TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, devices and strides, and for d_e or d_h that are not
-    multiples of 16.
+    Raises TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, devices and strides, and for d_e or
+    d_h that are not multiples of 16.
     """
     checks.strided(k=k, u=u, v=v)
     checks.weight_operands(k, u, v)
     for size, name in zip(k.shape[2:], ("d_e", "d_h"), strict=True):
         if size % BLOCK:
-            raise ValueError(f"k has shape {list(k.shape)}; supported: d_e and d_h that are multiples of {BLOCK}, {name} is {size}")
+            raise ValueError(
+                f"k has shape {list(k.shape)}; supported: d_e and d_h that are multiples of {BLOCK}, {name} is {size}"
+            )
 
     k, u, v = (w.where(w.isfinite(), torch.nan) for w in (k.float(), u.float(), v.float()))
 
@@ -108,7 +123,11 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
         return found.clamp_min(TINIEST_SCALE)
 
     scales = torch.stack(
-        [scale(k, E4M3_MAX, True).amax(1, keepdim=True).expand(k.shape[:2]), scale(u, E4M3_MAX, True), scale(v, V_MAX, False)]
+        [
+            scale(k, E4M3_MAX, True).amax(1, keepdim=True).expand(k.shape[:2]),
+            scale(u, E4M3_MAX, True),
+            scale(v, V_MAX, False),
+        ]
     )
     rounded = (to_e4m3(w / s[..., None, None]) for w, s in zip((k, u, v), scales, strict=True))
     k8, u8, v8 = (w.view(torch.uint8) for w in rounded)  # PyTorch indexes e4m3 as bytes only
@@ -120,8 +139,8 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
 def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Return (K, U, V) [H_kv, E, d_e, d_h] in ``dtype``: the e4m3 values times their scales.
 
-    Raises TypeError if ``packed`` is not PackedWeights or ``dtype`` is not floating, ValueError for another layout version or wrong
-    shapes.
+    Raises TypeError if ``packed`` is not PackedWeights or ``dtype`` is not floating, ValueError for another layout
+    version or wrong shapes.
     """
     k8, u8, v8, scales = operands(packed)
     check_packed(k8, u8, v8, scales)

@@ -1,4 +1,7 @@
-"""Counts of the values that reach the limit of e4m3: a slow check, in float32, of single calls and of the calls of a model."""
+"""Counts of the values that reach the limit of e4m3:
+
+a slow check, in float32, of single calls and of the calls of a model.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ Counts = dict[str, tuple[int, int]]  # "k", "u", "v", "a": (elements at the limi
 
 @torch.no_grad()
 def count_saturated(q: Tensor, packed: PackedWeights) -> Counts:
-    """Count the elements at e4m3's limit: {"k", "u", "v", "a": (at the limit, all)} for q [..., H, d_h]. Slow: it computes in float32.
+    """Count the elements at e4m3's limit: {"k", "u", "v", "a": (at the limit, all)} for q [..., H, d_h]. Slow: it
+    computes in float32.
 
-    "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm. Q cannot saturate:
-    the largest value of a token and head becomes 4 at most.
+    "a" is the intermediate of the operator; in the weights the elements at +-448 count. A few in a million do no harm.
+    Q cannot saturate: the largest value of a token and head becomes 4 at most.
 
-    Raises TypeError and ValueError as :func:`flashmhf.quantize.forward` does, NotImplementedError for tensors without values (meta).
+    Raises TypeError and ValueError as :func:`flashmhf.quantize.forward` does, NotImplementedError for tensors without
+    values (meta).
     """
     checks.tensors(q=q)
     check_operands(q, *operands(packed))
@@ -54,9 +59,10 @@ def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
             model(x)
         report["layers.0.mlp"]["a"]  # (elements of A beyond +-448, all elements of A), summed over the calls
 
-    The report has a module's name in ``model`` (``""`` for ``model`` itself) and the keys of :func:`count_saturated`; "a" is (0, 0) for a
-    module that is not called. Outputs do not change. Each call computes A a second time, in float32 on its device, so that it takes many
-    times as long. Compiled models run uncompiled in the block; calls replayed from a CUDA graph are not seen.
+    The report has a module's name in ``model`` (``""`` for ``model`` itself) and the keys of :func:`count_saturated`;
+    "a" is (0, 0) for a module that is not called. Outputs do not change. Each call computes A a second time, in float32
+    on its device, so that it takes many times as long. Compiled models run uncompiled in the block; calls replayed from
+    a CUDA graph are not seen.
 
     Raises TypeError if ``model`` is not a module, ValueError if it holds no Fp8FlashMHF.
     """
@@ -65,7 +71,10 @@ def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
     if not modules:
         raise ValueError("model holds no Fp8FlashMHF; supported: models after to_fp8 or quantize_")
     report = {name: _of_weights(module.packed) | {"a": (0, 0)} for name, module in modules.items()}
-    hooks = [module.register_forward_hook(partial(_count, report[name]), with_kwargs=True) for name, module in modules.items()]
+    hooks = [
+        module.register_forward_hook(partial(_count, report[name]), with_kwargs=True)
+        for name, module in modules.items()
+    ]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield report
@@ -75,6 +84,8 @@ def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
 
 
 @torch.no_grad()
-def _count(counts: Counts, module: Fp8FlashMHF, inputs: tuple[Tensor, ...], named: dict[str, Tensor], _: Tensor) -> None:
+def _count(
+    counts: Counts, module: Fp8FlashMHF, inputs: tuple[Tensor, ...], named: dict[str, Tensor], _: Tensor
+) -> None:
     count, elements = _of_call(module.query(*inputs, **named), module.packed)
     counts["a"] = counts["a"][0] + count, counts["a"][1] + elements

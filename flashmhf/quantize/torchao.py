@@ -16,7 +16,8 @@ from .modules import to_fp8
 class Fp8Config(AOBaseConfig):
     """Put FlashMHF networks in FP8, by ``torchao.quantization.quantize_(model, Fp8Config(), filter_fn=is_flashmhf)``.
 
-    torchao's own ``filter_fn`` chooses linear layers, which this configuration does not quantise by themselves: they raise ValueError.
+    torchao's own ``filter_fn`` chooses linear layers, which this configuration does not quantise by themselves: they
+    raise ValueError.
     """
 
 

@@ -37,7 +37,11 @@ def test_info():
     assert found.chosen == "eager" and found.reasons["eager"] is None and found.reasons["triton"]
     assert "device is cpu" in found.reasons["hopper"]
     assert "eager" in str(found) and "not usable" in str(found)
-    assert here.reasons.keys() == {"hopper", "triton", "eager"} and here.chosen is None and here.details["torch"] == torch.__version__
+    assert (
+        here.reasons.keys() == {"hopper", "triton", "eager"}
+        and here.chosen is None
+        and here.details["torch"] == torch.__version__
+    )
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
@@ -85,7 +89,14 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
         (hopper, "cuda", (9, 0), torch.float32, {}, "dtype is float32; supported: bfloat16, float16"),
         (hopper, "cuda", (9, 0), torch.bfloat16, {"d_h": 80}, "d_h is 80; supported: 64, 96, 128, 256"),
         (hopper, "cuda", (9, 0), torch.bfloat16, {"d_e": 40}, "d_e is 40; supported: multiples of 16"),
-        (hopper, "cuda", (9, 0), torch.bfloat16, {"activation": "gelu"}, "supported: 'silu' (the triton and eager back ends have all)"),
+        (
+            hopper,
+            "cuda",
+            (9, 0),
+            torch.bfloat16,
+            {"activation": "gelu"},
+            "supported: 'silu' (the triton and eager back ends have all)",
+        ),
         (triton, "meta", (9, 0), torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
         (triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
         (triton, "cuda", (9, 0), torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
@@ -96,7 +107,14 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
         (fp8_triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
         (fp8_triton, "cuda", (8, 9), torch.float64, {}, "dtype is float64; supported"),
         (fp8_triton, "cuda", (8, 9), torch.bfloat16, {"d_h": 16}, "d_h is 16; supported: 32, 64"),
-        (fp8_triton, "cuda", (8, 6), torch.bfloat16, {}, "compute capability 8.6; supported for e4m3 products: 8.9 or later"),
+        (
+            fp8_triton,
+            "cuda",
+            (8, 6),
+            torch.bfloat16,
+            {},
+            "compute capability 8.6; supported for e4m3 products: 8.9 or later",
+        ),
         (fp8_triton, "cuda", (8, 9), torch.bfloat16, {}, None),
     ],
 )
@@ -139,7 +157,9 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path, uncached, cuda, ex
 
 
 def machine(monkeypatch, *devices: tuple[str, tuple[int, int]]) -> None:
-    """A machine with these CUDA devices (name, compute capability), the first of them current, and a library that loads."""
+    """A machine with these CUDA devices (name, compute capability), the first of them current, and a library that
+    loads.
+    """
     index = lambda device: torch.device(device).index or 0  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
@@ -177,8 +197,14 @@ def test_an_amd_gpu_is_not_called_a_hopper_gpu(monkeypatch, uncached):
 
 @pytest.mark.parametrize("protocol", [contract.Backend, contract.Fp8Backend])
 def test_every_back_end_provides_the_contract(protocol):
-    modules = backends.FP8_BACKENDS if protocol is contract.Fp8Backend else backends.BACKENDS | {"reference": backends.reference}
-    wanted = {name: value for name, value in inspect.getmembers(protocol, inspect.isfunction) if not name.startswith("_")}
+    modules = (
+        backends.FP8_BACKENDS
+        if protocol is contract.Fp8Backend
+        else backends.BACKENDS | {"reference": backends.reference}
+    )
+    wanted = {
+        name: value for name, value in inspect.getmembers(protocol, inspect.isfunction) if not name.startswith("_")
+    }
     assert {"why_not", "forward", "layer"} <= set(wanted)
     for module, (function, declared) in itertools.product(modules.values(), wanted.items()):
         given = inspect.signature(getattr(module, function)).parameters

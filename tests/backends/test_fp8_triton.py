@@ -12,7 +12,8 @@ from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.triton import fp8 as triton
 from flashmhf.testing import poisoned_memory, problem, relative_l2
 
-# From the same quantised operands: fp32 sums in another order and the rounding of out; where A lies between two e4m3 values, either.
+# From the same quantised operands: fp32 sums in another order and the rounding of out; where A lies between two e4m3
+# values, either.
 DISTANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 HOPPER_SUMS = 1.2e-2  # Hopper's tensor cores add e4m3 products with fewer bits than fp32 has
 
@@ -44,7 +45,11 @@ def check(q, packed, r):
 
 CASES = [
     *({"head_dim": head_dim, "subnets": 2} for head_dim in triton.HEAD_DIMS),
-    *({"subnet_dim": subnet_dim, "dtype": dtype} for subnet_dim in (16, 32, 80, 144) for dtype in (torch.float32, HALF)),
+    *(
+        {"subnet_dim": subnet_dim, "dtype": dtype}
+        for subnet_dim in (16, 32, 80, 144)
+        for dtype in (torch.float32, HALF)
+    ),
     *({"tokens": tokens} for tokens in (1, 63, 64, 65)),
     *({"heads": heads, "group": group} for heads, group in ((4, 2), (3, 3))),
 ]
@@ -66,7 +71,9 @@ def test_magnitudes_and_negative_gates():
 
 
 @runs_kernels
-@pytest.mark.parametrize(("head_dim", "subnet_dim"), [(64, 512), (128, 144 if INTERPRETED else 2048), (256, 128 if INTERPRETED else 704)])
+@pytest.mark.parametrize(
+    ("head_dim", "subnet_dim"), [(64, 512), (128, 144 if INTERPRETED else 2048), (256, 128 if INTERPRETED else 704)]
+)
 def test_long_sums_of_one_sign(head_dim, subnet_dim):
     """U = K, V = |V|: sums that are not promoted are 1e-2 to 3e-2 away on an H200."""
     p = draw(head_dim=head_dim, subnets=2, subnet_dim=subnet_dim)
@@ -127,20 +134,39 @@ def test_saturation():
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 @pytest.mark.parametrize(("capability", "instruction"), [(89, "mma.sync"), (90, "wgmma.mma_async")])
 def test_compiles_to_e4m3_products(capability, instruction, head_dim):
-    """For the GPU families with e4m3 products, whatever GPU is here; within 99 KB of shared memory, the smallest of them."""
+    """For the GPU families with e4m3 products, whatever GPU is here;
+
+    within 99 KB of shared memory, the smallest of them.
+    """
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
     from flashmhf.backends.triton import fp8_kernels as fp8
 
     config = fp8.config(head_dim, 384)
-    pointers = {"q": "*bf16", "k8": "*fp8e4nv", "u8": "*fp8e4nv", "v8": "*fp8e4nv", "scales": "*fp32", "r": "*fp32", "out": "*bf16"}
-    constants = {"Q_LAYOUT": "rows", "R_LAYOUT": "rows", "GROUP": 1, "D": head_dim, "BD": max(64, 1 << (head_dim - 1).bit_length())}
+    pointers = {
+        "q": "*bf16",
+        "k8": "*fp8e4nv",
+        "u8": "*fp8e4nv",
+        "v8": "*fp8e4nv",
+        "scales": "*fp32",
+        "r": "*fp32",
+        "out": "*bf16",
+    }
+    constants = {
+        "Q_LAYOUT": "rows",
+        "R_LAYOUT": "rows",
+        "GROUP": 1,
+        "D": head_dim,
+        "BD": max(64, 1 << (head_dim - 1).bit_length()),
+    }
     constants |= {"BT": config.tokens, "BI": config.inter, "RECIPROCAL": True, "BY_BLOCKS": False, "INTERPRETED": False}
     constants |= {"q_table": None, "r_table": None}
     names = fp8.forward_kernel.arg_names
     signature = {name: pointers.get(name) or ("constexpr" if name in constants else "i32") for name in names}
-    source = compiler.ASTSource(fp8.forward_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    source = compiler.ASTSource(
+        fp8.forward_kernel, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
     options = {"num_warps": config.warps, "num_stages": config.stages}
     compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     lines = [line for line in compiled.asm["ptx"].splitlines() if instruction in line and "e4m3.e4m3" in line]

@@ -47,7 +47,8 @@ def test_every_number_of_tokens(needs_hopper, dtype, bias):
 # Less k than CTAs of a cluster, not divided by them evenly, more than what is in flight; one and many clusters
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("inner", "features"), [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (131072, 64)]
+    ("inner", "features"),
+    [(64, 64), (320, 128), (768, 768), (1024, 2048), (2048, 2048), (2112, 64), (8192, 320), (131072, 64)],
 )
 def test_sizes(needs_hopper, dtype, inner, features):
     for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384):
@@ -73,7 +74,10 @@ def test_equal_inputs_give_equal_bits(needs_hopper, tokens):
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 96, 128, 192, 256, 384])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(needs_hopper, tokens, graphed):
-    """Every result lies in memory that an earlier one has left; at the end the kernel before a projection writes its weight."""
+    """Every result lies in memory that an earlier one has left;
+
+    at the end the kernel before a projection writes its weight.
+    """
     x, w, _ = operands(tokens, 1024, 1024, torch.bfloat16)
     weights = [w[torch.randperm(1024, device="cuda")].contiguous() for _ in range(6)]
     written = torch.empty_like(w)
@@ -171,11 +175,19 @@ def test_module_values(needs_hopper, by_parts, monkeypatch, dtype, tokens, optio
 
 @pytest.mark.parametrize("tokens", [5, 100])
 def test_module_takes_inputs_of_any_layout(needs_hopper, by_parts, tokens):
-    """Rows at a stride, transposed batches, rows that are no multiple of 16 bytes apart, one token without leading dimensions."""
+    """Rows at a stride, transposed batches, rows that are no multiple of 16 bytes apart, one token without leading
+    dimensions.
+    """
     module, odd = on_gpu(torch.bfloat16), on_gpu(torch.bfloat16, 288, 3)  # d_model 288: no multiple of 64
     wide = torch.randn(tokens, 3, 520, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
-        for x in (wide[..., :512], wide[..., :512].transpose(0, 1), wide[..., 3:515], wide[0, 0, :512], wide[:, :1, 8:]):
+        for x in (
+            wide[..., :512],
+            wide[..., :512].transpose(0, 1),
+            wide[..., 3:515],
+            wide[0, 0, :512],
+            wide[:, :1, 8:],
+        ):
             assert relative_l2(module(x), by_parts(module, x)) < 5e-3
         x = wide[..., :288]
         torch.testing.assert_close(odd(x), plain(odd, x))
@@ -203,7 +215,10 @@ def test_q_norm_rounds_once(needs_hopper, dtype, d_model, heads):
     with torch.no_grad():
         module.q_norm.weight.normal_(1, 0.5)
         for tokens in (1, 3, 70, 1030):
-            x = torch.randn(tokens, d_model, device="cuda", dtype=dtype) * torch.logspace(-3, 1, tokens, device="cuda").to(dtype)[:, None]
+            x = (
+                torch.randn(tokens, d_model, device="cuda", dtype=dtype)
+                * torch.logspace(-3, 1, tokens, device="cuda").to(dtype)[:, None]
+            )
             x[0] = 0
             for weight in (module.q_norm.weight, nn.Parameter(module.q_norm.weight.float() * 1.001)):
                 module.q_norm.weight = weight

@@ -70,17 +70,26 @@ CASES = [  # arguments of problem, and p.activation; the interpreter takes secon
         for gate in (None, "float32")
     ),
     *(  # fp16 has not the range
-        {"shape": (100 if INTERPRETED else 200, 2, 64, 2, 64), "dtype": torch.float32 if INTERPRETED else torch.bfloat16, "scale": scale}
+        {
+            "shape": (100 if INTERPRETED else 200, 2, 64, 2, 64),
+            "dtype": torch.float32 if INTERPRETED else torch.bfloat16,
+            "scale": scale,
+        }
         for scale in (1e-3, 30.0)
     ),
-    *({"shape": (100 if INTERPRETED else 300, 2, 64, 2, 64), "dtype": dtype, "mean_score": -6.0} for dtype in (torch.float32, HALF)),
+    *(
+        {"shape": (100 if INTERPRETED else 300, 2, 64, 2, 64), "dtype": dtype, "mean_score": -6.0}
+        for dtype in (torch.float32, HALF)
+    ),
 ]
 
 
 @runs_kernels
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values(case):
-    """Head dimensions, tails of tokens and of d_e, gates, activations, grouped heads, magnitudes, scores in SiLU's exponential tail."""
+    """Head dimensions, tails of tokens and of d_e, gates, activations, grouped heads, magnitudes, scores in SiLU's
+    exponential tail.
+    """
     case = {"dtype": HALF, "activation": "silu"} | case
     activation = case.pop("activation")
     check(dataclasses.replace(make(*case.pop("shape"), case.pop("dtype"), **case), activation=activation))
@@ -159,7 +168,10 @@ def test_split_and_unsplit_sums_and_those_that_are_added_to(waves, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "swapped"])
 def test_offsets_beyond_32_bits(layout):
-    """T x H x d_h past 2^31 elements; only the last tokens have a gradient, so the weight gradients are theirs alone."""
+    """T x H x d_h past 2^31 elements;
+
+    only the last tokens have a gradient, so the weight gradients are theirs alone.
+    """
     tokens, tail = 1_048_578, 2
     small = problem(tail, 16, 128, 1, 16, torch.bfloat16, device="cuda")
 

@@ -36,7 +36,15 @@ QUEUE = {
     "runs": [
         {"name": "swiglu", "ffn": "swiglu", "width": 192, "grid": {"learning_rate": [1e-3, 2e-3]}},
         {"name": "flash", "ffn": "flashmhf", "heads": 4, "subnets": 2, "width": 148, "rates": {"projection": 0.3}},
-        {"name": "flash-muon", "ffn": "flashmhf", "heads": 4, "subnets": 2, "width": 148, "optimizer": "muon", "projections": "orthogonal"},
+        {
+            "name": "flash-muon",
+            "ffn": "flashmhf",
+            "heads": 4,
+            "subnets": 2,
+            "width": 148,
+            "optimizer": "muon",
+            "projections": "orthogonal",
+        },
         {"name": "swiglu-best", "best_of": ["swiglu-lr0.001", "swiglu-lr0.002"], "grid": {"seed": [1, 2]}},
     ],
 }
@@ -48,20 +56,33 @@ def tokens(tmp_path_factory):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     directory = tmp_path_factory.mktemp("tokens")
-    lines = [json.dumps({"text": "\n\n".join(SENTENCE.format(10 * i + j) for j in range(10)), "meta": {}}) for i in range(200)]
+    lines = [
+        json.dumps({"text": "\n\n".join(SENTENCE.format(10 * i + j) for j in range(10)), "meta": {}})
+        for i in range(200)
+    ]
     (directory / "pile.jsonl").write_text("\n".join(lines) + "\n")
-    vocabulary = {corpus.EOS: 0} | {character: 1 + i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {corpus.EOS: 0} | {
+        character: 1 + i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(directory / "tokenizer.json"))
     texts = [text for _, text in corpus.read_files([directory / "pile.jsonl"])]
-    parts = {"val-prose": [texts[0][:400]], "val-code": [texts[1][:700]], "train-00": texts[3:100], "train-01": texts[100:]}
+    parts = {
+        "val-prose": [texts[0][:400]],
+        "val-code": [texts[1][:700]],
+        "train-00": texts[3:100],
+        "train-01": texts[100:],
+    }
     corpus.tokenise(parts, directory / "tokenizer.json", directory / "bins", 1)
     return directory / "bins"
 
 
 def test_optimizer_of_a_parameter():
-    """Muon has the blocks' matrices, AdamW the embedding and the vectors; each parameter is in one group, with its rate."""
+    """Muon has the blocks' matrices, AdamW the embedding and the vectors;
+
+    each parameter is in one group, with its rate.
+    """
     run = compare.Run("muon", "flashmhf", 148, heads=4, subnets=2, optimizer="muon", rates={"projection": 0.5}, **SMALL)
     model = compare.Model(run, 300)
     groups = compare.make_optimizer(run, model, "cpu").param_groups
@@ -69,7 +90,10 @@ def test_optimizer_of_a_parameter():
     assert len(chosen) == sum(1 for _ in model.parameters())
     block = model.blocks[0]
     assert chosen[id(model.embedding.weight)] == (False, run.learning_rate) == chosen[id(block.norm1.weight)]
-    assert chosen[id(block.ffn.k)] == (True, run.learning_rate) and chosen[id(block.ffn.in_proj.weight)] == (True, run.learning_rate / 2)
+    assert chosen[id(block.ffn.k)] == (True, run.learning_rate) and chosen[id(block.ffn.in_proj.weight)] == (
+        True,
+        run.learning_rate / 2,
+    )
 
 
 def test_muon_by_heads_takes_a_heads_subnetworks_as_one_matrix():
@@ -77,7 +101,9 @@ def test_muon_by_heads_takes_a_heads_subnetworks_as_one_matrix():
     model = compare.Model(run, 300)
     optimizer, k = compare.make_optimizer(run, model, "cpu"), model.blocks[0].ffn.k
     whole = torch.nn.Parameter(k.detach().flatten(1, 2).clone())
-    reference = flashmhf.Muon([{"params": [whole], "lr": run.learning_rate, "weight_decay": run.weight_decay, "muon": True}])
+    reference = flashmhf.Muon(
+        [{"params": [whole], "lr": run.learning_rate, "weight_decay": run.weight_decay, "muon": True}]
+    )
     for _ in range(2):
         k.grad = torch.randn_like(k)
         whole.grad = k.grad.flatten(1, 2)
@@ -89,7 +115,9 @@ def test_muon_by_heads_takes_a_heads_subnetworks_as_one_matrix():
 def run_queue(tokens, out, *arguments):
     queue = out.with_suffix(".json")
     queue.write_text(json.dumps(QUEUE))
-    return compare.main(list(map(str, (queue, "--tokens", tokens, "--out", out, "--device", "cpu", "--least", 0, *arguments))))
+    return compare.main(
+        list(map(str, (queue, "--tokens", tokens, "--out", out, "--device", "cpu", "--least", 0, *arguments)))
+    )
 
 
 def finished(directory):
@@ -135,14 +163,21 @@ def test_the_source_archive_in_a_package_is_read():
     with zipfile.ZipFile(inner, "w") as archive:
         archive.writestr("b/c.java", "class C {}")
     with tarfile.open(fileobj=outer, mode="w:xz") as archive:
-        for name, raw in (("./a.py", b"pass"), ("usr/lib/src.zip", inner.getvalue()), ("test/other.zip", b"broken"), ("lib/a.bin", b"\0")):
+        for name, raw in (
+            ("./a.py", b"pass"),
+            ("usr/lib/src.zip", inner.getvalue()),
+            ("test/other.zip", b"broken"),
+            ("lib/a.bin", b"\0"),
+        ):
             add(archive, name, raw)
     outer.seek(0)
     assert list(corpus.members("data.tar.xz", outer)) == [("a.py", b"pass"), ("b/c.java", b"class C {}")]
 
 
 def test_packages_to_pieces_to_tokens(tmp_path, monkeypatch):
-    """Any number of processes gives the same tokens, pieces can come one by one, and no paragraph is in the corpus twice."""
+    """Any number of processes gives the same tokens, pieces can come one by one, and no paragraph is in the corpus
+    twice.
+    """
     manifest = tmp_path / "corpus.json"
     manifest.write_text(json.dumps({"packages": [{"name": "letters", "from": "sdist"}], "pieces": 3}))
     sizes = {"VOCABULARY": 300, "SAMPLE": 1, "ARCHIVE": 4000, "VALIDATION": {"prose": 10, "code": 10}}
@@ -165,7 +200,13 @@ def test_packages_to_pieces_to_tokens(tmp_path, monkeypatch):
         corpus.build(tmp_path, tmp_path / "other", 1, False)
 
     documents = {path.relative_to(text): list(corpus.read_piece([path])) for path in text.glob("*/*.bz2")}
-    found = [paragraph.lower() for texts in documents.values() for each in texts for paragraph in each.split("\n\n") if "clerk" in each]
+    found = [
+        paragraph.lower()
+        for texts in documents.values()
+        for each in texts
+        for paragraph in each.split("\n\n")
+        if "clerk" in each
+    ]
     assert sorted(found) == sorted(SENTENCE.format(word).lower() for word in words)
     assert {path.parent.name for path in documents} == {"00", "01", "02"}
     first = tmp_path / "first"
@@ -176,7 +217,13 @@ def test_packages_to_pieces_to_tokens(tmp_path, monkeypatch):
         result = corpus.tokenise_pieces(tmp_path / "carried", tmp_path / "second", 2, False)
         (tmp_path / "carried" / piece).rename(text / piece)
     recorded = json.loads(manifest.read_text())["tokens"]
-    assert result["parts"] == recorded and set(recorded) == {"val-prose", "val-code", "train-00", "train-01", "train-02"}
+    assert result["parts"] == recorded and set(recorded) == {
+        "val-prose",
+        "val-code",
+        "train-00",
+        "train-01",
+        "train-02",
+    }
     ids = np.fromfile(first / "train-01.bin", np.uint16)
     assert (ids == 0).sum() == sum(len(texts) for path, texts in documents.items() if path.parent.name == "01")
     manifest.write_text(json.dumps(built | {"tokens": recorded | {"train-02": {}}}))
@@ -189,8 +236,17 @@ def test_a_queue_is_trained_by_two_processes_taken_up_again_and_reported(tokens,
     monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
     out, collected = tmp_path / "runs", tmp_path / "collected.jsonl"
     assert run_queue(tokens, out, "--commit", "abc", "--workers", "2") == 0
-    trained = sorted(line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if "validation_loss" in line)
-    assert trained == ["flash", "flash-muon", "swiglu-best-seed1", "swiglu-best-seed2", "swiglu-lr0.001", "swiglu-lr0.002"]
+    trained = sorted(
+        line.partition(":")[0] for line in capfd.readouterr().out.splitlines() if "validation_loss" in line
+    )
+    assert trained == [
+        "flash",
+        "flash-muon",
+        "swiglu-best-seed1",
+        "swiglu-best-seed2",
+        "swiglu-lr0.001",
+        "swiglu-lr0.002",
+    ]
     assert set(finished(out)) == set(trained) and not list(out.glob("*.state"))
     assert run_queue(tokens, tmp_path / "other", "--done", out / "runs.jsonl") == 0 and capfd.readouterr().out == ""
     assert set(report.collect([out / "runs.jsonl"], collected)) == set(finished(out))
@@ -199,14 +255,21 @@ def test_a_queue_is_trained_by_two_processes_taken_up_again_and_reported(tokens,
     line = finished(out)["flash"]
     assert line["configuration"]["heads"] == 4 and line["backend"] == "eager" and line["commit"] == "abc"
     assert line["versions"]["torch"] == torch.__version__ and line["corpus"]["pieces"] == 2
-    assert len(line["losses"]) == 1 and line["validation_loss"] < line["losses"][0] + 1 and set(line["validation"]) == {"prose", "code"}
+    assert (
+        len(line["losses"]) == 1
+        and line["validation_loss"] < line["losses"][0] + 1
+        and set(line["validation"]) == {"prose", "code"}
+    )
     best = min(("swiglu-lr0.001", "swiglu-lr0.002"), key=lambda name: finished(out)[name]["validation_loss"])
     taken = finished(out)["swiglu-best-seed1"]["configuration"]
     assert taken["learning_rate"] == finished(out)[best]["configuration"]["learning_rate"] and taken["seed"] == 1
     rows = report.rows([collected])
     assert sorted(len(row.losses) for row in rows) == [1, 1, 1, 3]
-    older = {key: value for key, value in line["configuration"].items() if key not in ("optimizer", "projections")} | {"seed": 7}
-    compare.write_lines(collected, [line | {"run": "older", "configuration": older}])  # recorded before these fields were added
+    older = {key: value for key, value in line["configuration"].items() if key not in ("optimizer", "projections")} | {
+        "seed": 7
+    }
+    # recorded before these fields were added
+    compare.write_lines(collected, [line | {"run": "older", "configuration": older}])
     assert sorted(len(row.losses) for row in report.rows([collected])) == [1, 1, 2, 3]
     text = report.table(rows, None)
     assert all(text.count(f"| {row.name} | tiny |") == 1 for row in rows) and "Standard deviation between seeds" in text
@@ -227,7 +290,9 @@ def test_a_held_run_is_left_to_its_process_and_a_late_one_is_not_begun(tokens, t
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, tmp_path, monkeypatch, optimizer):
-    run = compare.Run(name="a", ffn="flashmhf", heads=4, subnets=2, width=148, optimizer=optimizer, **SMALL | {"steps": 12})
+    run = compare.Run(
+        name="a", ffn="flashmhf", heads=4, subnets=2, width=148, optimizer=optimizer, **SMALL | {"steps": 12}
+    )
     for name, value in {"CHECKED": 5, "EVALUATED": 3 * 4 * 16, "SAMPLE": 4, "SAVED": 0}.items():
         monkeypatch.setattr(compare, name, value)
     state = tmp_path / "a.state"
@@ -246,14 +311,32 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
 
 
 def test_the_long_table_keeps_optimizers_apart_and_prefers_seeds():
-    """One run of a setting may be lucky, so the setting with the most seeds stands first; AdamW's losses are no setting of Muon's."""
+    """One run of a setting may be lucky, so the setting with the most seeds stands first;
+
+    AdamW's losses are no setting of Muon's.
+    """
 
     def row(name: str, optimizer: str, rate: float, losses: dict[int, float]) -> report.Row:
-        run = compare.Run(name=name, ffn="swiglu", width=192, optimizer=optimizer, **SMALL | {"learning_rate": rate, "weight_decay": 0.1})
-        record = {"evaluations": [], "tokens_per_second": 2_000_000, "device": "NVIDIA H100 80GB HBM3", "peak_memory": 2**30}
+        run = compare.Run(
+            name=name,
+            ffn="swiglu",
+            width=192,
+            optimizer=optimizer,
+            **SMALL | {"learning_rate": rate, "weight_decay": 0.1},
+        )
+        record = {
+            "evaluations": [],
+            "tokens_per_second": 2_000_000,
+            "device": "NVIDIA H100 80GB HBM3",
+            "peak_memory": 2**30,
+        }
         return report.Row(name, {**dataclasses.asdict(run), "min_rate": 0.0}, 1000, losses, [record])
 
-    found = [row("one", "muon", 1e-3, {0: 1.0}), row("two", "muon", 2e-3, {0: 1.1, 1: 1.3}), row("three", "adamw", 3e-3, {0: 2.0})]
+    found = [
+        row("one", "muon", 1e-3, {0: 1.0}),
+        row("two", "muon", 2e-3, {0: 1.1, 1: 1.3}),
+        row("three", "adamw", 3e-3, {0: 2.0}),
+    ]
     lines = report.long_block(found).splitlines()[2:]
     assert ["AdamW" in line for line in lines] == [False, True] and "| 0.003 → 0 | 2.000 | – | 1 |" in lines[1]
     assert "| 0.002 → 0 | 1.200 | 0.001 → 0: 1.000 | 2 | 2.00 (H100) | 1.0 |" in lines[0]
@@ -265,7 +348,11 @@ def test_the_lines_of_the_chart_compare_equal_seeds():
     def row(losses: dict[int, float]) -> report.Row:
         validation = {"validation_loss": 1.5, "validation": {"prose": 1.0, "code": 2.0}}
         records = [
-            {"configuration": {"seed": seed}, "evaluations": [{"tokens": 64, "prose": loss, "code": loss}], **validation}
+            {
+                "configuration": {"seed": seed},
+                "evaluations": [{"tokens": 64, "prose": loss, "code": loss}],
+                **validation,
+            }
             for seed, loss in losses.items()
         ]
         return report.Row("a", {}, 1000, losses, records)
@@ -283,7 +370,10 @@ def test_every_window_is_seen_once_a_pass(tmp_path):
     run = compare.Run(name="a", ffn="swiglu", width=192, **SMALL | {"batch": 2, "context": 64})
     batches = list(itertools.islice(loaded.batches(run, 0), 30))
     firsts = [int(window[0]) for batch in batches for window in batch]
-    assert all(torch.equal(window, torch.arange(start, start + 65)) for window, start in zip(torch.cat(batches), firsts, strict=True))
+    assert all(
+        torch.equal(window, torch.arange(start, start + 65))
+        for window, start in zip(torch.cat(batches), firsts, strict=True)
+    )
     passes = [sorted(firsts[:14]), sorted(firsts[14:36]), sorted(firsts[36:50])]  # 7 batches of piece 0, 11 of piece 1
     for each, low, high in zip(passes, (0, 1000, 0), (1000, 2500, 1000), strict=True):
         assert low <= each[0] and each[-1] < high and {b - a for a, b in itertools.pairwise(each)} <= {64, 128}
@@ -315,7 +405,10 @@ def test_a_missing_piece_is_waited_for_while_the_clock_of_a_run_stands(tokens, t
         ({"rates": {"gate": 1.0}}, "unknown roles: gate"),
         ({"ffn": "mlp"}, "ffn is 'mlp'"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
-        ({"gates": "sigmoid"}, "gates is 'sigmoid'; supported: normalised, sigmoid, the second for ffn 'flashmhf' only"),
+        (
+            {"gates": "sigmoid"},
+            "gates is 'sigmoid'; supported: normalised, sigmoid, the second for ffn 'flashmhf' only",
+        ),
         ({"stacks": "heads"}, "stacks is 'heads'; supported: subnets, heads, the second for flashmhf with muon only"),
         ({"steps": 100_000}, "a: steps is 100000, .* at most 4"),
     ],
@@ -350,7 +443,10 @@ def test_every_run_of_the_committed_queues_has_its_size(path):
 def test_sigmoid_gates():
     """With a router of zero they are the paper's gates; with any, R = 2 sigma(P) / E."""
     like = {"ffn": "flashmhf", "heads": 2, "width": 64, "subnets": 2, **SMALL}
-    paper, ours = (compare.feed_forward(compare.Run("a", gates=gates, router_std=0.0, **like)) for gates in ("normalised", "sigmoid"))
+    paper, ours = (
+        compare.feed_forward(compare.Run("a", gates=gates, router_std=0.0, **like))
+        for gates in ("normalised", "sigmoid")
+    )
     ours.load_state_dict(paper.state_dict())
     x = torch.randn(5, 64)
     torch.testing.assert_close(ours(x), paper(x))
@@ -383,8 +479,14 @@ def test_the_model_is_that_of_flashmhf_lm(ffn):
     }
     for index, block in enumerate(ours.blocks):
         prefix = f"model.layers.{index}."
-        state |= {f"{prefix}self_attn.{name}_proj.weight": part for name, part in zip("qkv", block.qkv.weight.chunk(3), strict=True)}
-        state |= {f"{prefix}self_attn.o_proj.weight": block.out.weight, f"{prefix}input_layernorm.weight": block.norm1.weight}
+        state |= {
+            f"{prefix}self_attn.{name}_proj.weight": part
+            for name, part in zip("qkv", block.qkv.weight.chunk(3), strict=True)
+        }
+        state |= {
+            f"{prefix}self_attn.o_proj.weight": block.out.weight,
+            f"{prefix}input_layernorm.weight": block.norm1.weight,
+        }
         state |= {f"{prefix}post_attention_layernorm.weight": block.norm2.weight}
         state |= {f"{prefix}mlp.{name}": part for name, part in block.ffn.state_dict().items()}
     theirs.load_state_dict(state)

@@ -1,4 +1,7 @@
-"""``python -m benchmarks.plan``: what it prints agrees with the planner, and the planner's times with what was measured."""
+"""``python -m benchmarks.plan``:
+
+what it prints agrees with the planner, and the planner's times with what was measured.
+"""
 
 import sys
 
@@ -30,7 +33,9 @@ def taken_us(rows: dict[str, str]) -> float:
     return float(line.partition("|")[2].split()[4])
 
 
-@pytest.mark.parametrize(("fp8", "title", "bound"), [(False, "forward", "3.39 ms"), (True, "forward in FP8", "1.69 ms")])
+@pytest.mark.parametrize(
+    ("fp8", "title", "bound"), [(False, "forward", "3.39 ms"), (True, "forward in FP8", "1.69 ms")]
+)
 def test_a_long_forward(planner, fp8, title, bound, capsys):
     rows = printed([*FLAGSHIP, "32256", *["--fp8"] * fp8], capsys)
     p = planner.plan_forward(1, 32256, 16, 128, 22, 384, fp8=fp8)
@@ -47,14 +52,19 @@ def test_few_tokens(planner, capsys):
     rows = printed([*FLAGSHIP, "16"], capsys)
     assert rows["waves"].startswith("1: every cluster has one item, whose inter tiles its 6 CTAs divide")
     assert rows["workspace"] == "0.0 MiB" and rows["bound"].startswith("memory: ")
-    assert printed([*FLAGSHIP, "1", "--fp8"], capsys)["bound"].startswith("memory: 10.8 us")  # half of the weights' bytes in bf16
+    # half of the weights' bytes in bf16
+    assert printed([*FLAGSHIP, "1", "--fp8"], capsys)["bound"].startswith("memory: 10.8 us")
 
 
-@pytest.mark.parametrize(("extra", "sums"), [([], "in no fixed order"), (["--deterministic"], "in the order of the items")])
+@pytest.mark.parametrize(
+    ("extra", "sums"), [([], "in no fixed order"), (["--deterministic"], "in the order of the items")]
+)
 def test_the_backward(planner, capsys, extra, sums):
     rows = printed([*FLAGSHIP, "32256", "--backward", *extra], capsys)
     assert rows["kernels"] == "one fused kernel: 8 products" and sums in rows["sums"]
-    assert rows["launches"].startswith(f"{len(planner.plan_head_groups(1, 32256, 16, 128, 22, 384, deterministic=bool(extra))['heads'])}, ")
+    assert rows["launches"].startswith(
+        f"{len(planner.plan_head_groups(1, 32256, 16, 128, 22, 384, deterministic=bool(extra))['heads'])}, "
+    )
     assert "13 products" in printed(["8", "22", "704", "256", "4096", "--backward", *extra], capsys)["kernels"]
 
 
@@ -62,11 +72,15 @@ def test_the_backward(planner, capsys, extra, sums):
 def test_the_planners_times_are_near_the_measured_ones(planner, tokens, forward_ms, backward_ms, capsys):
     """Measured on an H200; the backward there includes what the model leaves out."""
     assert taken_us(printed([*FLAGSHIP, str(tokens)], capsys)) / 1000 == pytest.approx(forward_ms, rel=0.05)
-    assert planner.plan_head_groups(1, tokens, 16, 128, 22, 384)["time_us"] / 1000 == pytest.approx(backward_ms, rel=0.12)
+    assert planner.plan_head_groups(1, tokens, 16, 128, 22, 384)["time_us"] / 1000 == pytest.approx(
+        backward_ms, rel=0.12
+    )
 
 
 @pytest.mark.parametrize("length", [1, 64, 512, 3072, 12288, 32256])
-@pytest.mark.parametrize(("heads", "head_dim", "subnets", "subnet_dim"), [(16, 128, 22, 384), (6, 96, 8, 256), (8, 256, 22, 704)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "subnets", "subnet_dim"), [(16, 128, 22, 384), (6, 96, 8, 256), (8, 256, 22, 704)]
+)
 def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subnet_dim, capsys):
     for fp8, tflops in ((False, plan.MATRIX_TFLOPS), (True, plan.FP8_TFLOPS)):
         problem = plan.Problem(1, length, heads, head_dim, subnets, subnet_dim, heads, fp8)
@@ -78,7 +92,10 @@ def test_no_time_below_the_bound(planner, length, heads, head_dim, subnets, subn
 def test_heads_that_share_weights(planner, capsys):
     rows = printed([*FLAGSHIP, "1", "--kv-heads", "4"], capsys)
     assert "H = 16, H_kv = 4, E = 22" in rows[""] and rows["clusters"] == "4 of 16 CTAs"
-    assert rows["items"] == "4: 4 heads of K, U, V x 1 block of up to 64 rows, the tokens of 4 heads of Q, 4 heads in a row tile"
+    assert (
+        rows["items"]
+        == "4: 4 heads of K, U, V x 1 block of up to 64 rows, the tokens of 4 heads of Q, 4 heads in a row tile"
+    )
     assert rows["bound"].startswith("memory: 5.4 us")  # a quarter of the weights' bytes
 
     rows = printed([*FLAGSHIP, "32256", "--kv-heads", "4", "--backward"], capsys)
@@ -116,7 +133,9 @@ def test_a_missing_planner_is_one_line(monkeypatch, capsys):
     monkeypatch.delattr(flashmhf, "_plan", raising=False)
     assert plan.main([*FLAGSHIP, "1"]) == 2
     error = capsys.readouterr().err
-    assert "flashmhf._plan is not installed" in error and "install from source" in error and len(error.splitlines()) == 1
+    assert (
+        "flashmhf._plan is not installed" in error and "install from source" in error and len(error.splitlines()) == 1
+    )
 
 
 @pytest.mark.parametrize(("text", "message"), [("1e3", "'1e3' is not an integer"), ("0", "0 is not positive")])

@@ -59,7 +59,9 @@ def test_a_subject_that_fails_leaves_the_others_their_numbers():
     rows = by_subject(Cell({"T": 1}, broken, lambda context: torch.ones(10), faster_than={"right": ("right", 1.0)}))
     assert rows["right"]["status"] == "ok" and rows["right"]["tflops"] > 0 and "x_right" not in rows["right"]
     assert (rows["later"]["status"], rows["later"]["reason"]) == ("failed", "RuntimeError: cannot open kernel.cubin")
-    assert (rows["memory"]["status"], rows["memory"]["reason"]) == ("failed", "out of memory") and "ms" not in rows["memory"]
+    assert (rows["memory"]["status"], rows["memory"]["reason"]) == ("failed", "out of memory") and "ms" not in rows[
+        "memory"
+    ]
 
 
 def test_the_budget_is_kept():
@@ -74,7 +76,9 @@ def test_the_budget_is_kept():
 def test_every_subject_that_runs_here_is_right(direction):
     for name, row in by_subject(tiny(*ON_CPU, direction=direction)).items():
         assert row["status"] == "ok", (name, row)
-        assert row["error"] < 1e-5 and row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"] and row["weight_sets"] >= 2
+        assert (
+            row["error"] < 1e-5 and row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"] and row["weight_sets"] >= 2
+        )
 
 
 @pytest.mark.parametrize("direction", ["forward", "training"])
@@ -82,7 +86,9 @@ def test_every_subject_that_runs_here_is_right(direction):
 def test_a_red_check_leaves_no_number(monkeypatch, wrong, direction):
     gradient = lambda y: y + 0.01 * (y - y.detach())  # noqa: E731 - the same value, and 1.01 times the gradient
     change = {"value": lambda y: y * 1.001, "nan": lambda y: y / 0 * 0, "gradient": gradient}[wrong]
-    broken = dataclasses.replace(subjects.SUBJECTS["swiglu"], name="broken", caller=lambda: lambda module, x: change(module(x)))
+    broken = dataclasses.replace(
+        subjects.SUBJECTS["swiglu"], name="broken", caller=lambda: lambda module, x: change(module(x))
+    )
     monkeypatch.setitem(subjects.SUBJECTS, "broken", broken)
     rows = by_subject(tiny("swiglu", "broken", direction=direction))
     assert rows["swiglu"]["status"] == "ok"
@@ -137,8 +143,19 @@ def test_the_plan_covers_the_paper_s_tables():
     assert [row["length"] for row, _ in rows if row["group"] == "latency"] == list(shapes.LENGTHS)
     assert [row["batch"] for row, _ in rows if row["group"] == "decode"] == list(shapes.DECODE_TOKENS)
     assert {row["shape"] for row, _ in rows if row["group"] == "models"} == {"128M", "370M", "1.3B"}
-    others = {"flashmhf_triton", "mhffn_naive", "dense_moe", "official", "swiglu", "swiglu_compiled", "swiglu_liger", "swiglu_quack"}
-    assert all(others <= names for row, names in rows if row["group"] == "latency" and row["length"] in layer.ALSO_LENGTHS)
+    others = {
+        "flashmhf_triton",
+        "mhffn_naive",
+        "dense_moe",
+        "official",
+        "swiglu",
+        "swiglu_compiled",
+        "swiglu_liger",
+        "swiglu_quack",
+    }
+    assert all(
+        others <= names for row, names in rows if row["group"] == "latency" and row["length"] in layer.ALSO_LENGTHS
+    )
     shape = shapes.SHAPES["paper"]
     assert shape.kernel_flops(1) == 6 * 16 * 128 * 22 * 384
     assert subjects.SUBJECTS["flashmhf_eager"].backward_flops(shape, 1) == 16 * 16 * 128 * 22 * 384 + 8 * 2048**2
@@ -172,9 +189,13 @@ def test_a_wrong_operator_leaves_no_number(monkeypatch, direction, result):
 
     def wrong(p):
         out = right.call(p)
-        return spoil(out) if direction == "forward" else tuple(spoil(x) if i == result else x for i, x in enumerate(out))
+        return (
+            spoil(out) if direction == "forward" else tuple(spoil(x) if i == result else x for i, x in enumerate(out))
+        )
 
-    monkeypatch.setattr(operator, f"_{direction}_subjects", lambda *a: {direction: operator.Subject(wrong, right.work, right.check)})
+    monkeypatch.setattr(
+        operator, f"_{direction}_subjects", lambda *a: {direction: operator.Subject(wrong, right.work, right.check)}
+    )
     row = by_subject(operator.cell(direction, "eager", SMALL, torch.float32))[direction]
     assert row["status"] == "wrong" and "relative L2 error" in row["reason"] and "ms" not in row
 
@@ -184,14 +205,19 @@ def test_swiglu_of_the_same_width_is_compared_with_fused_back_ends():
     module = operator.swiglu_like(p)
     assert sum(weight.numel() for weight in module.parameters()) == 3 * 32 * 96
     assert len(operator._forward_subjects("triton", True, module)["SwiGLU"].call(p)) == 40
-    assert len(operator._backward_subjects("triton", True, module)["checkpointed SwiGLU, forward and backward"].call(p)) == 4
+    assert (
+        len(operator._backward_subjects("triton", True, module)["checkpointed SwiGLU, forward and backward"].call(p))
+        == 4
+    )
     rows = by_subject(operator.cell("forward", "hopper", SMALL, torch.float32, compared=True))
     assert "SwiGLU" in rows and rows["forward"]["status"] == "missing" and "cpu" in rows["forward"]["reason"]
 
 
 def test_default_shapes_and_refusals():
     for direction, sizes in operator.SIZES.items():
-        assert {size.d_h for size in sizes} == {64, 96, 128, 256} and {1, 32256, 129024} <= {size.T for size in sizes}, direction
+        assert {size.d_h for size in sizes} == {64, 96, 128, 256} and {1, 32256, 129024} <= {
+            size.T for size in sizes
+        }, direction
     with pytest.raises(ValueError, match="H = 2 is not a multiple of a group of 3"):
         operator.cell("forward", "eager", SMALL, torch.float32, group=3)
     with pytest.raises(ValueError, match="direction is 'backward'"):
@@ -211,7 +237,9 @@ def test_a_run_writes_one_record_and_its_table(tmp_path, capsys):
     record = json.loads(text)
     assert {"command", "commit", "date", "device", "packages", "back_ends"} <= record["environment"].keys()
     assert {"suite", "settings", "before", "after", "rows", "seconds"} <= record.keys()
-    assert [(row["subject"], row["H_kv"]) for row in record["rows"]] == [(n, h) for h in (4, 1) for n in ("forward", "gated forward")]
+    assert [(row["subject"], row["H_kv"]) for row in record["rows"]] == [
+        (n, h) for h in (4, 1) for n in ("forward", "gated forward")
+    ]
     assert not re.search(r'"(?:/|~)[\w.]', text) and str(tmp_path) not in text
     table = (tmp_path / "new" / "operator_cpu.md").read_text()
     assert table in capsys.readouterr().out and "gated forward" in table
@@ -224,7 +252,8 @@ def test_two_builds_take_turns(capsys):
     out = capsys.readouterr().out
     assert out.count("equal") == 3 and "DIFFERENT" not in out and "base: commit" in out
     rows = [
-        {"T": 1, "subject": "a", "status": "ok", "digest": "1", "build": build, "turn": 0} | ({"digest": "2"} if build == "this" else {})
+        {"T": 1, "subject": "a", "status": "ok", "digest": "1", "build": build, "turn": 0}
+        | ({"digest": "2"} if build == "this" else {})
         for build in ("base", "this")
     ]
     text, equal = run.differences({"rows": rows, "builds": {}})
@@ -234,7 +263,11 @@ def test_two_builds_take_turns(capsys):
 def test_whole_models(capsys, monkeypatch):
     monkeypatch.setattr(run, "make_context", lambda options: context())
     tiny_models = [*FAST, "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
-    for suite, more in (("train", ["--steps", "1", "--checkpointing", "off"]), ("model", []), ("generate", ["--new", "12"])):
+    for suite, more in (
+        ("train", ["--steps", "1", "--checkpointing", "off"]),
+        ("model", []),
+        ("generate", ["--new", "12"]),
+    ):
         assert run.main(["--suite", suite, *tiny_models, *more]) == 0
         out = capsys.readouterr().out
         assert " flashmhf |" in out and " swiglu |" in out and "failed" not in out and "÷ swiglu" in out
@@ -285,10 +318,15 @@ def test_tables_ratios_and_conditions():
     rows = tables.Rows(record)
     ours, swiglu = (tables.stack_ms(rows.find("latency", subject, 384)) for subject in ("flashmhf_eager", "swiglu"))
     assert "Liger" not in tables.report(record)  # not installed
-    assert "NVIDIA H200" in markdown.conditions(record) and "700 TFLOP/s before and 700 after" in markdown.conditions(record)
+    assert "NVIDIA H200" in markdown.conditions(record) and "700 TFLOP/s before and 700 after" in markdown.conditions(
+        record
+    )
     line = next(line for line in tables.latency_table(record).splitlines() if line.startswith("| 384"))
     numbers = [part.strip() for part in line.strip("|").split("|")]
-    assert (numbers[1], numbers[3]) == (f"{ours:.2f}", f"{swiglu:.2f}") and (numbers[6], numbers[8]) == (f"{swiglu / ours:.2f}", "0.93")
+    assert (numbers[1], numbers[3]) == (f"{ours:.2f}", f"{swiglu:.2f}") and (numbers[6], numbers[8]) == (
+        f"{swiglu / ours:.2f}",
+        "0.93",
+    )
     summary = tables.summary(record)
     assert summary["SwiGLU ÷ FlashMHF, training memory beyond weights and input"] == 6.0
     assert summary["compiled SwiGLU ÷ FlashMHF, forward, worst length"] is None
@@ -298,7 +336,9 @@ def test_tables_ratios_and_conditions():
     assert "### Memory" in tables.report(few) and "Training" not in tables.headline(few)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch._scaled_mm on CPUs takes no scales of rows before torch 2.13")
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch._scaled_mm on CPUs takes no scales of rows before torch 2.13"
+)
 def test_the_fp8_baseline_is_swiglu():
     network = flashmhf.SwiGLU(64, 128, dtype=torch.bfloat16)
     x = torch.randn(20, 64, dtype=torch.bfloat16)
@@ -332,9 +372,13 @@ def test_the_length_of_a_union_of_intervals():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_operator_on_the_gpu(gpu_backend, direction):
     for size in (operator.Size(3000, 4, 128, 3, 128), operator.Size(16, 4, 128, 3, 128)):
-        rows = by_subject(operator.cell(direction, gpu_backend, size, torch.bfloat16, compared=True), context("cuda", torch.bfloat16))
+        rows = by_subject(
+            operator.cell(direction, gpu_backend, size, torch.bfloat16, compared=True), context("cuda", torch.bfloat16)
+        )
         assert all(row["status"] == "ok" for row in rows.values()), rows
-        assert rows[direction]["x_product"] > 0 and rows[direction]["timing"] == ("events" if size.T > 1024 else "CUDA graph")
+        assert rows[direction]["x_product"] > 0 and rows[direction]["timing"] == (
+            "events" if size.T > 1024 else "CUDA graph"
+        )
 
 
 @pytest.mark.gpu

@@ -84,7 +84,10 @@ def test_peak_memory_sees_what_a_call_holds():
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        (["/x/benchmarks/run.py", "--suite", "host", "--out", "/x/out"], "python -m benchmarks.run --suite host --out out"),
+        (
+            ["/x/benchmarks/run.py", "--suite", "host", "--out", "/x/out"],
+            "python -m benchmarks.run --suite host --out out",
+        ),
         (["tools/build.py", "--out", "a b"], "python tools/build.py --out 'a b'"),
         (["/x/bin/flashmhf", "bench", "--paper"], "flashmhf bench --paper"),
         (["/x/pytest/__main__.py", "-m", "gpu"], "pytest -m gpu"),
@@ -103,7 +106,9 @@ def test_commit_without_a_repository_comes_from_the_environment(monkeypatch, tmp
     assert environment.commit() == "abc1234"
 
 
-@pytest.mark.parametrize(("name", "short"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("x86_64 CPU, 2 threads", "cpu")])
+@pytest.mark.parametrize(
+    ("name", "short"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("x86_64 CPU, 2 threads", "cpu")]
+)
 def test_files_name_the_device(name, short):
     assert environment.short_device(name) == short
 

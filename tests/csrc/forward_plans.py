@@ -1,5 +1,6 @@
-"""Plans of the forward kernels for 2,000 calls: ``python tests/csrc/forward_plans.py`` writes forward_plans.csv.gz beside it, which a test
-compares with what the planner says. A change of the file needs a measurement: docs/experiments.md says which.
+"""Plans of the forward kernels for 2,000 calls: ``python tests/csrc/forward_plans.py`` writes forward_plans.csv.gz
+beside it, which a test compares with what the planner says. A change of the file needs a measurement:
+docs/experiments.md says which.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import zlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("forward_plans.csv.gz")
-# Clusters of 1, 2, ... 8 CTAs that run at once, and of 16: chips of 132, 114 and 78 SMs whose GPCs are populated in different ways.
+# Clusters of 1, 2, ... 8 CTAs that run at once, and of 16: chips of 132, 114 and 78 SMs whose GPCs are populated in
+# different ways.
 DEVICES = {
     "132": ((132, 66, 39, 30, 22, 17, 15, 15), 7),
     "132b": ((132, 66, 44, 33, 26, 22, 18, 16), 8),
@@ -21,7 +23,20 @@ DEVICES = {
     "single": ((132, 0, 0, 0, 0, 0, 0, 0), 0),
 }
 CALL = ("kind", "device", "batch", "T", "H", "d_h", "E", "d_e", "group")
-PLAN = ("row_ctas", "consumers", "slices", "abreast", "bundle", "clusters", "waves", "rest", "splits", "flags", "partials", "work")
+PLAN = (
+    "row_ctas",
+    "consumers",
+    "slices",
+    "abreast",
+    "bundle",
+    "clusters",
+    "waves",
+    "rest",
+    "splits",
+    "flags",
+    "partials",
+    "work",
+)
 # H, d_h, E, d_e of networks of some 25M to 1.3B parameters.
 NETWORKS = [
     (16, 128, 22, 384),
@@ -38,14 +53,19 @@ LENGTHS += [512, 576, 640, 768, 896, 1024, 1025, 1536, 2048, 3072, 4096, 8192]
 
 def calls() -> list[tuple]:
     """The calls of CALL: every network and length on the first device, the rest drawn from fixed seeds."""
-    listed = [(kind, "132", 1, length, *network, 1) for kind in ("f16", "fp8") for network in NETWORKS for length in LENGTHS]
+    listed = [
+        (kind, "132", 1, length, *network, 1) for kind in ("f16", "fp8") for network in NETWORKS for length in LENGTHS
+    ]
     listed += [("f16", "132", 1, length, 16, 128, 22, 384, group) for group in (2, 4, 8) for length in LENGTHS]
     draw = random.Random(45)
     while len(listed) < 2000:
         group = draw.choice((1, 1, 1, 2, 4, 6))
         length = draw.choice((draw.randint(1, 300), draw.randint(1, 2500), draw.randint(1, 20000)))
         network = draw.choice(
-            (draw.choice(NETWORKS), (draw.randint(1, 24), draw.choice((64, 96, 128, 256)), draw.randint(1, 30), draw.randint(1, 64) * 16))
+            (
+                draw.choice(NETWORKS),
+                (draw.randint(1, 24), draw.choice((64, 96, 128, 256)), draw.randint(1, 30), draw.randint(1, 64) * 16),
+            )
         )
         kind, device, batch = draw.choice(("f16", "fp8")), draw.choice(tuple(DEVICES)), draw.choice((1, 1, 2, 5))
         listed.append((kind, device, batch, length, network[0] * group, *network[1:], group))

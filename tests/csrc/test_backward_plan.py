@@ -1,4 +1,7 @@
-"""The backward planner: every tile of tokens of every item exactly once, balanced, within the device's limits. Runs without a GPU."""
+"""The backward planner:
+
+every tile of tokens of every item exactly once, balanced, within the device's limits. Runs without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,9 @@ def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, tas
     for heads, places in zip(sizes, p["workspaces"], strict=True):
         one = plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
         used = buffers_of(shape, task, heads, one, p["ordered"])
-        ranges = sorted((places[name], places[name] + size, name) for name, size in used.items() if places[name] is not None)
+        ranges = sorted(
+            (places[name], places[name] + size, name) for name, size in used.items() if places[name] is not None
+        )
         for (_, end, name), (begin, _, following) in zip(ranges, ranges[1:], strict=False):
             assert end <= begin, f"{name} reaches into {following}"
         assert all(begin % 64 == 0 for begin, _, _ in ranges)
@@ -133,7 +138,9 @@ def test_deterministic_sums_are_ordered_where_that_is_fast():
     assert not ordered(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
     assert not any(ordered(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
     # what test_operator.py runs with ordered accumulation and in groups
-    grouped = plan.plan_head_groups(2, 32760, heads=40, head_dim=128, subnets=3, subnet_dim=64, router=True, deterministic=True)
+    grouped = plan.plan_head_groups(
+        2, 32760, heads=40, head_dim=128, subnets=3, subnet_dim=64, router=True, deterministic=True
+    )
     assert grouped["ordered"] and grouped["heads"] == [(0, 20), (20, 40)]
 
 
@@ -142,7 +149,12 @@ def test_groups_cost_little_time(shape):
     sizes = [end - begin for begin, end in plan.plan_head_groups(**shape, router=True)["heads"]]
 
     def time(heads):
-        return plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])["inter_time"] + 24
+        return (
+            plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])[
+                "inter_time"
+            ]
+            + 24
+        )
 
     assert sum(map(time, sizes)) <= 1.01 * time(shape["heads"])
 

@@ -1,4 +1,7 @@
-"""The launch planner: every token, head and inter tile exactly once, balanced, within the device's limits. Runs without a GPU."""
+"""The launch planner:
+
+every token, head and inter tile exactly once, balanced, within the device's limits. Runs without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,12 @@ def check_adders(p) -> None:
         if item >= whole and end - begin < p["inter_tiles"]:
             parts[item].append((cluster, part))
     for order in seen.values():
-        assert order == sorted(order, reverse=not p["flags"]), "spans first where parts are added behind them, else last"
-    assert max(collections.Counter(cluster for pieces in parts.values() for cluster, _ in pieces).values(), default=0) <= 2
+        assert order == sorted(order, reverse=not p["flags"]), (
+            "spans first where parts are added behind them, else last"
+        )
+    assert (
+        max(collections.Counter(cluster for pieces in parts.values() for cluster, _ in pieces).values(), default=0) <= 2
+    )
     if not p["flags"]:
         assert set(p["adds"]) <= {-1}
         return
@@ -119,11 +126,15 @@ def test_every_tile_once_and_balanced(shape, device):
     assert p["blocks"] * rows >= batch * p["row_tiles"] > (p["blocks"] - 1) * rows
     assert p["clusters"] <= device[p["cluster_size"] - 1]
     load = check_work(p, heads, head_dim)
-    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than it saves: combine
-    # 512 / d_h tiles, behind whole waves 1792 / d_h; going on to a second item 512 / d_h, which a cluster with parts of two is spared
+    # equal up to one tile, unless parts would become shorter than two tiles, or adding them up would take longer than
+    # it saves: combine 512 / d_h tiles, behind whole waves 1792 / d_h; going on to a second item 512 / d_h, which a
+    # cluster with parts of two is spared
     loss = (1792 if p["waves"] else 512) // head_dim + 1
     stream = heads * p["inter_tiles"] * 9 // 5 // device[0]  # fewer CTAs suffice where memory is the bound
-    assert max(load.values()) <= max(-(-p["blocks"] * heads * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + loss
+    assert (
+        max(load.values())
+        <= max(-(-p["blocks"] * heads * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + loss
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -141,7 +152,8 @@ def test_every_tile_once_and_balanced(shape, device):
     group=st.sampled_from([1, 2, 4, 6]),
 )
 @example(shape=(1, 0, 4, 128, 2, 64), device=DEVICES[0], planner=f16, group=1)
-@example(shape=(1, 16, 4, 128, 22, 384), device=DEVICES[0], planner=f16, group=4)  # a head's row tile is divided by a cluster of 16
+# a head's row tile is divided by a cluster of 16
+@example(shape=(1, 16, 4, 128, 22, 384), device=DEVICES[0], planner=f16, group=4)
 def test_every_tile_once_whatever_the_shape(shape, device, planner, group):
     """``shape`` has the heads of K, U and V, each for ``group`` of Q's."""
     batch, length, heads, *network = shape
@@ -177,22 +189,31 @@ def test_projections_cover_every_token_and_feature(features):
         assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in quads | pairs
         assert p["block_tokens"] % 8 == 0 and p["block_tokens"] <= p["max_tokens"]
         assert p["blocks"] * p["block_tokens"] >= tokens > (p["blocks"] - 1) * p["block_tokens"]
-        assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], "no more rows without a token than alignment takes"
+        assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], (
+            "no more rows without a token than alignment takes"
+        )
         assert p["box_tokens"] == (tokens if p["blocks"] == 1 else p["block_tokens"])
         assert features % (64 * p["warpgroups"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("features", "most"), [(64, 384), (1536, 384), (1600, 256), (2112, 256), (2176, 128), (3072, 128), (3200, 64), (8192, 64)]
+    ("features", "most"),
+    [(64, 384), (1536, 384), (1600, 256), (2112, 256), (2176, 128), (3072, 128), (3200, 64), (8192, 64)],
 )
 def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(features, most):
-    assert [tokens for tokens in range(1, 500) if plan.plan_project(tokens, features)["faster"]] == list(range(1, most + 1))
+    assert [tokens for tokens in range(1, 500) if plan.plan_project(tokens, features)["faster"]] == list(
+        range(1, most + 1)
+    )
 
 
 def test_a_chip_that_runs_fewer_clusters_takes_the_projection_kernel_for_fewer_features():
     small = CHIPS["78"]
-    assert plan.plan_project(200, 1216, small)["faster"] and not plan.plan_project(200, 1280, small)["faster"], "19 pairs of pairs"
-    assert plan.plan_project(128, 1792, small)["faster"] and not plan.plan_project(128, 1920, small)["faster"], "14 of 18 fours"
+    assert plan.plan_project(200, 1216, small)["faster"] and not plan.plan_project(200, 1280, small)["faster"], (
+        "19 pairs of pairs"
+    )
+    assert plan.plan_project(128, 1792, small)["faster"] and not plan.plan_project(128, 1920, small)["faster"], (
+        "14 of 18 fours"
+    )
 
 
 def test_the_candidates_are_listed_with_the_one_that_is_taken():
@@ -201,7 +222,9 @@ def test_the_candidates_are_listed_with_the_one_that_is_taken():
             p = planner(1, length, 16, 128, 22, 384)
             header, *lines = p["candidates"].splitlines()
             (taken,) = (line.split() for line in lines if line.startswith("*"))
-            numbers = [float(x) for x in " ".join(taken).replace("gathered parts", "parts").replace("|", "").split()[2:]]
+            numbers = [
+                float(x) for x in " ".join(taken).replace("gathered parts", "parts").replace("|", "").split()[2:]
+            ]
             assert numbers[:5] == [p["bundle"], p["consumers"], p["row_ctas"], p["slices"], p["abreast"]], header
             assert numbers[9] == pytest.approx(max(numbers[5:7]) + numbers[7] + numbers[8], abs=0.2)
 
@@ -211,7 +234,8 @@ def test_the_candidates_are_listed_with_the_one_that_is_taken():
     [
         ((1, 64, 4, 80, 2, 64), 1, "d_h = 80"),
         ((1, 1 << 40, 64, 128, 2, 64), 1, "index range"),
-        ((1, 1, (1 << 23) + 1, 256, 2, 64), (1 << 23) + 1, r"H \* d_h exceeds"),  # of the output, of heads that share one of K, U and V
+        # of the output, of heads that share one of K, U and V
+        ((1, 1, (1 << 23) + 1, 256, 2, 64), (1 << 23) + 1, r"H \* d_h exceeds"),
     ],
 )
 def test_refusals(shape, group, message):
@@ -221,8 +245,22 @@ def test_refusals(shape, group, message):
 
 @pytest.mark.parametrize(
     ("length", "heads", "d_h", "few_rows"),
-    [(1, 16, 128, True), (128, 16, 128, True), (192, 16, 128, False), (256, 16, 128, False), (512, 16, 128, True), (1536, 16, 128, False)]
-    + [(64, 32, 64, True), (192, 32, 64, False), (256, 32, 64, True), (100, 21, 96, True), (1, 16, 256, True), (1536, 8, 256, False)],
+    [
+        (1, 16, 128, True),
+        (128, 16, 128, True),
+        (192, 16, 128, False),
+        (256, 16, 128, False),
+        (512, 16, 128, True),
+        (1536, 16, 128, False),
+    ]
+    + [
+        (64, 32, 64, True),
+        (192, 32, 64, False),
+        (256, 32, 64, True),
+        (100, 21, 96, True),
+        (1, 16, 256, True),
+        (1536, 8, 256, False),
+    ],
 )
 def test_fp8_slices_of_up_to_two_row_tiles_have_the_shared_memory_of_their_own_instance(length, heads, d_h, few_rows):
     p = fp8(1, length, heads, d_h, 22, {64: 192, 96: 256, 128: 384, 256: 704}[d_h])
@@ -232,11 +270,15 @@ def test_fp8_slices_of_up_to_two_row_tiles_have_the_shared_memory_of_their_own_i
         if policy["kernel"] == "forward_fp8" and policy["head_dim"] == d_h
     }
     assert (p["slices"] > 1 and p["consumers"] <= 2) is few_rows
-    assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), "without a router its W needs no room"
+    assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), (
+        "without a router its W needs no room"
+    )
 
 
 def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_would_fit_beside_this_one():
-    late = {g: plan.plan_forward(1, 1, 16, 128, 22, 384, group=g, large_clusters=7)["late_successor"] for g in (1, 2, 4, 8)}
+    late = {
+        g: plan.plan_forward(1, 1, 16, 128, 22, 384, group=g, large_clusters=7)["late_successor"] for g in (1, 2, 4, 8)
+    }
     assert late == {1: False, 2: True, 4: True, 8: True}, "16 clusters beside 1, 8 beside 7, 4 beside 3"
     assert not plan.plan_forward(1, 1, 8, 128, 22, 384, group=4, large_clusters=7)["late_successor"], "2 beside 5"
     assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["late_successor"], "no slices"
@@ -245,7 +287,9 @@ def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_woul
 def test_the_measured_constants_are_those_of_the_cost_models():
     """benchmarks/measure_cost_model.py prints each constant beside the one in the code: the names agree."""
     assert {"combine", "behind_waves", "next_item", "stream_numerator"} <= set(script.in_code("forward"))
-    assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(script.in_code("backward"))
+    assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(
+        script.in_code("backward")
+    )
     assert script.main(["no such folder"]) == 2
 
 

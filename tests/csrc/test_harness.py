@@ -1,4 +1,7 @@
-"""The standalone harnesses: one shape without Python, each result against fp64. FLASHMHF_BUILD names the CMake build folder of them."""
+"""The standalone harnesses:
+
+one shape without Python, each result against fp64. FLASHMHF_BUILD names the CMake build folder of them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ def run(direction: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([harness(direction), *arguments], capture_output=True, text=True)
 
 
-BAD = [(direction, x) for direction in ("forward", "backward") for x in ("T=many", "dtype=fp32", "d_h=80", "d_e=20", "H=0", "size=3", "T")]
+BAD = [
+    (direction, x)
+    for direction in ("forward", "backward")
+    for x in ("T=many", "dtype=fp32", "d_h=80", "d_e=20", "H=0", "size=3", "T")
+]
 BAD += [("project", x) for x in ("T=0", "T=385", "dtype=fp32", "depth=100", "features=0", "size=3")]
 
 
@@ -80,7 +87,9 @@ def test_kernels_can_be_forced(d_h, kernels):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 30, 64, 96, 128, 200, 384])
-@pytest.mark.parametrize("arguments", [("bias=1", "dtype=fp16"), ("weights_ready=1", "features=1024"), ("depth=192", "features=320")])
+@pytest.mark.parametrize(
+    "arguments", [("bias=1", "dtype=fp16"), ("weights_ready=1", "features=1024"), ("depth=192", "features=320")]
+)
 def test_project(tokens, arguments):
     done = run("project", f"T={tokens}", "launches=2", "repeat=5", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -56,7 +56,11 @@ def built() -> dict:
 def test_no_kernel_spills(built):
     if built.get("nvcc", "13.").startswith("12."):
         pytest.skip(f"built with nvcc {built['nvcc']}, with whose ptxas some kernels spill")
-    spilling = {name: used for name, used in built["kernels"].items() if used["stack"] or used["spill_stores"] or used["spill_loads"]}
+    spilling = {
+        name: used
+        for name, used in built["kernels"].items()
+        if used["stack"] or used["spill_stores"] or used["spill_loads"]
+    }
     assert spilling == {} and built["remarks"] == []
 
 

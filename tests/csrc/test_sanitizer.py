@@ -1,8 +1,9 @@
 """compute-sanitizer over the standalone harnesses at small shapes. FLASHMHF_BUILD names the CMake build folder of them.
 
-memcheck and synccheck must report nothing. racecheck does not follow this chain: a warp accesses shared memory with all its lanes,
-`__syncwarp`, one lane arrives (release) on a semaphore for which the other side waits (acquire). It counts only the arriving lane's
-accesses (rule 2 of csrc/README.md). HAND_OVERS names the places of this kind; any other report fails.
+memcheck and synccheck must report nothing. racecheck does not follow this chain: a warp accesses shared memory with all
+its lanes,
+`__syncwarp`, one lane arrives (release) on a semaphore for which the other side waits (acquire). It counts only the
+arriving lane's accesses (rule 2 of csrc/README.md). HAND_OVERS names the places of this kind; any other report fails.
 """
 
 from __future__ import annotations
@@ -22,9 +23,17 @@ HAND_OVERS = {
     frozenset(pair): what
     for *pair, what in (
         ("load_gates", "scores", "backward: R of a tile, behind q_full; back by grads_full and q_empty"),
-        ("load_gates", "scores_and_query_grads", "backward: R of a tile, behind q_full; back by grads_full and q_empty"),
+        (
+            "load_gates",
+            "scores_and_query_grads",
+            "backward: R of a tile, behind q_full; back by grads_full and q_empty",
+        ),
         ("add_gate_grads", "scores_and_query_grads", "backward: sums of dR, behind grads_full; back by grads_empty"),
-        ("sts", "sts", "backward: staged dQ of one S warpgroup, then of the other, behind staged_full and staged_empty"),
+        (
+            "sts",
+            "sts",
+            "backward: staged dQ of one S warpgroup, then of the other, behind staged_full and staged_empty",
+        ),
         ("sts", "reduce_add_async", "backward: staged dQ, read by a bulk copy behind staged_full"),
         ("unit_scale", "read", "forward: the scale of a gate tile, behind q_full"),
         ("load_gate", "read", "forward: a gate tile that TMA does not bring, behind q_full"),
@@ -34,7 +43,11 @@ HAND_OVERS = {
         ("load_rows_fp8", "read", "forward, e4m3: scales and record of an item, behind q_full"),
         ("load_rows_fp8", "prepare", "forward, e4m3: scales and record of an item, behind q_full"),
         ("load_rows_fp8", "load_q", "forward, e4m3: scales and record of an item, behind q_full"),
-        ("keep_own_sums", "add_sums", "projections: a CTA's own sums, behind parts_full, where one lane arrives for its warp"),
+        (
+            "keep_own_sums",
+            "add_sums",
+            "projections: a CTA's own sums, behind parts_full, where one lane arrives for its warp",
+        ),
     )
 }
 ACCESS = re.compile(r"(?:Read|Write) access at .*? in (\S+):(\d+)")
@@ -55,8 +68,13 @@ def function_at(source: list[str], line: int) -> str | None:
 
 
 def functions_of(name: str, line: int) -> set[str]:
-    """The functions that `name:line` may mean: several, where `name` has no folder and more than one file is called so."""
-    files = [path for path in sources() if path.match(name.lstrip("/"))] or [path for path in sources() if path.name == Path(name).name]
+    """The functions that `name:line` may mean:
+
+    several, where `name` has no folder and more than one file is called so.
+    """
+    files = [path for path in sources() if path.match(name.lstrip("/"))] or [
+        path for path in sources() if path.name == Path(name).name
+    ]
     return {function for path in files if (function := function_at(path.read_text().splitlines(), line))}
 
 
@@ -84,7 +102,9 @@ def test_reports_are_read():
     other = access("Read", "inter_weight_grads.cuh", "add_product(dv,")
     form = "========= Error: Race reported between {}\n=========     and {} [128 hazards]\n=========\n"
     assert unknown_races(form.format(write, read)) == []
-    assert unknown_races(form.format(write, other) + form.format(write, read)) == ["load_gates and accumulate_weight_grads"]
+    assert unknown_races(form.format(write, other) + form.format(write, read)) == [
+        "load_gates and accumulate_weight_grads"
+    ]
     with pytest.raises(AssertionError, match="another form"):
         unknown_races("========= Error: Race reported between something else\n")
 
@@ -118,7 +138,18 @@ def test_sanitizer(tool, case):
     direction, *arguments = case
     shape = [] if direction == "project" else ["H=2", "E=3", "d_e=80"]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--print-limit", "1000", harness(direction), *shape, *arguments, "launches=1", "check=0"],
+        [
+            sanitizer,
+            "--tool",
+            tool,
+            "--print-limit",
+            "1000",
+            harness(direction),
+            *shape,
+            *arguments,
+            "launches=1",
+            "check=0",
+        ],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,4 +1,7 @@
-"""thunderkittens/: every tile operation that the kernels use, against the host; and the kernels with upstream's headers instead."""
+"""thunderkittens/:
+
+every tile operation that the kernels use, against the host; and the kernels with upstream's headers instead.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ def binary(tmp_path_factory):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 def test_every_tile_operation(binary):
     result = subprocess.run([binary], capture_output=True, text=True, timeout=120)
     failed = [line for line in result.stdout.splitlines() if not line.startswith("PASS")]
@@ -41,7 +46,10 @@ def test_every_tile_operation(binary):
 
 
 def test_the_kernels_compile_with_upstream_headers(tmp_path):
-    """One instance of each kernel family against the checkout that THUNDERKITTENS_ROOT names. Takes a few minutes, no GPU."""
+    """One instance of each kernel family against the checkout that THUNDERKITTENS_ROOT names.
+
+    Takes a few minutes, no GPU.
+    """
     checkout = os.environ.get("THUNDERKITTENS_ROOT")
     if not checkout:
         pytest.skip("THUNDERKITTENS_ROOT names no checkout of HazyResearch/ThunderKittens")
@@ -54,12 +62,23 @@ def test_the_kernels_compile_with_upstream_headers(tmp_path):
         "THUNDERKITTENS_ROOT": checkout,
         "FLASHMHF_INSTANCES": ";".join(instances),
     }
-    configure = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", tmp_path, *(f"-D{name}={value}" for name, value in options.items())]
+    configure = [
+        "cmake",
+        "-G",
+        "Ninja",
+        "-S",
+        ROOT,
+        "-B",
+        tmp_path,
+        *(f"-D{name}={value}" for name, value in options.items()),
+    ]
     for command in (configure, ["cmake", "--build", tmp_path, "--target", "flashmhf_kernels"]):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     for instance in instances:
         folder = "CMakeFiles/flashmhf_kernels.dir/csrc/instances"
         assert (tmp_path / folder / f"{instance}.cu.o").exists(), instance
-        dependencies = subprocess.run(["ninja", "-C", tmp_path, "-t", "deps", f"{folder}/{instance}.cu.o"], capture_output=True, text=True)
+        dependencies = subprocess.run(
+            ["ninja", "-C", tmp_path, "-t", "deps", f"{folder}/{instance}.cu.o"], capture_output=True, text=True
+        )
         assert str(Path(checkout).resolve() / "include" / "kittens.cuh") in dependencies.stdout, instance

@@ -1,4 +1,5 @@
-"""Cases of test_distributed.py: ``python distributed_runs.py PROCESSES CASE[,CASE...] [ARGUMENT...]`` runs them on gloo processes.
+"""Cases of test_distributed.py: ``python distributed_runs.py PROCESSES CASE[,CASE...] [ARGUMENT...]`` runs them on gloo
+processes.
 
 Every case compares with the same computation in one process. A failed assertion in any process is the exit status. With
 DISTRIBUTED_DEVICE=cuda every process has a GPU and NCCL: for the cases of ``test_two_gpus``.
@@ -46,7 +47,11 @@ from flashmhf.quantize import to_fp8  # noqa: E402
 DEVICE = os.environ.get("DISTRIBUTED_DEVICE", "cpu")
 OPS = torch.ops.flashmhf
 HEADS, TOKENS, ROWS, WHOLE = "heads", "tokens", "rows", "replicate"
-WAYS = {HEADS: (Shard(2), Shard(0), Shard(0)), TOKENS: (Shard(1), Replicate(), Partial()), ROWS: (Shard(0), Replicate(), Partial())}
+WAYS = {
+    HEADS: (Shard(2), Shard(0), Shard(0)),
+    TOKENS: (Shard(1), Replicate(), Partial()),
+    ROWS: (Shard(0), Replicate(), Partial()),
+}
 WAYS[WHOLE] = (Replicate(),) * 3
 NEEDS = ([True, True], [True, False], [False, True])
 
@@ -63,17 +68,30 @@ def raises(kind: type[Exception], fragments: tuple[str, ...], call) -> None:
 
 
 def operands(
-    heads: int = 4, subnets: int = 2, kv_heads: int | None = None, tokens: int = 6, width: int = 16, dtype: torch.dtype = torch.float64
+    heads: int = 4,
+    subnets: int = 2,
+    kv_heads: int | None = None,
+    tokens: int = 6,
+    width: int = 16,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     torch.manual_seed(0)
     draw = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
     scale = 1.0 if dtype == torch.float64 else width**-0.5
     weights = {name: draw(kv_heads or heads, subnets, width, width) * scale for name in "kuv"}
-    return {"grad_out": draw(4, tokens, heads, width), "q": draw(4, tokens, heads, width), **weights, "w": draw(heads, width, subnets)}
+    return {
+        "grad_out": draw(4, tokens, heads, width),
+        "q": draw(4, tokens, heads, width),
+        **weights,
+        "w": draw(heads, width, subnets),
+    }
 
 
 def check_rules(mesh: DeviceMesh, *ways: str, near: float = 0.0, **options: Any) -> None:
-    """Every operator with operands placed as ``ways`` name for each mesh dimension; ``near`` is a part of a result's largest value."""
+    """Every operator with operands placed as ``ways`` name for each mesh dimension;
+
+    ``near`` is a part of a result's largest value.
+    """
     x = operands(**options)
     r = flashmhf.gate(x["q"], x["w"])
     of_tokens, of_weights, of_grads = ([WAYS[way][part] for way in ways] for part in range(3))
@@ -83,7 +101,11 @@ def check_rules(mesh: DeviceMesh, *ways: str, near: float = 0.0, **options: Any)
 
     def agree(actual, expected) -> None:
         for one, other in zip(actual, expected, strict=True):
-            equal(one, other, **({"rtol": near, "atol": near * other.abs().max().item()} if near and other.numel() else {}))
+            equal(
+                one,
+                other,
+                **({"rtol": near, "atol": near * other.abs().max().item()} if near and other.numel() else {}),
+            )
 
     out = OPS.gated_forward(d["q"], *weights, d["w"], 1e-20)
     assert list(out.placements) == of_tokens, out.placements
@@ -111,7 +133,10 @@ def rules() -> None:
         check_rules(mesh, way)
         check_rules(mesh, way, kv_heads=2)
     grouped = operands(heads=12, kv_heads=3)  # two ranks have no equal numbers of groups, so q is gathered
-    placed = {name: distribute_tensor(value, mesh, [Shard(2) if name == "q" else Replicate()]) for name, value in grouped.items()}
+    placed = {
+        name: distribute_tensor(value, mesh, [Shard(2) if name == "q" else Replicate()])
+        for name, value in grouped.items()
+    }
     forward = lambda x: OPS.gated_forward(x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20)  # noqa: E731
     equal(forward(placed), forward(grouped))
     x = operands()
@@ -123,22 +148,36 @@ def rules() -> None:
         equal(OPS.gated_forward(*placed, 1e-20), expected)
     for tokens in (5, 1):  # a token dimension that the mesh does not divide, and one shorter than the mesh
         part = {name: value[:, :tokens] if name in ("q", "grad_out") else value for name, value in x.items()}
-        d = {name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()]) for name, value in part.items()}
-        sharded, whole = (OPS.gated_backward(*(given[name] for name in ("grad_out", *names)), 1e-20) for given in (d, part))
+        d = {
+            name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()])
+            for name, value in part.items()
+        }
+        sharded, whole = (
+            OPS.gated_backward(*(given[name] for name in ("grad_out", *names)), 1e-20) for given in (d, part)
+        )
         for one, other in zip(sharded, whole, strict=True):
             equal(one, other)
     uneven = operands(heads=3)
     placed = [distribute_tensor(uneven[name], mesh, [Shard(2 if name == "q" else 0)]) for name in names]
-    raises(NotImplementedError, ("q is sharded over its heads, H = 3", "size 2"), lambda: OPS.gated_forward(*placed, 1e-20))
+    raises(
+        NotImplementedError, ("q is sharded over its heads, H = 3", "size 2"), lambda: OPS.gated_forward(*placed, 1e-20)
+    )
     odd = operands(subnets=3)
     placed = [distribute_tensor(odd[name], mesh, [Shard(1)]) for name in names]
     raises(NotImplementedError, ("k is sharded over dimension 1 of size 3",), lambda: OPS.gated_forward(*placed, 1e-20))
-    d = {name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()]) for name, value in x.items()}
+    d = {
+        name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()])
+        for name, value in x.items()
+    }
     sums = [distribute_tensor(torch.zeros_like(x["k"]), mesh, [Replicate()]) for _ in range(3)]
-    accumulate = lambda *buffers: OPS.backward_accumulate_(d["grad_out"], d["q"], d["k"], d["u"], d["v"], None, *buffers)  # noqa: E731
+    accumulate = lambda *buffers: OPS.backward_accumulate_(
+        d["grad_out"], d["q"], d["k"], d["u"], d["v"], None, *buffers
+    )  # noqa: E731
     raises(NotImplementedError, ("dk is R", "q is S"), lambda: accumulate(*sums))
     raises(TypeError, ("du is a Tensor",), lambda: accumulate(sums[0], x["k"], sums[2]))
-    raises(ValueError, ("dv has placements",), lambda: accumulate(*sums[:2], distribute_tensor(x["k"], mesh, [Shard(0)])))
+    raises(
+        ValueError, ("dv has placements",), lambda: accumulate(*sums[:2], distribute_tensor(x["k"], mesh, [Shard(0)]))
+    )
 
 
 def rules_on_two_dimensions() -> None:
@@ -151,7 +190,13 @@ def kernels() -> None:
     """The back end that this device has for bf16, by heads and by tokens."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for way in (HEADS, TOKENS):
-        check_rules(mesh, way, near=2e-2, dtype=torch.bfloat16, **({"tokens": 512, "width": 128} if DEVICE == "cuda" else {"tokens": 32}))
+        check_rules(
+            mesh,
+            way,
+            near=2e-2,
+            dtype=torch.bfloat16,
+            **({"tokens": 512, "width": 128} if DEVICE == "cuda" else {"tokens": 32}),
+        )
 
 
 def network(**options) -> flashmhf.FlashMHF:
@@ -161,7 +206,9 @@ def network(**options) -> flashmhf.FlashMHF:
     return module
 
 
-def compare_module(mesh: DeviceMesh, whole: nn.Module, sequence_dim: int | None = None, wrap: Callable | None = None) -> None:
+def compare_module(
+    mesh: DeviceMesh, whole: nn.Module, sequence_dim: int | None = None, wrap: Callable | None = None
+) -> None:
     """Results and gradients by heads, with the input and the output sharded over a dimension or not, as in one process."""
     torch.manual_seed(1)
     x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64, device=whole.k.device)
@@ -198,18 +245,26 @@ def module_cases() -> None:
     compare_module(mesh, network(num_kv_heads=2, skip_linear=True))
     compare_module(mesh, flashmhf.MHFFN(32, 4, 16, num_kv_heads=2, q_norm=True, activation="gelu", dtype=torch.float64))
     raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
-    raises(ValueError, ("H = 1 heads of K, U and V",), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh))
+    raises(
+        ValueError,
+        ("H = 1 heads of K, U and V",),
+        lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh),
+    )
     raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
 
 
 def compiled_module() -> None:
     mesh, whole = init_device_mesh(DEVICE, (dist.get_world_size(),)), network(q_norm=True)
     torch.set_default_device(None)  # torch 2.11 compiles no DTensor under one
-    compare_module(mesh, whole, wrap=lambda module: torch.compile(module, fullgraph=True, dynamic=False, backend="aot_eager"))
+    compare_module(
+        mesh, whole, wrap=lambda module: torch.compile(module, fullgraph=True, dynamic=False, backend="aot_eager")
+    )
 
 
 def served_shard() -> None:
-    """The shard of a rank that an engine serves with a real all-reduce, compiled, too, and on a GPU in a CUDA graph, against the module."""
+    """The shard of a rank that an engine serves with a real all-reduce, compiled, too, and on a GPU in a CUDA graph,
+    against the module.
+    """
     torch.set_default_device(None)  # an engine sets none
     torch.manual_seed(0)
     on_gpu = DEVICE == "cuda"
@@ -279,7 +334,10 @@ def main_grad() -> None:
 
 
 def initialisation() -> None:
-    """Weights that are first sharded, on the meta device, and then drawn, as large models are made; d_e sharded, too."""
+    """Weights that are first sharded, on the meta device, and then drawn, as large models are made;
+
+    d_e sharded, too.
+    """
     torch.manual_seed(0)  # the deviations of a few hundred values differ by more than a fifth in some draws
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for heads, subnets, options in ((4, 2, {}), (4, 2, {"q_norm": True}), (3, 3, {"bias": True})):
@@ -299,7 +357,9 @@ def initialisation() -> None:
 def language_model(kind: str = "flashmhf", **options):
     from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM
 
-    own = {"swiglu": {}, "mh_ffn": {"ffn_num_heads": 4}}.get(kind, {"ffn_num_heads": 4, "ffn_num_subnets": 2, "ffn_q_norm": True})
+    own = {"swiglu": {}, "mh_ffn": {"ffn_num_heads": 4}}.get(
+        kind, {"ffn_num_heads": 4, "ffn_num_subnets": 2, "ffn_q_norm": True}
+    )
     torch.manual_seed(0)
     config = FlashMHFConfig(
         vocab_size=64,
@@ -318,7 +378,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(flashmhf.param_groups(model, 1e-2, 0.1))
 
 
-def train(model: nn.Module, steps: range, share: slice = slice(None), optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+def train(
+    model: nn.Module, steps: range, share: slice = slice(None), optimizer: torch.optim.Optimizer | None = None
+) -> Tensor:
     """Return the losses on this rank's ``share`` of every batch."""
     losses, optimizer = [], optimizer or optimizer_of(model)
     for step in steps:
@@ -363,7 +425,10 @@ def training() -> None:
 
 
 def muon() -> None:
-    """FSDP2, tensor parallelism and both: one process's weights and momenta; matrices sharded by rows, columns and heads, evenly or not."""
+    """FSDP2, tensor parallelism and both:
+
+    one process's weights and momenta; matrices sharded by rows, columns and heads, evenly or not.
+    """
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -372,10 +437,13 @@ def muon() -> None:
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():  # given gradients: orthogonalisation amplifies the rounding of computed ones
+        # given gradients: orthogonalisation amplifies the rounding of computed ones
+        for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator, device="cpu").to(DEVICE)
             if isinstance(parameter, DTensor):
-                parameter.grad = distribute_tensor(parameter.grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.grad = distribute_tensor(
+                    parameter.grad, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
         optimizer.step()
 
     def of(model: nn.Module) -> torch.optim.Optimizer:
@@ -417,7 +485,10 @@ def example() -> None:
 
 
 def uneven_sizes() -> None:
-    """A vocabulary that the ranks do not divide, and every block compiled as large trainings do: as in one process. Refusals."""
+    """A vocabulary that the ranks do not divide, and every block compiled as large trainings do:
+
+    as in one process. Refusals.
+    """
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     whole, sharded = language_model(), language_model()
     for model in (whole, sharded):
@@ -429,7 +500,11 @@ def uneven_sizes() -> None:
     network = nn.Sequential(flashmhf.SwiGLU(32, 33))
     raises(ValueError, ("0 has a width of 33", "size 2"), lambda: parallelize(network, mesh))
     raises(ValueError, ("module has a width of 33", "size 2"), lambda: parallelize(network[0], mesh))
-    raises(NotImplementedError, ("network has DTensor",), lambda: to_fp8(parallelize(flashmhf.FlashMHF(32, 2, 2, 16), mesh)))
+    raises(
+        NotImplementedError,
+        ("network has DTensor",),
+        lambda: to_fp8(parallelize(flashmhf.FlashMHF(32, 2, 2, 16), mesh)),
+    )
     whole = flashmhf.SwiGLU(32, 64)
     sharded = parallelize(copy.deepcopy(whole), mesh)  # the network itself, not a model that holds one
     assert [parameter.placements for parameter in sharded.parameters()] == [(Shard(0),), (Shard(0),), (Shard(1),)]
@@ -466,7 +541,8 @@ def norms_of_heads() -> None:
 
 
 def bf16_losses() -> None:
-    """bf16 computation, float32 weights and reductions: FSDP2 repeats the bits of one process that accumulates micro-batches.
+    """bf16 computation, float32 weights and reductions: FSDP2 repeats the bits of one process that accumulates
+    micro-batches.
 
     Tensor parallelism adds the heads' sums in bf16, in another order: within 1e-3.
     """
@@ -552,7 +628,10 @@ def transformers_plans(folder: str) -> None:
         if dist.get_rank() == 0:
             language_model(kind, mlp_bias=True).save_pretrained(saved)
         dist.barrier()
-        whole, sharded = load(saved), load(saved, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+        whole, sharded = (
+            load(saved),
+            load(saved, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())),
+        )
         network = sharded.model.layers[1].mlp
         assert network.k.placements == (Shard(0),) and network.out_proj.weight.placements == (Shard(1),)
         losses = [model(input_ids=tokens, labels=tokens).loss for model in (sharded, whole)]
@@ -577,7 +656,15 @@ def transformers_plans(folder: str) -> None:
     raises(ValueError, ("has H = 1 heads", "size 2"), lambda: load(uneven, distributed_config=plan))
 
 
-LANGUAGE_MODELS = {"training", "example", "uneven_sizes", "norms_of_heads", "bf16_losses", "save_checkpoint", "load_checkpoint"}
+LANGUAGE_MODELS = {
+    "training",
+    "example",
+    "uneven_sizes",
+    "norms_of_heads",
+    "bf16_losses",
+    "save_checkpoint",
+    "load_checkpoint",
+}
 
 
 def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:
@@ -604,7 +691,8 @@ def main(cases: dict[str, Any]) -> None:
     if not LANGUAGE_MODELS.isdisjoint(names):
         import flashmhf.models  # noqa: F401  once, and not in each process; transformers takes seconds
     for name in names:
-        with tempfile.TemporaryDirectory() as folder:  # forked: torch is imported once. A process that fails ends the others
+        # forked: torch is imported once. A process that fails ends the others
+        with tempfile.TemporaryDirectory() as folder:
             given = processes, os.path.join(folder, "store"), cases[name], arguments
             torch.multiprocessing.start_processes(_process, given, nprocs=processes, start_method="fork")
 

@@ -1,4 +1,7 @@
-"""Several processes over gloo against one: sharding rules, plans, training steps, checkpoints. The cases are in distributed_runs.py."""
+"""Several processes over gloo against one:
+
+sharding rules, plans, training steps, checkpoints. The cases are in distributed_runs.py.
+"""
 
 from pathlib import Path
 
@@ -64,7 +67,8 @@ def test_a_checkpoint_of_four_processes_loads_on_two_and_one(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        ("DiffLlama", "DiffLlamaAttention with lambda_q1, lambda_k1"),  # subtracts heads of its upper half from those of the lower
+        # subtracts heads of its upper half from those of the lower
+        ("DiffLlama", "DiffLlamaAttention with lambda_q1, lambda_k1"),
         ("Olmo2", "Olmo2Attention with q_norm.weight, k_norm.weight"),  # normalises all heads together
         ("OlmoHybrid", "OlmoHybridGatedDeltaNet with A_log"),
     ],
@@ -73,7 +77,14 @@ def test_attention_whose_heads_ranks_cannot_divide_is_refused(kind, found):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, f"{kind}ForCausalLM"):
         pytest.skip(f"this transformers has no {kind}")
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0))
     flashmhf.replace_ffn(model, num_heads=2)
     with pytest.raises(ValueError, match=f"is a {found}.*; supported: Llama's attention, q_proj"):

@@ -38,7 +38,9 @@ def test_main_grad_accumulation():
         assert weight.grad is None
         torch.testing.assert_close(weight.main_grad - 1, getattr(plain, name).grad, rtol=1e-4, atol=1e-5)
     for name in ("router", "in_proj.weight", "out_proj.weight"):
-        torch.testing.assert_close(module.get_parameter(name).grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            module.get_parameter(name).grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6
+        )
     # Megatron's convention: parameters that carry the flag keep their hooks firing.
     fired = []
     module.k.grad_added_to_main_grad = False

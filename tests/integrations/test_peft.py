@@ -32,14 +32,18 @@ def test_stacked_weights_are_the_same_memory_and_function():
 
 def test_state_dicts_hold_four_dimensions_either_way():
     plain, stacked = make(), stack_weights(make())
-    assert {name: x.shape for name, x in stacked.state_dict().items()} == {name: x.shape for name, x in plain.state_dict().items()}
+    assert {name: x.shape for name, x in stacked.state_dict().items()} == {
+        name: x.shape for name, x in plain.state_dict().items()
+    }
     for assign in (False, True):
         stacked.load_state_dict(plain.state_dict(), assign=assign)
         assert stacked.k.shape == (6, 16, 16) and torch.equal(stacked.k.flatten(), plain.k.flatten())
     nested = nn.Sequential(make())
     nested.load_state_dict(nn.Sequential(stacked).state_dict())
     assert torch.equal(nested[0].u, plain.u)
-    assert torch.equal(convert.to_official(stacked.state_dict())["gate_weight"], convert.to_official(plain.state_dict())["gate_weight"])
+    assert torch.equal(
+        convert.to_official(stacked.state_dict())["gate_weight"], convert.to_official(plain.state_dict())["gate_weight"]
+    )
     with pytest.raises(RuntimeError, match="size mismatch for k"):
         stacked.load_state_dict(flashmhf.FlashMHF(32, 2, 4, 16).state_dict())
 
@@ -69,7 +73,9 @@ def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
     base, x = Block(), torch.randn(64, 32)
     model = copy.deepcopy(base)
     stack_weights(model.ffn)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=["ffn.k", "ffn.u", "ffn.v"])
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=["ffn.k", "ffn.u", "ffn.v"]
+    )
     model = peft.get_peft_model(model, config)
     torch.testing.assert_close(model(x), base(x))  # B starts at zero
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -87,7 +93,8 @@ def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
     stack_weights(again.ffn)
     torch.testing.assert_close(peft.PeftModel.from_pretrained(again, tmp_path)(x), after)
 
-    model.merge_and_unload()  # PEFT leaves layers inside a module whose parameters it adapts: the second call takes these
+    # PEFT leaves layers inside a module whose parameters it adapts: the second call takes these
+    model.merge_and_unload()
     merged = model.merge_and_unload()
     stack_weights(merged.ffn, False)
     torch.testing.assert_close(merged(x), after, rtol=1e-4, atol=1e-5)

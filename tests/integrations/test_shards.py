@@ -1,4 +1,5 @@
-"""Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs; the plug-in for vLLM.
+"""Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs; the plug-in
+for vLLM.
 
 Two ranks with an all-reduce are a case of tests/distributed/distributed_runs.py.
 """
@@ -60,7 +61,10 @@ def test_shards_sum_to_the_network(name, size):
             assert torch.equal(found, expected)
         else:
             assert found.shape == expected.shape and (found - expected).norm() <= 1e-5 * expected.norm()
-    assert sum(p.numel() for p in parts[0].parameters()) < sum(t.numel() for t in whole.state_dict().values()) / size * 1.01 + 3 * D_MODEL
+    assert (
+        sum(p.numel() for p in parts[0].parameters())
+        < sum(t.numel() for t in whole.state_dict().values()) / size * 1.01 + 3 * D_MODEL
+    )
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -94,7 +98,9 @@ def test_a_checkpoint_of_the_whole_network_loads_into_every_rank(name):
     if key == "k8":
         with pytest.raises(ValueError, match="layout is"):
             loaded.layout.weight_loader(loaded.layout, torch.tensor([7], dtype=torch.uint8))
-        with pytest.raises(TypeError, match="mlp.k8 has dtype torch.bfloat16 in the checkpoint; expected torch.float8_e4m3fn"):
+        with pytest.raises(
+            TypeError, match="mlp.k8 has dtype torch.bfloat16 in the checkpoint; expected torch.float8_e4m3fn"
+        ):
             loaded.k8.weight_loader(loaded.k8, whole.k8.bfloat16())
         assert loaded.half().k8.dtype == whole.k8.dtype and loaded.router.dtype == torch.float16
 
@@ -119,14 +125,18 @@ def test_one_node_for_every_number_of_tokens(name):
     _, part = shards(network(name), 2)
     graphs = []
     model = torch.nn.Sequential(part)  # an engine compiles the whole model
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    compiled = torch.compile(
+        model, fullgraph=True, dynamic=True, backend=lambda graph, inputs: graphs.append(graph) or graph
+    )
     with torch.no_grad():
         for tokens in (2, 7, 65, 300):
             x = torch.randn(tokens, D_MODEL)
             torch.testing.assert_close(compiled(x), part(x))
     assert len(graphs) == 1
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert [each for each in called if "flashmhf" in each] == ["flashmhf.fp8_layer" if name == "fp8" else "flashmhf.layer"]
+    assert [each for each in called if "flashmhf" in each] == [
+        "flashmhf.fp8_layer" if name == "fp8" else "flashmhf.layer"
+    ]
 
 
 @pytest.mark.gpu
@@ -184,22 +194,34 @@ def test_the_network_of_a_configuration():
         (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
         (tiny(ffn_num_heads=1), ValueError, "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
-        (tiny(quantization_config=packed | {"projections": True}), ValueError, "projections of the quantization_config is True; supp"),
+        (
+            tiny(quantization_config=packed | {"projections": True}),
+            ValueError,
+            "projections of the quantization_config is True; supp",
+        ),
     ):
         with pytest.raises(error, match=message):
             served_feed_forward(config, Rank(0, 2, lambda y: y))
 
 
 def test_the_plugin_for_vllm(monkeypatch):
-    """What the entry point names, with an engine in place of vLLM 0.32: the class by name, and the quantisation method."""
+    """What the entry point names, with an engine in place of vLLM 0.32:
+
+    the class by name, and the quantisation method.
+    """
     pytest.importorskip("transformers")
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     registered, methods, layers = {}, {}, "vllm.model_executor.layers"
     for name, contents in {
         "vllm": {"ModelRegistry": types.SimpleNamespace(register_model=registered.setdefault)},
-        f"{layers}.quantization": {"register_quantization_config": lambda name: lambda method: methods.setdefault(name, method)},
+        f"{layers}.quantization": {
+            "register_quantization_config": lambda name: lambda method: methods.setdefault(name, method)
+        },
         f"{layers}.quantization.base_config": {"QuantizationConfig": object, "QuantizeMethodBase": object},
-        f"{layers}.linear": {"LinearBase": torch.nn.Linear, "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {})},
+        f"{layers}.linear": {
+            "LinearBase": torch.nn.Linear,
+            "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {}),
+        },
     }.items():
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**contents))
     monkeypatch.delitem(sys.modules, "flashmhf.integrations.vllm_plugin", raising=False)
@@ -214,7 +236,9 @@ def test_the_plugin_for_vllm(monkeypatch):
     kind = methods.pop("flashmhf_fp8")
     stored = {"quant_method": "flashmhf_fp8", "layout": quantize.LAYOUT}
     method = kind.from_config(stored)
-    assert not methods and method.get_name() == "flashmhf_fp8" and method.get_supported_act_dtypes()[0] == torch.bfloat16
+    assert (
+        not methods and method.get_name() == "flashmhf_fp8" and method.get_supported_act_dtypes()[0] == torch.bfloat16
+    )
     assert method.get_quant_method(torch.nn.Embedding(2, 2), "x") is None
     assert type(method.get_quant_method(torch.nn.Linear(2, 2), "x")).__name__ == "UnquantizedLinearMethod"
     with pytest.raises(ValueError, match="layout of the packed weights is 7"):

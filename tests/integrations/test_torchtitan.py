@@ -1,4 +1,7 @@
-"""The override for torchtitan, where it is installed: sizes, initialisation, FSDP2, tensor parallelism, AC, compile, checkpoints."""
+"""The override for torchtitan, where it is installed:
+
+sizes, initialisation, FSDP2, tensor parallelism, AC, compile, checkpoints.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -31,7 +34,10 @@ def run(folder: Path, dp: int, tp: int, *compiled: str) -> None:
 
 @pytest.mark.parametrize("arguments", [(1, 2), (2, 1, "compile"), (2, 2)], ids=str)
 def test_processes_compute_what_one_does(one_process, arguments):
-    """(FSDP2, tensor parallelism) with full activation checkpointing, from one process's checkpoint: loss and gradients."""
+    """(FSDP2, tensor parallelism) with full activation checkpointing, from one process's checkpoint:
+
+    loss and gradients.
+    """
     run(one_process, *arguments)
 
 
@@ -48,7 +54,9 @@ def test_default_sizes_and_refusal():
 
 def test_heads_that_the_ranks_do_not_divide():
     module = feed_forward(llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward, num_heads=2).build()
-    with pytest.raises(ValueError, match="feed_forward has H = 2 heads and the mesh has size 4; supported: sizes that divide H"):
+    with pytest.raises(
+        ValueError, match="feed_forward has H = 2 heads and the mesh has size 4; supported: sizes that divide H"
+    ):
         module.parallelize(ParallelDims(1, 1, 1, 4, 1, 1, world_size=4))
 
 
@@ -72,7 +80,8 @@ def test_initialisation_is_the_networks_own():
 def test_the_recipe_is_the_papers_model():
     recipe = flashmhf_1_3b()
     assert len(apply_overrides(recipe.override, recipe)) == 20
-    assert recipe.model_spec.state_dict_adapter is None  # Llama 3's drops the networks from what it saves for Hugging Face
+    # Llama 3's drops the networks from what it saves for Hugging Face
+    assert recipe.model_spec.state_dict_adapter is None
     with torch.device("meta"):
         model = recipe.model_spec.model.build()
     model.verify_module_protocol()

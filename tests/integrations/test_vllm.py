@@ -39,8 +39,14 @@ from flashmhf.models.presets import preset  # noqa: E402
 from flashmhf_recipes import tokenizer  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-PROMPTS, NEW, POSITIONS, DISTINCT = 96, 24, 512, 150  # DISTINCT: of the tokens that a model must give, so that equality says something
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+# DISTINCT: of the tokens that a model must give, so that equality says something
+PROMPTS, NEW, POSITIONS, DISTINCT = 96, 24, 512, 150
 IDS = [[2 + (37 * row + 11 * column) % 500 for column in range(6 + row % 8)] for row in range(PROMPTS)]
 NAME, FP8 = "model", "flashmhf-fp8"
 
@@ -52,7 +58,12 @@ def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     words = tokenizer.train([Path(__file__).read_text()], 512)
     words.chat_template = tokenizer.chat_template("plain")
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "tie_word_embeddings": False}
+    sizes = {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": False,
+    }
     heads = dict.fromkeys(("mh_ffn", "pkv", "flashmhf"), {"ffn_num_heads": 4})
     configs = {name: preset(f"{name}-tiny").config(**sizes, **heads.get(name, {})) for name in FFN_TYPES}
     configs["swapped"] = transformers.LlamaConfig(**sizes, vocab_size=512, intermediate_size=192, num_hidden_layers=2)
@@ -139,7 +150,12 @@ def damaged(directory: Path, target: Path, name: str) -> Path:
 
 
 REFUSED = {  # model, what it lacks, settings of the engine, and the message
-    "method without packed weights": ("flashmhf", None, {"quantization": "flashmhf_fp8"}, "the checkpoint has no packed weights"),
+    "method without packed weights": (
+        "flashmhf",
+        None,
+        {"quantization": "flashmhf_fp8"},
+        "the checkpoint has no packed weights",
+    ),
     "a changed model": ("swapped", None, {}, "mlp"),
     "ranks": ("flashmhf", None, {"tensor_parallel_size": 3}, "3"),
     "a missing weight": ("flashmhf", "0.mlp.router", {}, "router"),
@@ -160,10 +176,30 @@ def test_a_server_gives_concurrent_clients_what_generate_gives(models):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "flashmhf"), "--served-model-name", NAME]
-    command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--enforce-eager", "--port", str(port), "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(models / "flashmhf"),
+        "--served-model-name",
+        NAME,
+    ]
+    command += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(POSITIONS),
+        "--enforce-eager",
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+    ]
     with (models / "server.log").open("w") as file:
-        process = subprocess.Popen([*command, "--shutdown-timeout", "30"], env=os.environ | ENVIRONMENT, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            [*command, "--shutdown-timeout", "30"], env=os.environ | ENVIRONMENT, stdout=file, stderr=file
+        )
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
 
     def ask(ids: list[int]) -> list[int]:
@@ -181,7 +217,11 @@ def test_a_server_gives_concurrent_clients_what_generate_gives(models):
         with ThreadPoolExecutor(64) as pool:
             assert list(pool.map(ask, IDS)) == expected(models / "flashmhf")
         message = [{"role": "user", "content": "def"}]
-        assert client.chat.completions.create(model=NAME, messages=message, max_tokens=8, temperature=0).choices[0].message.content
+        assert (
+            client.chat.completions.create(model=NAME, messages=message, max_tokens=8, temperature=0)
+            .choices[0]
+            .message.content
+        )
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

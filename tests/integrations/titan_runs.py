@@ -30,7 +30,9 @@ def model_of(dp: int, tp: int, compiled: bool = False):
     for layer in spec.model.layers:  # flex attention has no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     set_llama3_sharding_config(spec.model, enable_sp=tp > 1)
-    replaced = apply_overrides(OverrideConfig(imports=[("flashmhf.integrations.torchtitan.feed_forward", KEYWORDS)]), spec)
+    replaced = apply_overrides(
+        OverrideConfig(imports=[("flashmhf.integrations.torchtitan.feed_forward", KEYWORDS)]), spec
+    )
     assert len(replaced) == len(spec.model.layers)
     set_spmd_backend(BACKEND)
     dims = ParallelDims(1, dp, 1, tp, 1, 1, world_size=dp * tp, spmd_backend=BACKEND)
@@ -88,14 +90,19 @@ def case(folder: str, dp: str, tp: str, *compiled: str) -> None:
     found = {"loss": total / (dp * tp)}
     gradients = {name: p.grad for name, p in model.named_parameters() if "feed_forward" in name}
     found |= {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
-    found = {name.replace("._checkpoint_wrapped_module", "").replace("._orig_mod", ""): value for name, value in found.items()}
+    found = {
+        name.replace("._checkpoint_wrapped_module", "").replace("._orig_mod", ""): value
+        for name, value in found.items()
+    }
     if dp * tp == 1:
         torch.save(found, file)
         return
     expected = torch.load(file)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Official whole-model checkpoints: equal logits with a forward written from the formulae, round trips, refusals by name."""
+"""Official whole-model checkpoints:
+
+equal logits with a forward written from the formulae, round trips, refusals by name.
+"""
 
 import json
 
@@ -71,7 +74,9 @@ class OfficialNetwork(nn.Module):
         if not network["skip_linear"]:
             self.w_self, self.w_self_2 = nn.Linear(d, d, bias=False), nn.Linear(d, d, bias=False)
         for name in ("gate", "up", "down"):
-            self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(config["intermediate_size"], d // self.heads * kuv)))
+            self.register_parameter(
+                f"{name}_weight", nn.Parameter(torch.empty(config["intermediate_size"], d // self.heads * kuv))
+            )
         if "num_experts" in network:
             self.router = nn.Parameter(torch.empty(self.heads, d // self.heads, self.experts))
         self.q_norm = nn.Module()
@@ -105,7 +110,11 @@ class OfficialNetwork(nn.Module):
 
 def official_model(config: dict, kind: type = LlamaForCausalLM) -> PreTrainedModel:
     """The official model: transformers' Llama with the official network, and random weights in float64."""
-    own = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "rope_theta", "rope_scaling")}
+    own = {
+        name: value
+        for name, value in config.items()
+        if name not in ("architectures", "model_type", "rope_theta", "rope_scaling")
+    }
     rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     model = kind(LlamaConfig(**own, rope_parameters=rope))
     for layer in model.base_model.layers:
@@ -115,7 +124,9 @@ def official_model(config: dict, kind: type = LlamaForCausalLM) -> PreTrainedMod
     model.double().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        parameter.normal_(std=1.0 if "norm" in name or "embed" in name else parameter.shape[-1] ** -0.5, generator=generator)
+        parameter.normal_(
+            std=1.0 if "norm" in name or "embed" in name else parameter.shape[-1] ** -0.5, generator=generator
+        )
         if "q_norm" in name and not settings_of(config)["apply_rmsnorm"]:
             parameter.fill_(1.0)
     return model.eval()
@@ -144,8 +155,10 @@ CONFIGURATIONS = {
     "dot": OFFICIAL | {"mhffnmoe_apply_dot_scaling": True},
     "dot theory": OFFICIAL | {"mhffnmoe_apply_dot_scaling": True, "mhffnmoe_apply_dot_scaling_theory": True},
     "theory alone": OFFICIAL | {"mhffnmoe_apply_dot_scaling_theory": True},
-    "final and dot": OFFICIAL | {"mhffnmoe_apply_final_scaling": True, "mhffnmoe_apply_dot_scaling": True, "hidden_act": "relu"},
-    "mhffn grouped and dot": MHFFN | {"mhffn_num_kuv_heads": 1, "mhffn_apply_dot_scaling": True, "mhffn_apply_rmsnorm": False},
+    "final and dot": OFFICIAL
+    | {"mhffnmoe_apply_final_scaling": True, "mhffnmoe_apply_dot_scaling": True, "hidden_act": "relu"},
+    "mhffn grouped and dot": MHFFN
+    | {"mhffn_num_kuv_heads": 1, "mhffn_apply_dot_scaling": True, "mhffn_apply_rmsnorm": False},
     "mhffn without projections": MHFFN | {"mhffn_skip_linear": True, "mhffn_apply_final_scaling": True},
 }
 
@@ -184,8 +197,17 @@ def test_equal_logits_and_round_trip(config, tmp_path):
 
 def test_scales_and_gains_of_the_initialisation():
     """std * gain of the official module, with the scale that the weights take in."""
-    theory = OFFICIAL | {"mhffnmoe_apply_dot_scaling": True, "mhffnmoe_apply_dot_scaling_theory": True, "mhffnmoe_num_heads": 4}
-    theory |= {"mhffnmoe_num_kuv_heads": 4, "mhffnmoe_init_gate_gain": 0.5, "initializer_range": 0.04, "mhffnmoe_init_w_self_2_gain": 0.707}
+    theory = OFFICIAL | {
+        "mhffnmoe_apply_dot_scaling": True,
+        "mhffnmoe_apply_dot_scaling_theory": True,
+        "mhffnmoe_num_heads": 4,
+    }
+    theory |= {
+        "mhffnmoe_num_kuv_heads": 4,
+        "mhffnmoe_init_gate_gain": 0.5,
+        "initializer_range": 0.04,
+        "mhffnmoe_init_w_self_2_gain": 0.707,
+    }
     gains = conversion.config_from_official(theory).official_init
     # gate: 0.04 * 0.5 / sqrt(4), times the scale 4; the others have the gain 1
     assert (gains.k, gains.u, gains.v, gains.router) == (2.0, 4.0, 2.0, 2.0)
@@ -213,7 +235,15 @@ def test_scales_and_gains_of_the_initialisation():
 def test_shipped_configurations_are_presets(name, ffn, d_model, heads, subnets, subnet_dim, layers, q_norm):
     config = preset(name).config()
     found = (config.ffn_type, config.hidden_size, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim)
-    assert (*found, config.num_hidden_layers, config.ffn_q_norm) == (ffn, d_model, heads, subnets, subnet_dim, layers, q_norm)
+    assert (*found, config.num_hidden_layers, config.ffn_q_norm) == (
+        ffn,
+        d_model,
+        heads,
+        subnets,
+        subnet_dim,
+        layers,
+        q_norm,
+    )
     assert config.ffn_init == ("normal" if ffn == "swiglu" else "official")
     assert config.official_init.in_proj == (1.0 if name == "configure7-tinymhffn" else 0.707)
     assert preset(name).config(num_hidden_layers=1).num_hidden_layers == 1
@@ -222,7 +252,10 @@ def test_shipped_configurations_are_presets(name, ffn, d_model, heads, subnets, 
 
 
 def test_a_16_bit_checkpoint_of_either_format(tmp_path):
-    """Rotary frequencies stay float32: rounded ones put the angles of positions 2048-4096 wrong by more than a radian."""
+    """Rotary frequencies stay float32:
+
+    rounded ones put the angles of positions 2048-4096 wrong by more than a radian.
+    """
     write(tmp_path, OFFICIAL, {name: w.bfloat16() for name, w in official_model(OFFICIAL).state_dict().items()})
     exact, model = conversion.load_official(tmp_path, torch.float32), conversion.load_official(tmp_path)
     assert exact.dtype == torch.float32 and model.dtype == torch.bfloat16
@@ -244,12 +277,19 @@ def test_models_with_other_heads(head, tied, tmp_path):
     official = official_model(config, getattr(transformers, f"LlamaFor{head}"))
     write(tmp_path, config, official.state_dict())
     model = conversion.load_official(tmp_path, model_class=getattr(lm, f"FlashMHFFor{head}"))
-    torch.testing.assert_close(model(IDS, use_cache=False).to_tuple(), official(IDS, use_cache=False).to_tuple(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model(IDS, use_cache=False).to_tuple(), official(IDS, use_cache=False).to_tuple(), atol=1e-5, rtol=1e-5
+    )
     assert model.config.id2label == official.config.id2label
     conversion.save_official(model, tmp_path / "back")
-    written, rewritten = load_file(tmp_path / "back" / "model.safetensors"), json.loads((tmp_path / "back" / "config.json").read_text())
+    written, rewritten = (
+        load_file(tmp_path / "back" / "model.safetensors"),
+        json.loads((tmp_path / "back" / "config.json").read_text()),
+    )
     torch.testing.assert_close(written, dict(official.state_dict()), atol=0, rtol=0)
-    assert {name: config[name] for name in ("architectures", "id2label", "problem_type") if name in config}.items() <= rewritten.items()
+    assert {
+        name: config[name] for name in ("architectures", "id2label", "problem_type") if name in config
+    }.items() <= rewritten.items()
 
 
 def from_official(**settings) -> FlashMHFConfig:
@@ -265,10 +305,18 @@ def to_official_in_fp8() -> None:
 @pytest.mark.parametrize(
     ("convert", "error", "message"),
     [
-        (lambda: from_official(mhffnmoe_num_kuv_heads=2), ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
+        (
+            lambda: from_official(mhffnmoe_num_kuv_heads=2),
+            ValueError,
+            "num_kuv_heads is 2; it must divide num_heads = 3",
+        ),
         (lambda: from_official(mhffnmoe_num_heads="3"), TypeError, "num_heads must be an int, got str"),
         (lambda: from_official(mhffnmoe_new_idea=1), NotImplementedError, "new_idea"),
-        (lambda: from_official(hidden_act="tanh"), NotImplementedError, "hidden_act='tanh' is not supported; supported: 'silu', 'gelu'"),
+        (
+            lambda: from_official(hidden_act="tanh"),
+            NotImplementedError,
+            "hidden_act='tanh' is not supported; supported: 'silu', 'gelu'",
+        ),
         (lambda: from_official(model_type="mamba"), ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
         (
             lambda: conversion.config_to_official(preset("swiglu-tiny").config()),
@@ -294,7 +342,11 @@ def test_unsupported_settings_are_refused_by_name(convert, error, message, tmp_p
     ("tied", "dropped", "message"),
     [
         (False, ("model.embed_tokens.weight",), "lacks 1 weights of its model: model.embed_tokens.weight"),
-        (True, ("model.embed_tokens.weight", "lm_head.weight"), "lacks 1 weights of its model: model.embed_tokens.weight"),
+        (
+            True,
+            ("model.embed_tokens.weight", "lm_head.weight"),
+            "lacks 1 weights of its model: model.embed_tokens.weight",
+        ),
         (True, (), "lm_head.weight differs"),
     ],
 )
@@ -309,7 +361,9 @@ def test_incomplete_or_contradictory_checkpoints(tied, dropped, message, tmp_pat
         conversion.load_official(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"intermediate_size": 192}, {"ffn_num_subnets": 2}, {"ffn_num_heads": 2}, {"ffn_num_kv_heads": 2}])
+@pytest.mark.parametrize(
+    "change", [{"intermediate_size": 192}, {"ffn_num_subnets": 2}, {"ffn_num_heads": 2}, {"ffn_num_kv_heads": 2}]
+)
 def test_a_state_dict_of_another_configuration_is_refused_both_ways(change):
     sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
     sizes |= dict(ffn_num_heads=4, ffn_num_subnets=3, ffn_q_norm=True)

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def tiny(ffn: str = "flashmhf", **overrides):
     """Random weights of such a size that the likeliest token changes from step to step."""
-    model = AutoModelForCausalLM.from_config(preset(f"{ffn}-tiny").config(tie_word_embeddings=False, **overrides)).eval()
+    model = AutoModelForCausalLM.from_config(
+        preset(f"{ffn}-tiny").config(tie_word_embeddings=False, **overrides)
+    ).eval()
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -39,7 +41,9 @@ def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
 def decoded(monkeypatch) -> list[int]:
     """The numbers of prompts that :func:`decoding.decode` got."""
     calls, decode = [], decoding.decode
-    monkeypatch.setattr(decoding, "decode", lambda model, ids, *args: calls.append(len(ids)) or decode(model, ids, *args))
+    monkeypatch.setattr(
+        decoding, "decode", lambda model, ids, *args: calls.append(len(ids)) or decode(model, ids, *args)
+    )
     return calls
 
 
@@ -95,7 +99,9 @@ def test_a_cache_that_its_owner_goes_on_with(device, decoded):
     settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "disable_compile": True}
     end = int(model.generate(ids, eos_token_id=None, **settings)[0, 9 + 4])
     cache = StaticCache(config=model.config, max_cache_len=40)
-    said = torch.cat([model.generate(ids, past_key_values=cache, eos_token_id=end, **settings), prompt(1, 3).to(device)], 1)
+    said = torch.cat(
+        [model.generate(ids, past_key_values=cache, eos_token_id=end, **settings), prompt(1, 3).to(device)], 1
+    )
     assert decoded == [1] and said.shape[1] == 9 + 5 + 3
     assert torch.equal(model.generate(said, past_key_values=cache, **settings), model.generate(said, **settings))
 
@@ -135,7 +141,13 @@ class Unrepeated(TemperatureLogitsWarper):
 def test_what_transformers_loop_keeps(decoded):
     """Arguments that a captured step cannot honour go to transformers."""
     model, ids = tiny(), prompt()
-    settings = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True, "eos_token_id": None}
+    settings = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "disable_compile": True,
+        "eos_token_id": None,
+    }
     model.generate(ids, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2)]), **settings)
     model.generate(ids, return_dict_in_generate=True, output_scores=True, **settings)
     model.generate(ids, logits_processor=LogitsProcessorList([Unrepeated(2.0)]), **settings)
@@ -146,16 +158,24 @@ def test_what_transformers_loop_keeps(decoded):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_frequencies_that_follow_the_positions_are_neither_captured_nor_compiled(device, decoded):
-    model = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=12).to(device)
+    model = tiny(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=12
+    ).to(device)
     settings = {"inputs": prompt().to(device), "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    assert torch.equal(model.generate(cache_implementation="static", **settings), model.generate(**settings)) and not decoded
+    assert (
+        torch.equal(model.generate(cache_implementation="static", **settings), model.generate(**settings))
+        and not decoded
+    )
 
 
 def test_hooks_that_collect_hidden_states_do_not_slow_later_calls(decoded):
     model, ids = tiny(), prompt()
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     assert len(model(ids, output_hidden_states=True).hidden_states) == len(model.model.layers) + 1
-    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), model.generate(ids, **settings)) and decoded
+    assert (
+        torch.equal(model.generate(ids, cache_implementation="static", **settings), model.generate(ids, **settings))
+        and decoded
+    )
 
 
 def ban(module, args, output):
@@ -171,7 +191,9 @@ class Negated(FlashMHFForCausalLM):
 
 GUESTS = {  # what may stand on a model
     "hook of the model": lambda model: model.register_forward_hook(ban),
-    "hook of a layer": lambda model: model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * -1, *args[1:])),
+    "hook of a layer": lambda model: model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: (args[0] * -1, *args[1:])
+    ),
     "global hook": lambda model: torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, output: ban(module, args, output) if module is model else None
     ),
@@ -213,7 +235,11 @@ def test_norm_of_inference_rounds_no_worse():
     for dtype in (torch.float32, torch.bfloat16):
         norm.to(dtype)
         x = torch.randn(64, 64).to(dtype)
-        exact = x.double() * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
+        exact = (
+            x.double()
+            * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+            * norm.weight.double()
+        )
         trained = norm(x)
         with torch.no_grad():
             inferred = norm(x)

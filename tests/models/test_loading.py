@@ -26,7 +26,12 @@ def made(kind: str) -> torch.nn.Module:
     """A model with random weights, of which no two are alike."""
     if "swapped" in kind:
         config = transformers.LlamaConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
         )
         model = transformers.LlamaForCausalLM(config)
         flashmhf.replace_ffn(model, num_heads=2)
@@ -95,23 +100,83 @@ def configured(directory, **settings) -> None:
 
 
 DAMAGED = {  # kind, what is done to its directory, and the error
-    "own without a weight": ("own", lambda path: without(path, "0.mlp.router"), ValueError, "lacks 1 weights of its model: .*router"),
-    "swapped without a weight": ("swapped", lambda path: without(path, "0.mlp.k"), ValueError, "lacks 1 weights of its model: .*mlp.k"),
-    "official without a weight": ("official", lambda path: without(path, "0.mlp.router"), ValueError, "lacks weights of its model.*router"),
-    "official without a norm": ("official", lambda path: without(path, "model.norm.weight"), ValueError, "lacks 1 weights of its model"),
-    "quantised without a weight": ("quantised", lambda path: without(path, "0.mlp.scales"), ValueError, "lacks .*mlp.scales"),
+    "own without a weight": (
+        "own",
+        lambda path: without(path, "0.mlp.router"),
+        ValueError,
+        "lacks 1 weights of its model: .*router",
+    ),
+    "swapped without a weight": (
+        "swapped",
+        lambda path: without(path, "0.mlp.k"),
+        ValueError,
+        "lacks 1 weights of its model: .*mlp.k",
+    ),
+    "official without a weight": (
+        "official",
+        lambda path: without(path, "0.mlp.router"),
+        ValueError,
+        "lacks weights of its model.*router",
+    ),
+    "official without a norm": (
+        "official",
+        lambda path: without(path, "model.norm.weight"),
+        ValueError,
+        "lacks 1 weights of its model",
+    ),
+    "quantised without a weight": (
+        "quantised",
+        lambda path: without(path, "0.mlp.scales"),
+        ValueError,
+        "lacks .*mlp.scales",
+    ),
     "truncated": ("own", lambda path: truncated(path, 0.5), ValueError, "weights in .* do not load"),
     "truncated, swapped": ("swapped", lambda path: truncated(path, 0.5), ValueError, "weights in .* do not load"),
     "truncated, official": ("official", lambda path: truncated(path, 0.5), ValueError, "weights in .* do not load"),
     "empty": ("quantised", lambda path: truncated(path, 0), ValueError, "weights in .* do not load"),
-    "another size": ("own", lambda path: configured(path, intermediate_size=64), ValueError, "weights in .* do not load"),
-    "fewer layers": ("own", lambda path: configured(path, num_hidden_layers=1), ValueError, "does not fit .* unexpected .*layers.1"),
-    "official, another size": ("official", lambda path: configured(path, mhffnmoe_num_experts=1), ValueError, "do not load|expected"),
+    "another size": (
+        "own",
+        lambda path: configured(path, intermediate_size=64),
+        ValueError,
+        "weights in .* do not load",
+    ),
+    "fewer layers": (
+        "own",
+        lambda path: configured(path, num_hidden_layers=1),
+        ValueError,
+        "does not fit .* unexpected .*layers.1",
+    ),
+    "official, another size": (
+        "official",
+        lambda path: configured(path, mhffnmoe_num_experts=1),
+        ValueError,
+        "do not load|expected",
+    ),
     "official, no pickle": ("official", unpickled, ValueError, "not load"),
-    "official, no number": ("official", lambda path: configured(path, hidden_size="64"), ValueError, "'hidden_size' expected int, got str"),
-    "official, no activation": ("official", lambda path: configured(path, hidden_act="tanh"), NotImplementedError, "^hidden_act='tanh'"),
-    "no model's sizes": ("own", lambda path: configured(path, ffn_num_heads=5), ValueError, "configuration in .* ffn_num_heads is 5"),
-    "no JSON": ("own", lambda path: (path / "config.json").write_text("{"), ValueError, "configuration in .* is not that of a model"),
+    "official, no number": (
+        "official",
+        lambda path: configured(path, hidden_size="64"),
+        ValueError,
+        "'hidden_size' expected int, got str",
+    ),
+    "official, no activation": (
+        "official",
+        lambda path: configured(path, hidden_act="tanh"),
+        NotImplementedError,
+        "^hidden_act='tanh'",
+    ),
+    "no model's sizes": (
+        "own",
+        lambda path: configured(path, ffn_num_heads=5),
+        ValueError,
+        "configuration in .* ffn_num_heads is 5",
+    ),
+    "no JSON": (
+        "own",
+        lambda path: (path / "config.json").write_text("{"),
+        ValueError,
+        "configuration in .* is not that of a model",
+    ),
     "no weights": ("own", lambda path: (path / "model.safetensors").unlink(), OSError, "model.safetensors"),
 }
 
@@ -135,7 +200,10 @@ def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(kind, mis
         settings = dict(intermediate_size=96, ffn_num_heads=2, ffn_num_subnets=2, ffn_q_norm=True)
         model, door = FlashMHFForCausalLM(FlashMHFConfig(**sizes, **settings)), AutoModelForCausalLM.from_pretrained
     else:
-        model, door = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=344)), load_replaced
+        model, door = (
+            transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=344)),
+            load_replaced,
+        )
         flashmhf.replace_ffn(model, num_heads=2, num_subnets=2, subnet_dim=48, q_norm=True)
     model.save_pretrained(tmp_path)
     without(tmp_path, f"0.mlp.{missing}")
@@ -162,7 +230,10 @@ def test_a_directory_without_a_tokenizer(saved, tmp_path):
 
 
 def test_a_directory_of_an_older_version(saved, tmp_path):
-    """The module beside the configuration names classes where they lay then, or both lack it: the installed package's are taken."""
+    """The module beside the configuration names classes where they lay then, or both lack it:
+
+    the installed package's are taken.
+    """
     directory = shutil.copytree(saved[0] / "own", tmp_path / "own")
     (directory / "modeling_flashmhf.py").write_text("from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM\n")
     with torch.no_grad():

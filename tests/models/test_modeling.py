@@ -42,7 +42,9 @@ def loss_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
 def test_loss_and_every_gradient(ffn, fresh_dynamo):
-    """Eagerly, compiled without a graph break (the AOT trace is what breaks, so the cheap back end suffices), and with checkpointing."""
+    """Eagerly, compiled without a graph break (the AOT trace is what breaks, so the cheap back end suffices), and with
+    checkpointing.
+    """
     model = tiny(ffn).train()
     loss, gradients = loss_and_gradients(model)
     assert abs(loss.item() - torch.tensor(512.0).log().item()) < 0.3  # nearly uniform before training
@@ -109,7 +111,10 @@ model.save_pretrained(again)
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_saved_model_loads_where_flashmhf_is_not_imported(fp8, tmp_path):
-    """With trust_remote_code=True, through the module that config.json's auto_map names; saving it again gives the same files."""
+    """With trust_remote_code=True, through the module that config.json's auto_map names;
+
+    saving it again gives the same files.
+    """
     saved, again = tmp_path / "saved", tmp_path / "again"
     model = tiny("flashmhf").eval()
     if fp8:
@@ -118,18 +123,27 @@ def test_a_saved_model_loads_where_flashmhf_is_not_imported(fp8, tmp_path):
     tokenizer.train(["text"], 300).save_pretrained(saved)
     run_python("-c", LOADED_ELSEWHERE, saved, again, cwd=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
     with torch.no_grad():
-        torch.testing.assert_close(torch.load(saved / "logits.pt"), model(torch.arange(9)[None]).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.load(saved / "logits.pt"), model(torch.arange(9)[None]).logits, atol=1e-5, rtol=1e-5
+        )
         assert torch.equal(AutoModelForCausalLM.from_pretrained(again)(tokens()).logits, model(tokens()).logits)
     for name in ("config.json", "modeling_flashmhf.py"):
         assert (again / name).read_text() == (saved / name).read_text()
-    assert {path.name for path in again.iterdir()} == {"config.json", "generation_config.json", "model.safetensors", "modeling_flashmhf.py"}
+    assert {path.name for path in again.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_flashmhf.py",
+    }
 
 
 def test_non_persistent_buffers_keep_float32(tmp_path):
     """The rotary frequencies, whatever converts the model: bf16 has 8 bits, positions have 12."""
     model = tiny("flashmhf")
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in model.state_dict()}
-    assert any("inv_freq" in name for name in buffers) and {buffer.dtype for buffer in buffers.values()} == {torch.float32}
+    assert any("inv_freq" in name for name in buffers) and {buffer.dtype for buffer in buffers.values()} == {
+        torch.float32
+    }
     model.save_pretrained(tmp_path)
     tokenizer.train(["text"], 300).save_pretrained(tmp_path)
     converted = {
@@ -173,7 +187,10 @@ def test_the_default_initialisation_is_balanced_and_saved(ffn, tmp_path):
 )
 def test_initialisation(init, weights, in_proj, out_proj):
     """Standard deviations of the chosen scheme; layers differ; the seed decides."""
-    model, again = (tiny("flashmhf", hidden_size=256, intermediate_size=512, ffn_init=init, initializer_range=0.03) for _ in range(2))
+    model, again = (
+        tiny("flashmhf", hidden_size=256, intermediate_size=512, ffn_init=init, initializer_range=0.03)
+        for _ in range(2)
+    )
     mlp, other = model.model.layers[0].mlp, model.model.layers[1].mlp
     for part, std in ((mlp.k, weights), (mlp.in_proj.weight, in_proj), (mlp.out_proj.weight, out_proj)):
         assert part.std().item() == pytest.approx(std, rel=0.05)
@@ -202,7 +219,9 @@ def test_a_device_map_never_tears_a_block_apart():
     model = tiny("flashmhf")
     layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
     memory = {0: 2 * layer, "cpu": "1GiB"}
-    placed = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(model._no_split_modules))
+    placed = accelerate.infer_auto_device_map(
+        model, max_memory=memory, no_split_module_classes=list(model._no_split_modules)
+    )
     assert not [name for name in placed if ".mlp" in name or ".self_attn" in name]
 
 
@@ -236,12 +255,18 @@ def test_block_without_its_norm():
         ({"ffn_num_heads": 5}, "ffn_num_heads is 5; it must be at least 1 and divide hidden_size = 64"),
         ({"ffn_num_subnets": 3}, "ffn_num_subnets is 3; it must be at least 1 and divide intermediate_size = 128"),
         ({"ffn_type": "swiglu"}, "ffn_num_heads is 2; ffn_type='swiglu' has none"),
-        ({"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_q_norm": True}, "ffn_q_norm=True needs ffn_type='flashmhf' or 'mh_ffn'"),
+        (
+            {"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_q_norm": True},
+            "ffn_q_norm=True needs ffn_type='flashmhf' or 'mh_ffn'",
+        ),
         ({"ffn_init": "zeros"}, "ffn_init is 'zeros'"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; ffn_type='flashmhf' supports: 'silu', 'gelu', 'relu', 'relu2'"),
         ({"ffn_num_kv_heads": 3}, "ffn_num_kv_heads is 3; it must divide ffn_num_heads = 2"),
         ({"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_skip_linear": True}, "ffn_skip_linear=True needs ffn_type"),
-        ({"ffn_type": "pkv", "ffn_num_subnets": None, "hidden_act": "gelu"}, "hidden_act is 'gelu'; ffn_type='pkv' supports: 'silu'"),
+        (
+            {"ffn_type": "pkv", "ffn_num_subnets": None, "hidden_act": "gelu"},
+            "hidden_act is 'gelu'; ffn_type='pkv' supports: 'silu'",
+        ),
         ({"ffn_skip_linear": True, "mlp_bias": True}, "mlp_bias=True is not supported with ffn_skip_linear=True"),
         ({"ffn_official_init": {"gate": 2.0}}, r"ffn_official_init has \['gate'\]; supported: in_proj"),
         ({"ffn_official_init": [2.0]}, "ffn_official_init.* expected dict, got list"),
@@ -255,7 +280,10 @@ def test_block_without_its_norm():
         ({"intermediate_size": 0, "ffn_num_subnets": None}, "intermediate_size is 0; it must be at least 1"),
         ({"hidden_size": 0, "ffn_num_heads": None}, "hidden_size is 0; it must be at least 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads = 4"),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_key_value_heads is 3; it must divide num_attention_heads = 4",
+        ),
     ],
 )
 def test_configuration_refusals(settings, message):
@@ -265,10 +293,16 @@ def test_configuration_refusals(settings, message):
 
 def test_configuration_defaults():
     config = FlashMHFConfig(hidden_size=768, intermediate_size=1536, num_attention_heads=12)
-    assert (config.ffn_type, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim) == ("flashmhf", 6, 4, 384)
+    assert (config.ffn_type, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim) == (
+        "flashmhf",
+        6,
+        4,
+        384,
+    )
     assert FlashMHFConfig().ffn_subnet_dim == 344  # transformers builds one to tell what differs from the defaults
     assert FlashMHFConfig(ffn_type="dense_moe").ffn_num_subnets == 1
-    for width, heads in ((64, 1), (576, 9), (960, 15), (1056, 33), (1152, 9)):  # of 64, 64, 32 and 128: sizes that the kernels have
+    # of 64, 64, 32 and 128: sizes that the kernels have
+    for width, heads in ((64, 1), (576, 9), (960, 15), (1056, 33), (1152, 9)):
         assert FlashMHFConfig(hidden_size=width, num_attention_heads=1, intermediate_size=64).ffn_num_heads == heads
     assert FlashMHFConfig(ffn_router_eps=0).ffn_router_eps == 0  # a whole number
 
@@ -285,8 +319,9 @@ def parameters(config: FlashMHFConfig) -> int:
 def test_parameter_counts_of_the_paper(name):
     """All nine printed counts follow from the configurations, to the printed digits, in units of 2**20 and 2**30.
 
-    Read as 10**6 and 10**9 they would be off by 4.9 % and 7.4 %. FlashMHF's include the weights of the per-head RMSNorm on Q, which
-    the official module allocates even where its setting leaves them unused; the paper's text has no such norm.
+    Read as 10**6 and 10**9 they would be off by 4.9 % and 7.4 %. FlashMHF's include the weights of the per-head RMSNorm
+    on Q, which the official module allocates even where its setting leaves them unused; the paper's text has no such
+    norm.
     """
     entry = preset(name)
     count = parameters(entry.config(**({"ffn_q_norm": True} if entry.ffn == "flashmhf" else {})))
@@ -308,8 +343,17 @@ def test_preset_settings():
     config = preset("flashmhf-1.3b").config()
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (20, 2048, 5760)
     assert (config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim) == (16, 15, 384)
-    assert (config.num_attention_heads, config.head_dim, config.vocab_size, config.max_position_embeddings) == (32, 64, 50_432, 4096)
-    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (1e-5, 10_000.0, False)
+    assert (config.num_attention_heads, config.head_dim, config.vocab_size, config.max_position_embeddings) == (
+        32,
+        64,
+        50_432,
+        4096,
+    )
+    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (
+        1e-5,
+        10_000.0,
+        False,
+    )
     assert preset("flashmhf-128m").config().tie_word_embeddings
     for name, heads, subnet_dim in (("flashmhf-370m-dh64", 16, 192), ("flashmhf-370m-dh256", 4, 704)):
         assert (preset(name).heads, preset(name).config().ffn_subnet_dim) == (heads, subnet_dim)
@@ -320,8 +364,16 @@ def test_preset_settings():
 
 # auto class -> (the model, its labels for two sequences of 7 tokens, the shape of what it scores)
 HEADS = {
-    "AutoModelForSequenceClassification": (lm.FlashMHFForSequenceClassification, {"labels": torch.tensor([0, 2])}, (2, 3)),
-    "AutoModelForTokenClassification": (lm.FlashMHFForTokenClassification, {"labels": torch.randint(3, (2, 7))}, (2, 7, 3)),
+    "AutoModelForSequenceClassification": (
+        lm.FlashMHFForSequenceClassification,
+        {"labels": torch.tensor([0, 2])},
+        (2, 3),
+    ),
+    "AutoModelForTokenClassification": (
+        lm.FlashMHFForTokenClassification,
+        {"labels": torch.randint(3, (2, 7))},
+        (2, 7, 3),
+    ),
     "AutoModelForQuestionAnswering": (
         lm.FlashMHFForQuestionAnswering,
         {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 5])},
@@ -334,7 +386,9 @@ HEADS = {
 @pytest.mark.parametrize("ffn", ["flashmhf", "mh_ffn"])
 def test_trains_saves_and_loads(auto, ffn, tmp_path):
     kind, labels, shape = HEADS[auto]
-    model = getattr(transformers, auto).from_config(preset(f"{ffn}-tiny").config(num_labels=3, pad_token_id=1, ffn_num_kv_heads=1))
+    model = getattr(transformers, auto).from_config(
+        preset(f"{ffn}-tiny").config(num_labels=3, pad_token_id=1, ffn_num_kv_heads=1)
+    )
     assert type(model) is kind
     ids = torch.randint(2, 500, (2, 7))
     out = model(input_ids=ids, **labels)
@@ -344,7 +398,10 @@ def test_trains_saves_and_loads(auto, ffn, tmp_path):
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
     model.eval().save_pretrained(tmp_path)
     module = (tmp_path / "modeling_flashmhf.py").read_text()  # names every class, for where flashmhf is not imported
-    assert all(each.__name__ in module and each.__name__ in (tmp_path / "config.json").read_text() for each, *_ in HEADS.values())
+    assert all(
+        each.__name__ in module and each.__name__ in (tmp_path / "config.json").read_text()
+        for each, *_ in HEADS.values()
+    )
     expected = model(input_ids=ids)
     for remote in (False, True):
         loaded = getattr(transformers, auto).from_pretrained(tmp_path, trust_remote_code=remote)

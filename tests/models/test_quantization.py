@@ -1,4 +1,7 @@
-"""FP8 checkpoints: quantised while loading, stored, restored to the same bits; what is damaged is refused. And the commands with --fp8."""
+"""FP8 checkpoints:
+
+quantised while loading, stored, restored to the same bits; what is damaged is refused. And the commands with --fp8.
+"""
 
 import json
 import resource
@@ -62,7 +65,9 @@ def same_bits(model, other) -> None:
         assert torch.equal(tensor.flatten().view(torch.uint8), theirs[name].flatten().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": False, "mlp_bias": True}, {"ffn_q_norm": True, "ffn_num_kv_heads": 1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"tie_word_embeddings": False, "mlp_bias": True}, {"ffn_q_norm": True, "ffn_num_kv_heads": 1}]
+)
 def test_quantised_while_loading_stored_and_restored(settings, tmp_path):
     model = tiny(**settings)
     model.save_pretrained(tmp_path / "plain")
@@ -81,17 +86,23 @@ def test_quantised_while_loading_stored_and_restored(settings, tmp_path):
         assert torch.equal(again(IDS).logits, expected(IDS).logits)
         tied = again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
         assert tied == model.config.tie_word_embeddings
-    assert torch.equal(loaded.generate(IDS, max_new_tokens=4, do_sample=False), again.generate(IDS, max_new_tokens=4, do_sample=False))
+    assert torch.equal(
+        loaded.generate(IDS, max_new_tokens=4, do_sample=False), again.generate(IDS, max_new_tokens=4, do_sample=False)
+    )
     assert relative_l2(loaded(IDS).logits, model(IDS).logits.double()) < 0.2
 
 
-@pytest.mark.parametrize("settings", [{"dtype": torch.bfloat16}, {"dtype": "auto"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}])
+@pytest.mark.parametrize(
+    "settings", [{"dtype": torch.bfloat16}, {"dtype": "auto"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}]
+)
 def test_dtype_and_device_map(packed, plain, settings):
     for directory, config in ((packed, {}), (plain, {"quantization_config": FlashMHFFp8Config()})):
         model = AutoModelForCausalLM.from_pretrained(directory, **settings, **config)
         mlp = model.model.layers[1].mlp
         wanted = torch.bfloat16 if settings.get("dtype") == torch.bfloat16 else torch.float32
-        assert model.dtype == mlp.router.dtype == mlp.in_proj.weight.dtype == wanted and mlp.scales.dtype == torch.float32
+        assert (
+            model.dtype == mlp.router.dtype == mlp.in_proj.weight.dtype == wanted and mlp.scales.dtype == torch.float32
+        )
         assert mlp.k8.dtype == torch.float8_e4m3fn
         assert model(IDS.to(model.device)).logits.isfinite().all()
 
@@ -110,7 +121,14 @@ def test_shards_and_the_inner_model(packed, tmp_path):
 
 def test_replaced_networks(tmp_path):
     """What is stored and restored of them is in test_loading.py."""
-    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     flashmhf.replace_ffn(model, num_heads=2)
     model.save_pretrained(tmp_path / "plain")
@@ -129,9 +147,18 @@ K8, SCALES, LAYOUT = (f"model.layers.1.mlp.{name}" for name in ("k8", "scales", 
         (lambda state: state.pop(SCALES), f"the checkpoint lacks {SCALES}"),
         (lambda state: state.pop("model.layers.0.mlp.in_proj.weight"), "lacks model.layers.0.mlp.in_proj.weight"),
         (lambda state: state.pop(LAYOUT), f"the checkpoint lacks {LAYOUT}"),
-        (lambda state: state.update({LAYOUT: torch.tensor([7], dtype=torch.uint8)}), r"layout is \[7\]; supported: \[1\]"),
-        (lambda state: state.update({K8: state[K8].view(torch.uint8)}), f"{K8} has dtype U8 in the checkpoint; supported: F8_E4M3"),
-        (lambda state: state.update({SCALES: state[SCALES][:2].clone()}), f"{SCALES} has shape .* in the checkpoint; expected"),
+        (
+            lambda state: state.update({LAYOUT: torch.tensor([7], dtype=torch.uint8)}),
+            r"layout is \[7\]; supported: \[1\]",
+        ),
+        (
+            lambda state: state.update({K8: state[K8].view(torch.uint8)}),
+            f"{K8} has dtype U8 in the checkpoint; supported: F8_E4M3",
+        ),
+        (
+            lambda state: state.update({SCALES: state[SCALES][:2].clone()}),
+            f"{SCALES} has shape .* in the checkpoint; expected",
+        ),
         ({"layout": 2}, "layout of the packed weights is 2; supported: 1"),  # of the configuration
         ({"projections": True}, "projections .* is True; supported: False"),
     ],
@@ -155,7 +182,9 @@ def test_refusals(plain, tmp_path):
         parts = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
         device_map = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
         folder = {"offload_folder": tmp_path / "offload"}
-        AutoModelForCausalLM.from_pretrained(plain, device_map=device_map, quantization_config=FlashMHFFp8Config(), **folder)
+        AutoModelForCausalLM.from_pretrained(
+            plain, device_map=device_map, quantization_config=FlashMHFFp8Config(), **folder
+        )
     shared = types.SimpleNamespace(config=types.SimpleNamespace(distributed_config=object()))
     with pytest.raises(NotImplementedError, match="several processes"):
         FlashMHFFp8Quantizer(FlashMHFFp8Config())._process_model_before_weight_loading(shared)
@@ -192,12 +221,16 @@ def test_eval_and_generate_commands(plain, quantised, tmp_path, capsys):
     for name, arguments in {"bf16": [plain], "fp8": [plain, "--fp8"], "stored": [quantised]}.items():
         command = [*map(str, arguments), "--dtype", "bfloat16", "--device", "cpu"]
         figures = tmp_path / "figures.json"
-        assert cli.main(["eval", "--model", *command, "--data", str(tmp_path / "text.txt"), "--json", str(figures)]) == 0
+        assert (
+            cli.main(["eval", "--model", *command, "--data", str(tmp_path / "text.txt"), "--json", str(figures)]) == 0
+        )
         found = json.loads(figures.read_text())
         assert found["fp8"] == (name != "bf16")
         losses[name] = found["held_out"]["loss"]
         capsys.readouterr()
-        assert cli.main(["generate", "--model", *command, "--temperature", "0", "--max-new-tokens", "4", "the head"]) == 0
+        assert (
+            cli.main(["generate", "--model", *command, "--temperature", "0", "--max-new-tokens", "4", "the head"]) == 0
+        )
         assert capsys.readouterr().out.startswith("the head")
     assert losses["fp8"] != losses["bf16"] and losses["stored"] == pytest.approx(losses["fp8"], rel=2e-3)
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=2e-2)
@@ -214,7 +247,19 @@ def test_command_errors_are_one_line(plain, quantised, tmp_path, capsys):
         (["quantize", "--model", plain, "--output", plain], "is not empty"),
         (["quantize", "--model", "./nothing", "--output", tmp_path / "new"], "nothing does not exist"),
         (
-            ["train", "--output", tmp_path / "run", "--init-from", quantised, "--data", text, "--steps", "1", "--learning-rate", "1e-4"],
+            [
+                "train",
+                "--output",
+                tmp_path / "run",
+                "--init-from",
+                quantised,
+                "--data",
+                text,
+                "--steps",
+                "1",
+                "--learning-rate",
+                "1e-4",
+            ],
             "a quantised model; supported: a model as it was trained",
         ),
     ):

@@ -1,4 +1,7 @@
-"""Arguments of modules: what constructors, calls, initialisation and state dicts refuse, by name, and what they take."""
+"""Arguments of modules:
+
+what constructors, calls, initialisation and state dicts refuse, by name, and what they take.
+"""
 
 import itertools
 import math
@@ -30,13 +33,23 @@ MULTIHEAD = "FlashMHF MHFFN"
 @pytest.mark.parametrize(
     ("makers", "arguments", "exception", "message"),
     [
-        (MULTIHEAD, {"backend": "tritn"}, ValueError, "backend is 'tritn'; supported: 'auto', 'hopper', 'triton', 'eager', 'reference'"),
+        (
+            MULTIHEAD,
+            {"backend": "tritn"},
+            ValueError,
+            "backend is 'tritn'; supported: 'auto', 'hopper', 'triton', 'eager', 'reference'",
+        ),
         (MULTIHEAD, {"backend": None}, TypeError, "backend must be a str, got NoneType"),
         ("FlashMHF", {"backend": "naive"}, ValueError, "backend is 'naive'"),
         (MULTIHEAD, {"deterministic": 1}, TypeError, "deterministic must be a bool or None, got int"),
         (f"{MULTIHEAD} SwiGLU ParametricKV", {"bias": "no"}, TypeError, "bias must be a bool, got str"),
         (MULTIHEAD, {"q_norm": 1}, TypeError, "q_norm must be a bool, got int"),
-        (f"{MULTIHEAD} ParametricKV", {"d_model": 50}, ValueError, "d_model is 50; it must be a multiple of num_heads = 3"),
+        (
+            f"{MULTIHEAD} ParametricKV",
+            {"d_model": 50},
+            ValueError,
+            "d_model is 50; it must be a multiple of num_heads = 3",
+        ),
         *((name, {size: 0}, ValueError, f"{size} is 0; it must be at least 1") for name, size in SIZES),
         *((name, {size: 1.5}, TypeError, f"{size} must be an int, got float") for name, size in SIZES),
         *(
@@ -75,7 +88,11 @@ def test_constructors_refuse(makers, arguments, exception, message):
 @pytest.mark.parametrize(
     ("call", "exception", "message"),
     [
-        (lambda: flashmhf.param_groups(nn.Linear(2, 2).parameters(), 1e-3, 0.1), TypeError, "model must be a .*Module, got generator"),
+        (
+            lambda: flashmhf.param_groups(nn.Linear(2, 2).parameters(), 1e-3, 0.1),
+            TypeError,
+            "model must be a .*Module, got generator",
+        ),
         (lambda: flashmhf.param_groups(nn.Linear(2, 2), "1e-3", 0.1), TypeError, "lr must be a float, got str"),
         (lambda: flashmhf.param_groups(nn.Linear(2, 2), 1e-3, -0.1), ValueError, "weight_decay is -0.1"),
         (lambda: flashmhf.Muon([], lr="1e-3"), TypeError, "lr must be a float, got str"),
@@ -83,10 +100,17 @@ def test_constructors_refuse(makers, arguments, exception, message):
         (lambda: OfficialInit(out_proj=math.nan), ValueError, "out_proj is nan"),
         (lambda: OfficialInit(router="2"), TypeError, "router must be a float, got str"),
         (lambda: OfficialInit(identity=1), TypeError, "identity must be a bool, got int"),
-        (lambda: flashmhf.distributed.parallelize(nn.Linear(2, 2), "tp"), TypeError, "mesh must be a .*DeviceMesh, got str"),
+        (
+            lambda: flashmhf.distributed.parallelize(nn.Linear(2, 2), "tp"),
+            TypeError,
+            "mesh must be a .*DeviceMesh, got str",
+        ),
         *(
             (lambda call=call, size=size: call(size), error, name)
-            for call, name in ((flashmhf.nn.default_subnet_dim, "head_dim"), (flashmhf.distributed.shard_placement, "size"))
+            for call, name in (
+                (flashmhf.nn.default_subnet_dim, "head_dim"),
+                (flashmhf.distributed.shard_placement, "size"),
+            )
             for size, error in ((0, ValueError), (-5, ValueError), (1.5, TypeError), ("64", TypeError))
         ),
     ],
@@ -98,8 +122,13 @@ def test_functions_refuse(call, exception, message):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_initialisation_is_checked(name):
-    refused = [({"init": 1}, TypeError, "init must be a str, got int"), ({"init": "xavier"}, ValueError, "init is 'xavier'")]
-    refused += [({"num_layers": n}, error, "num_layers") for n, error in ((0, ValueError), (-1, ValueError), ("a", TypeError))]
+    refused = [
+        ({"init": 1}, TypeError, "init must be a str, got int"),
+        ({"init": "xavier"}, ValueError, "init is 'xavier'"),
+    ]
+    refused += [
+        ({"num_layers": n}, error, "num_layers") for n, error in ((0, ValueError), (-1, ValueError), ("a", TypeError))
+    ]
     refused += [({"initializer_range": std}, ValueError, "initializer_range") for std in (-1.0, math.nan)]
     for arguments, exception, message in refused:
         with pytest.raises(exception, match=message):
@@ -109,14 +138,19 @@ def test_the_initialisation_is_checked(name):
 @pytest.mark.parametrize("name", MAKERS)
 def test_integers_of_other_libraries_are_sizes(name):
     sizes, kinds = MAKERS[name].keywords, itertools.cycle((np.int64, torch.tensor, np.int32, np.uint8))
-    module = MAKERS[name](**{argument: kind(size) for (argument, size), kind in zip(sizes.items(), kinds, strict=False)})
+    module = MAKERS[name](
+        **{argument: kind(size) for (argument, size), kind in zip(sizes.items(), kinds, strict=False)}
+    )
     for argument, size in sizes.items():
         assert type(getattr(module, argument)) is int and getattr(module, argument) == size
     module.load_state_dict(MAKERS[name]().state_dict())
 
 
 def test_numbers_of_other_libraries_are_eps():
-    assert MAKERS["FlashMHF"](router_eps=np.float32(0.25)).router_eps == 0.25 and MAKERS["DenseMoE"](router_eps=0).router_eps == 0
+    assert (
+        MAKERS["FlashMHF"](router_eps=np.float32(0.25)).router_eps == 0.25
+        and MAKERS["DenseMoE"](router_eps=0).router_eps == 0
+    )
 
 
 FLOATS = "supported: bfloat16, float16, float32, float64"
@@ -130,7 +164,11 @@ INPUTS = {  # what is given for x, and the error; of every module, whatever it d
     "array": (lambda x: x.numpy(), TypeError, "x must be a torch.Tensor, got ndarray"),
     "list": (lambda x: x.tolist(), TypeError, "x must be a torch.Tensor, got list"),
     "sparse": (lambda x: x.to_sparse(), TypeError, "x has layout torch.sparse_coo; supported: torch.strided"),
-    "jagged": (lambda x: nested([x[:2], x[2:]], layout=torch.jagged), TypeError, "x is a nested tensor; supported: dense tensors"),
+    "jagged": (
+        lambda x: nested([x[:2], x[2:]], layout=torch.jagged),
+        TypeError,
+        "x is a nested tensor; supported: dense tensors",
+    ),
     "nested": (lambda x: nested([x[:2], x[2:]]), TypeError, "x is a nested tensor; supported: dense tensors"),
 }
 CALLED = MAKERS | {
@@ -141,7 +179,9 @@ BY_THE_OPERATOR = ("half", "double", "device")  # an FP8 network leaves these to
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("name", "given"), [(n, g) for n in CALLED for g in INPUTS if n != "fp8" or g not in BY_THE_OPERATOR])
+@pytest.mark.parametrize(
+    ("name", "given"), [(n, g) for n in CALLED for g in INPUTS if n != "fp8" or g not in BY_THE_OPERATOR]
+)
 def test_a_wrong_input_is_refused_by_name(name, given):
     module, x = CALLED[name](), torch.randn(3, 48)
     spoil, error, message = INPUTS[given]
@@ -171,8 +211,18 @@ def edited(name, edit):
 @pytest.mark.parametrize(
     ("change", "sizes", "exception", "message"),
     [
-        (edited("gate_weight", lambda w: w[0]), (3, 2), ValueError, r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]"),
-        (edited("up_weight", lambda w: w[:16]), (3, 2), ValueError, r"up_weight has shape \[16, 48\]; expected \[32, 48\] \(gate"),
+        (
+            edited("gate_weight", lambda w: w[0]),
+            (3, 2),
+            ValueError,
+            r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]",
+        ),
+        (
+            edited("up_weight", lambda w: w[:16]),
+            (3, 2),
+            ValueError,
+            r"up_weight has shape \[16, 48\]; expected \[32, 48\] \(gate",
+        ),
         (without("router"), (3, 2), KeyError, r"missing from the official state dict: \['router'\]"),
         (without("up_weight"), (3, 2), KeyError, "up_weight"),
         (without("w_self.weight"), (3, 2), KeyError, "w_self.weight"),
@@ -197,7 +247,11 @@ def test_what_does_not_convert_from_the_official_layout(change, sizes, exception
     [
         (lambda s: s | {"extra": s["k"]}, ValueError, r"unknown names in the state dict: \['extra'\]"),
         (without("u"), KeyError, r"missing from the state dict: \['u'\]"),
-        (edited("v", lambda w: w[:, :, :8]), ValueError, r"v has shape \[3, 2, 8, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)"),
+        (
+            edited("v", lambda w: w[:, :, :8]),
+            ValueError,
+            r"v has shape \[3, 2, 8, 16\]; expected \[3, 2, 16, 16\] \(k's shape\)",
+        ),
         (lambda s: {"k": [1.0]}, TypeError, "k must be a torch.Tensor, got list"),
     ],
 )

@@ -22,8 +22,12 @@ def networks():
         "swiglu": flashmhf.SwiGLU(D_MODEL, 704, **settings),
         "pkv": flashmhf.ParametricKV(D_MODEL, 4, 528, **settings),
         "dense_moe": flashmhf.DenseMoE(D_MODEL, 4, 176, **settings),
-        "options": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, num_kv_heads=2, q_norm=True, bias=True, activation="gelu", **settings),
-        "no-projections": flashmhf.MHFFN(D_MODEL, 4, 352, q_norm=True, skip_linear=True, activation="relu2", **settings),
+        "options": flashmhf.FlashMHF(
+            D_MODEL, 4, 3, 112, num_kv_heads=2, q_norm=True, bias=True, activation="gelu", **settings
+        ),
+        "no-projections": flashmhf.MHFFN(
+            D_MODEL, 4, 352, q_norm=True, skip_linear=True, activation="relu2", **settings
+        ),
         "biased-swiglu": flashmhf.SwiGLU(D_MODEL, 704, bias=True, **settings),
     }
 
@@ -90,7 +94,9 @@ def test_normal_and_official(name, init, gains):
                 bound = getattr(gains, role) * (6 / sum(parameter.shape)) ** 0.5
                 std = bound / 3**0.5
                 assert init == "normal" or 0.99 * bound < parameter.abs().max().item() <= bound
-            assert parameter.std().item() == pytest.approx(0.05 if init == "normal" else std, rel=0.1), f"{full_name} under {init}"
+            assert parameter.std().item() == pytest.approx(0.05 if init == "normal" else std, rel=0.1), (
+                f"{full_name} under {init}"
+            )
 
 
 def test_balanced_is_the_default_of_all_but_parametric_kv():
@@ -114,7 +120,9 @@ def assert_drawn_alike(module, expected):
 @pytest.mark.parametrize("order", ["parents first", "children first", "own parameters only"])
 @every_network
 def test_every_module_draws_its_own_weights_in_any_order(name, order):
-    """FSDP, FSDP2's recipe and to_empty call reset_parameters of each module that has parameters, and know no other order."""
+    """FSDP, FSDP2's recipe and to_empty call reset_parameters of each module that has parameters, and know no other
+    order.
+    """
     expected = fresh(name)
     expected.reset_parameters(num_layers=LAYERS)
     module = copy.deepcopy(expected).to("meta").to_empty(device="cpu")
@@ -122,7 +130,9 @@ def test_every_module_draws_its_own_weights_in_any_order(name, order):
         for parameter in module.parameters():
             parameter.fill_(torch.nan)
     modules = [
-        child for child in module.modules() if order != "own parameters only" or next(child.parameters(recurse=False), None) is not None
+        child
+        for child in module.modules()
+        if order != "own parameters only" or next(child.parameters(recurse=False), None) is not None
     ]
     for child in reversed(modules) if order == "children first" else modules:
         child.reset_parameters()
@@ -150,7 +160,11 @@ def test_a_tool_may_take_each_modules_weights_when_its_constructor_ends(name, mo
 
 def test_groups_hold_every_trainable_parameter_once():
     """Of all networks beside an embedding, whose weight the head shares, and a norm."""
-    parts = {"embedding": nn.Embedding(100, D_MODEL), "norm": nn.RMSNorm(D_MODEL), "head": nn.Linear(D_MODEL, 100, bias=False)}
+    parts = {
+        "embedding": nn.Embedding(100, D_MODEL),
+        "norm": nn.RMSNorm(D_MODEL),
+        "head": nn.Linear(D_MODEL, 100, bias=False),
+    }
     model = nn.ModuleDict(parts | {"networks": nn.ModuleDict(networks())})
     model.head.weight = model.embedding.weight
     model.networks["swiglu"].requires_grad_(False)
@@ -161,7 +175,9 @@ def test_groups_hold_every_trainable_parameter_once():
     expected = [module for name, module in model.networks.items() if name.startswith(("flash", "options"))]
     assert projections == {id(linear.weight) for module in expected for linear in (module.in_proj, module.out_proj)}
     undecayed = {id(parameter) for group in groups if group["weight_decay"] == 0 for parameter in group["params"]}
-    assert undecayed == {id(p) for n, p in model.named_parameters() if p.requires_grad and (p.dim() < 2 or n.endswith("q_norm.weight"))}
+    assert undecayed == {
+        id(p) for n, p in model.named_parameters() if p.requires_grad and (p.dim() < 2 or n.endswith("q_norm.weight"))
+    }
     torch.optim.AdamW(groups)
 
 
@@ -181,7 +197,9 @@ def test_a_step_decays_all_matrices_equally_and_moves_projections_less():
 
 
 def test_groups_of_a_bare_layer_and_of_a_model_without_any():
-    assert [group["lr"] for group in flashmhf.param_groups(flashmhf.FlashMHF(64, 2, 2, 16), 1.0, 0.1, projection_rate=0.5)] == [1.0, 0.5]
+    assert [
+        group["lr"] for group in flashmhf.param_groups(flashmhf.FlashMHF(64, 2, 2, 16), 1.0, 0.1, projection_rate=0.5)
+    ] == [1.0, 0.5]
     assert flashmhf.param_groups(nn.LayerNorm(4), 1.0, 0.1)[0]["weight_decay"] == 0
     groups = flashmhf.param_groups(flashmhf.SwiGLU(64, 128), 1.0, 0.1)
     assert [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups] == [(3, 1.0, 0.1)]

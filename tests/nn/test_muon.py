@@ -15,7 +15,10 @@ import flashmhf
 def test_matrices_move_as_in_torch(shape):
     """Each matrix of a stack by itself, whatever the others' gradients are; torch.optim.Muon takes single matrices."""
     start = torch.randn(shape)
-    ours, theirs = nn.Parameter(start.clone()), [nn.Parameter(matrix.clone()) for matrix in start.reshape(-1, *shape[-2:])]
+    ours, theirs = (
+        nn.Parameter(start.clone()),
+        [nn.Parameter(matrix.clone()) for matrix in start.reshape(-1, *shape[-2:])],
+    )
     optimizers = [
         flashmhf.Muon([{"params": [ours], "muon": True}], lr=0.02, weight_decay=0.1),
         torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
@@ -26,7 +29,9 @@ def test_matrices_move_as_in_torch(shape):
             parameter.grad = gradient.clone()
         for optimizer in optimizers:
             optimizer.step()
-    for after, before, expected in zip(ours.reshape(-1, *shape[-2:]), start.reshape(-1, *shape[-2:]), theirs, strict=True):
+    for after, before, expected in zip(
+        ours.reshape(-1, *shape[-2:]), start.reshape(-1, *shape[-2:]), theirs, strict=True
+    ):
         assert (after - expected).norm() < 0.03 * (expected - before).norm()  # torch rounds momentum to bf16 elsewhere
 
 
@@ -75,7 +80,11 @@ def make_model() -> nn.Sequential:
 def test_groups_of_a_model():
     model = make_model()
     model.ffn.u.requires_grad_(False)
-    rule = {id(p): (group["muon"], group["lr"]) for group in flashmhf.param_groups(model, 1.0, 0.1, muon=True) for p in group["params"]}
+    rule = {
+        id(p): (group["muon"], group["lr"])
+        for group in flashmhf.param_groups(model, 1.0, 0.1, muon=True)
+        for p in group["params"]
+    }
     assert rule[id(model.embedding.weight)] == rule[id(model.head.weight)] == rule[id(model.head.bias)] == (False, 1.0)
     assert rule[id(model.ffn.k)] == rule[id(model.ffn.router)] == (True, 1.0) and id(model.ffn.u) not in rule
     assert rule[id(model.ffn.in_proj.weight)] == (True, 0.3)
@@ -84,7 +93,9 @@ def test_groups_of_a_model():
     model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
     model.positions = nn.Embedding(64, 64)  # as many as the model is wide: its projections have as many outputs
     groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True)
-    assert {id(p) for group in groups if group["muon"] for p in group["params"]} == {key for key, (muon, _) in rule.items() if muon}
+    assert {id(p) for group in groups if group["muon"] for p in group["params"]} == {
+        key for key, (muon, _) in rule.items() if muon
+    }
 
 
 def test_training_continues_from_a_state_dict_with_equal_bits():
@@ -122,7 +133,8 @@ def test_refusals():
         with pytest.raises(ValueError, match=f"{name} is"):
             flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": False}], **{name: value})
     layer = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="a group has no key 'muon'; supported: .* muon=True"):  # AdamW for everything, without a word
+    # AdamW for everything, without a word
+    with pytest.raises(ValueError, match="a group has no key 'muon'; supported: .* muon=True"):
         flashmhf.Muon(layer.parameters())
     optimizer = flashmhf.Muon(flashmhf.param_groups(layer, 1e-3, 0.1, muon=True))
     state = optimizer.state_dict()
@@ -130,7 +142,9 @@ def test_refusals():
         group["maximize"] = True  # AdamW's have it
     with pytest.raises(ValueError, match="muon=True and maximize=True; supported: False"):
         optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"state_dict has groups with muon = \[None\]; this optimizer's have \[True, False\]"):
+    with pytest.raises(
+        ValueError, match=r"state_dict has groups with muon = \[None\]; this optimizer's have \[True, False\]"
+    ):
         optimizer.load_state_dict(torch.optim.AdamW(layer.parameters()).state_dict())
 
 

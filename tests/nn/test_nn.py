@@ -1,4 +1,6 @@
-"""Modules against float64 formulae with every switch of the official module, their state dicts, and the official layout both ways."""
+"""Modules against float64 formulae with every switch of the official module, their state dicts, and the official layout
+both ways.
+"""
 
 import copy
 import itertools
@@ -30,7 +32,9 @@ IDS = ["-".join(f"{name}={value}" for name, value in switches.items()) or "none"
 def formula(x, module):
     """The definition between the projections; weights from the module's state."""
     s = dict(module.named_parameters())
-    linear = lambda name, y: y if module.skip_linear else nn.functional.linear(y, s[f"{name}.weight"], s.get(f"{name}.bias"))  # noqa: E731
+    linear = lambda name, y: (
+        y if module.skip_linear else nn.functional.linear(y, s[f"{name}.weight"], s.get(f"{name}.bias"))
+    )  # noqa: E731
     q = linear("in_proj", x).unflatten(-1, (HEADS, HEAD_DIM))
     if module.q_norm is not None:
         q = q / (q.square().mean(-1, keepdim=True) + module.q_norm.eps).sqrt() * s["q_norm.weight"]
@@ -54,7 +58,9 @@ def test_values_and_gradients(switches, leading):
         actual, expected = module(x), formula(x, module)
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         inputs, grad = [x, *module.parameters()], torch.randn_like(expected)
-        for a, b in zip(torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+        ):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
         with torch.inference_mode():
             torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
@@ -71,7 +77,9 @@ def test_state_and_default_width():
     assert shapes(flashmhf.FlashMHF(256, 2, 5)) == weights | projections
     assert [flashmhf.nn.default_subnet_dim(d) for d in (64, 96, 128, 256)] == [192, 256, 384, 704]
     grouped = flashmhf.FlashMHF(256, 4, 5, 16, num_kv_heads=2, skip_linear=True)
-    assert shapes(grouped) == dict.fromkeys("kuv", (2, 5, 16, 64)) | {"router": (4, 64, 5)} and "num_kv_heads=2" in repr(grouped)
+    assert shapes(grouped) == dict.fromkeys("kuv", (2, 5, 16, 64)) | {
+        "router": (4, 64, 5)
+    } and "num_kv_heads=2" in repr(grouped)
 
 
 @pytest.mark.parametrize("leading", [(), (5,), (2, 5), (2, 3, 5)])
@@ -131,7 +139,10 @@ def test_autocast_takes_any_input(make, stored):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
-    """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's; with the right ones the same tensors."""
+    """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's;
+
+    with the right ones the same tensors.
+    """
     settings = {"q_norm": True, "bias": True, "num_kv_heads": 3}
     network = flashmhf.FlashMHF(48, 6, 3, 16, **settings) if gated else flashmhf.MHFFN(48, 6, 48, **settings)
     ours = randomised(network).state_dict()
@@ -139,14 +150,18 @@ def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
     back = convert.from_official(official, *sizes, num_kv_heads=3)
     assert back.keys() == ours.keys() and all(torch.equal(back[name], value) for name, value in ours.items())
     assert torch.equal(official["w_self.bias"], ours["in_proj.bias"])
-    for state, call in ((ours, convert.to_official), (official, lambda s: convert.from_official(s, *sizes, num_kv_heads=3))):
+    for state, call in (
+        (ours, convert.to_official),
+        (official, lambda s: convert.from_official(s, *sizes, num_kv_heads=3)),
+    ):
         for name, value in state.items():
             for dim in range(value.dim()):
                 with pytest.raises(ValueError, match="shape"):
                     call(state | {name: value.narrow(dim, 0, value.shape[dim] - 1)})
                 with pytest.raises(ValueError, match="shape"):
                     call(state | {name: torch.cat([value, value], dim)})
-            with pytest.raises((ValueError, KeyError), match="shape|router"):  # k of four dimensions is a gated network's
+            # k of four dimensions is a gated network's
+            with pytest.raises((ValueError, KeyError), match="shape|router"):
                 call(state | {name: value[None]})
     for heads, subnets, kv_heads in ((6, 4, 3), (6, 1, 3), (6, 6, 3), (3, 3, 3), (6, 3, 6), (12, 3, 3), (6, None, 3)):
         if gated or subnets is None and heads != 6:
@@ -168,7 +183,9 @@ def test_padded_subnets_are_the_same_function_and_stay_padded():
             optimizer.zero_grad()
     for name, weight in convert.resize_subnets(padded.state_dict(), SUBNET_DIM).items():
         torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match=r"subnet_dim is 16; k of shape \[2, 4, 20, 8\] has rows beyond it that are not zero"):
+    with pytest.raises(
+        ValueError, match=r"subnet_dim is 16; k of shape \[2, 4, 20, 8\] has rows beyond it that are not zero"
+    ):
         convert.resize_subnets(plain.state_dict(), 16)
     with pytest.raises(ValueError, match=r"k has shape \[6, 50, 8\]; expected \[H_kv, E, d_e, d_h\]"):
         convert.resize_subnets(flashmhf.MHFFN(D_MODEL, HEADS, 50).state_dict(), 64)
@@ -192,7 +209,9 @@ def test_a_state_dict_is_the_parameters_memory(make):
     ("name", "tool"), [*itertools.product(STORED, ("to", "assign", "deepcopy")), *((name, "grad") for name in MODULES)]
 )
 def test_weights_stay_contiguous(name, tool):
-    """torch.channels_last, meant for images, changes the strides of every parameter of four dimensions, and checkpoints keep strides."""
+    """torch.channels_last, meant for images, changes the strides of every parameter of four dimensions, and checkpoints
+    keep strides.
+    """
     make, x = STORED[name], torch.randn(5, D_MODEL)
     module = make()
     expected = module(x)
@@ -203,7 +222,9 @@ def test_weights_stay_contiguous(name, tool):
         nn.Sequential(module).to(memory_format=torch.channels_last)
         assert all(parameter.grad.is_contiguous() for parameter in module.parameters())
     else:
-        strided = {name: value.mT.contiguous().mT if value.dim() > 1 else value for name, value in module.state_dict().items()}
+        strided = {
+            name: value.mT.contiguous().mT if value.dim() > 1 else value for name, value in module.state_dict().items()
+        }
         module = copy.deepcopy(module) if tool == "deepcopy" else make()
         module.load_state_dict(strided, assign=True)
     # Projections keep a checkpoint's strides, as any linear layer does.

@@ -118,7 +118,9 @@ def test_function_transforms_and_forward_mode_raise(name):
 def test_backward_does_what_forward_was_told(in_forward, argument):
     torch.use_deterministic_algorithms(in_forward)
     try:
-        out = flashmhf.flash_mhf(*leaves("forward", float64_problem()), deterministic=argument, backend="eager", activation="gelu")
+        out = flashmhf.flash_mhf(
+            *leaves("forward", float64_problem()), deterministic=argument, backend="eager", activation="gelu"
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     with Calls() as calls:
@@ -161,7 +163,9 @@ def test_batched_gradients():
     out = flashmhf.flash_mhf(*inputs)
     grads = torch.stack([p.grad_out, -p.grad_out])
     for i, batched in enumerate(torch.autograd.grad(out, inputs, grads, is_grads_batched=True)):
-        torch.testing.assert_close(batched[0], reference.backward(p.grad_out, *inputs)[i].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            batched[0], reference.backward(p.grad_out, *inputs)[i].detach(), rtol=1e-12, atol=1e-12
+        )
         torch.testing.assert_close(batched[0], -batched[1], rtol=1e-12, atol=1e-12)
 
 
@@ -176,7 +180,9 @@ def test_checkpointing(policy):
         save = policy == "save operator" and op is ops.gated_forward.default
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    context = {} if policy == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, choose)}
+    context = (
+        {} if policy == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, choose)}
+    )
     with Calls() as calls:
         checkpoint(module, x, use_reentrant=False, **context).sum().backward()
     torch.testing.assert_close(x.grad, expected)

@@ -31,7 +31,9 @@ def edited(name, edit):
 
 def missing(*names):
     """None for a tensor, which the dispatcher passes on to the operator."""
-    return {f"no {n}": (edited(n, lambda _: None), TypeError, rf"\b{n} must be a torch.Tensor, got NoneType") for n in names}
+    return {
+        f"no {n}": (edited(n, lambda _: None), TypeError, rf"\b{n} must be a torch.Tensor, got NoneType") for n in names
+    }
 
 
 def elsewhere(*names):
@@ -47,16 +49,31 @@ def not_contiguous(x):
 
 # argument, how it is spoiled, exception, part of the message beside the argument's name
 BAD = {
-    "q of integers": (lambda x: {**x, **{n: x[n].int() for n in ("q", "k", "u", "v", "grad_out")}}, TypeError, "q has dtype int32"),
+    "q of integers": (
+        lambda x: {**x, **{n: x[n].int() for n in ("q", "k", "u", "v", "grad_out")}},
+        TypeError,
+        "q has dtype int32",
+    ),
     "q of rank 1": (edited("q", lambda q: q[0, 0]), ValueError, r"q has shape \[64\]"),
     "k of rank 3": (edited("k", lambda k: k[:, 0]), ValueError, "k has shape"),
-    **{f"{n} of another dtype": (edited(n, torch.Tensor.half), TypeError, f"{n} has dtype float16; supported: float32") for n in "kuv"},
+    **{
+        f"{n} of another dtype": (edited(n, torch.Tensor.half), TypeError, f"{n} has dtype float16; supported: float32")
+        for n in "kuv"
+    },
     "H mismatch": (edited("q", lambda q: q[:, :1]), ValueError, "k has shape .* H = 1"),
-    "H no multiple of H_kv": (edited("q", lambda q: q.repeat(1, 2, 1)[:, :3]), ValueError, "k has shape .* divides H = 3"),
+    "H no multiple of H_kv": (
+        edited("q", lambda q: q.repeat(1, 2, 1)[:, :3]),
+        ValueError,
+        "k has shape .* divides H = 3",
+    ),
     "d_h mismatch": (edited("q", lambda q: q[..., :32]), ValueError, "k has shape .* d_h = 32"),
     "u of another shape": (edited("u", lambda u: u[:, :2]), ValueError, "u has shape"),
     "v of another shape": (edited("v", lambda v: v[:, :, :16]), ValueError, "v has shape"),
-    "no sub-networks": (lambda x: {**x, **{n: x[n][:, :0] for n in "kuv"}, "r": x["r"][..., :0]}, ValueError, "E must be at least 1"),
+    "no sub-networks": (
+        lambda x: {**x, **{n: x[n][:, :0] for n in "kuv"}, "r": x["r"][..., :0]},
+        ValueError,
+        "E must be at least 1",
+    ),
     "k not contiguous": (edited("k", not_contiguous), ValueError, "k has strides"),
     "v not contiguous": (edited("v", lambda v: v.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "v has strides"),
     **elsewhere(*"kuv"),
@@ -98,7 +115,12 @@ BAD_SUMS = {
 def call_of(name):
     def call(x, **kwargs):
         gate = ("w", "eps") if "gated" in name else ("r",)
-        names = [*(["grad_out"] if "backward" in name else []), *"qkuv", *gate, *(["dk", "du", "dv"] if name.endswith("_") else [])]
+        names = [
+            *(["grad_out"] if "backward" in name else []),
+            *"qkuv",
+            *gate,
+            *(["dk", "du", "dv"] if name.endswith("_") else []),
+        ]
         return getattr(ops, name)(*map(x.get, names), **kwargs)
 
     return call
@@ -111,7 +133,11 @@ CALLS = {
     "gated_backward": BAD | BAD_ROUTER | BAD_GRAD,
     "backward_accumulate_": BAD | BAD_GATE | BAD_GRAD | BAD_SUMS,
 }
-CASES = [pytest.param(call_of(call), *case, id=f"{call}: {name}") for call, cases in CALLS.items() for name, case in cases.items()]
+CASES = [
+    pytest.param(call_of(call), *case, id=f"{call}: {name}")
+    for call, cases in CALLS.items()
+    for name, case in cases.items()
+]
 
 
 @pytest.mark.parametrize(("call", "spoil", "exception", "message"), CASES)
@@ -158,23 +184,47 @@ TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
     [
         (lambda x: flashmhf.flash_mhf(x.q, [1, 2], x.u, x.v), TypeError, "k must be a torch.Tensor, got list"),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, 0.5), TypeError, "r must be a torch.Tensor, got float"),
-        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, x.r.long()), TypeError, r"r has dtype int64; supported: float32 \(q's dtype\)$"),
+        (
+            lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, x.r.long()),
+            TypeError,
+            r"r has dtype int64; supported: float32 \(q's dtype\)$",
+        ),
         (
             lambda x: flashmhf.flash_mhf(*(y.double() for y in (x.q, x.k, x.u, x.v)), x.r.long()),
             TypeError,
             r"r has dtype int64; supported: float32 or float64 \(q's dtype\)$",
         ),
-        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="cublas"), ValueError, f"backend is 'cublas'; supported: {NAMES}"),
-        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=None), TypeError, "backend must be a str, got NoneType"),
-        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, activation=None), TypeError, "activation must be a str, got NoneType"),
-        (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"), TypeError, "deterministic must be a bool or None, got str"),
+        (
+            lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="cublas"),
+            ValueError,
+            f"backend is 'cublas'; supported: {NAMES}",
+        ),
+        (
+            lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend=None),
+            TypeError,
+            "backend must be a str, got NoneType",
+        ),
+        (
+            lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, activation=None),
+            TypeError,
+            "activation must be a str, got NoneType",
+        ),
+        (
+            lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, deterministic="yes"),
+            TypeError,
+            "deterministic must be a bool or None, got str",
+        ),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="auto", activation="tanh"), ValueError, TANH),
         (lambda x: flashmhf.flash_mhf(x.q, x.k, x.u, x.v, backend="reference", activation="tanh"), ValueError, TANH),
         (lambda x: flashmhf.gate(x.q.long(), x.w), TypeError, "q has dtype int64"),
         (lambda x: flashmhf.gate(x.q, x.w[:1]), ValueError, "w has shape"),
         *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), ValueError, f"eps is {eps}; {FROM_0}") for eps in NO_EPS),
         *(
-            (lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), TypeError, f"eps must be a float, got {type(eps).__name__}")
+            (
+                lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps),
+                TypeError,
+                f"eps must be a float, got {type(eps).__name__}",
+            )
             for eps in (None, "1e-6", [0.0], 1j)
         ),
         (lambda x: flashmhf.info([1.0], K), TypeError, "q must be a torch.Tensor, got list"),
@@ -197,7 +247,10 @@ def test_arguments_of_the_functions(call, exception, message):
 def test_the_fp8_operators_name_a_missing_tensor():
     x = good()
     packed = dict(zip(("k8", "u8", "v8", "scales"), quantize.pack_fp8(x["k"], x["u"], x["v"]).tensors, strict=True))
-    for operator, arguments in ((ops.fp8_forward, {"q": x["q"]} | packed), (ops.fp8_gated_forward, {"q": x["q"], **packed, "w": x["w"]})):
+    for operator, arguments in (
+        (ops.fp8_forward, {"q": x["q"]} | packed),
+        (ops.fp8_gated_forward, {"q": x["q"], **packed, "w": x["w"]}),
+    ):
         eps = {"eps": 1e-20} if "w" in arguments else {}
         for name in arguments:
             with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got NoneType$"):
@@ -231,23 +284,35 @@ def test_sparse_and_nested_tensors_are_refused_by_name():
     [
         ("q", shifted, "q cannot be read in place by the hopper back end: the strides .* or the storage offset 1"),
         ("q", VIEWS["padded columns"], "q cannot be read in place by the hopper back end: the strides"),
-        ("q", VIEWS["stride 2 in the last dimension"], "q cannot be read in place by the hopper back end: the last dimension has stride 2"),
+        (
+            "q",
+            VIEWS["stride 2 in the last dimension"],
+            "q cannot be read in place by the hopper back end: the last dimension has stride 2",
+        ),
         ("q", lambda x: x.new_zeros(4, 3, 2, *x.shape[1:]).permute(2, 1, 0, 3, 4), "do not collapse"),
         ("k", shifted, "k has storage offset 1; the hopper back end supports multiples of 16 bytes"),
-        ("r", VIEWS["stride 2 in the last dimension"], "r has stride 2 in its last dimension; the hopper back end supports 1"),
+        (
+            "r",
+            VIEWS["stride 2 in the last dimension"],
+            "r has stride 2 in its last dimension; the hopper back end supports 1",
+        ),
         ("du", shifted, "du has storage offset 1; the hopper back end supports multiples of 16 bytes"),
     ],
 )
 def test_hopper_refuses_what_it_cannot_read_in_place(monkeypatch, name, edit, message):
     """Also views of one flat buffer, as Megatron's main_grad are: the kernels add to them in vectors of 16 bytes."""
-    monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(backward_accumulate_=lambda *arguments: ("dq", "dr")))
+    monkeypatch.setattr(
+        torch.ops, "flashmhf_hopper", SimpleNamespace(backward_accumulate_=lambda *arguments: ("dq", "dr"))
+    )
     given = good(dtype=torch.bfloat16)
 
     def forward(x):
         return hopper.forward(*(x[n] for n in "qkuvr"), Settings())
 
     def backward(x, **settings):
-        return hopper.backward(*(x[n] for n in ("grad_out", *"qkuvr")), Settings(**settings), tuple(x[n] for n in ("dk", "du", "dv")))
+        return hopper.backward(
+            *(x[n] for n in ("grad_out", *"qkuvr")), Settings(**settings), tuple(x[n] for n in ("dk", "du", "dv"))
+        )
 
     spoiled = given | {name: edit(given[name])}
     for call in (backward,) if name == "du" else (backward, forward):

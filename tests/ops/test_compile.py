@@ -40,7 +40,9 @@ def test_opcheck_of_the_reference():
 
 
 def small_module(target, **kwargs):
-    return flashmhf.FlashMHF(128, 2, 3, 32, backend=target.backend, device=target.device, dtype=target.dtype, deterministic=True, **kwargs)
+    return flashmhf.FlashMHF(
+        128, 2, 3, 32, backend=target.backend, device=target.device, dtype=target.dtype, deterministic=True, **kwargs
+    )
 
 
 def gradients(function, module, x):
@@ -78,9 +80,11 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the C++ compiler needs half a minute of a processor, which a busy machine may not give within five minutes
+# the C++ compiler needs half a minute of a processor, which a busy machine may not give within five minutes
+@pytest.mark.timeout(900)
 def test_aot_inductor(target, tmp_path):
-    # In processes of their own: where the toolchain does not suit PyTorch's, loading even a plain module's package crashes.
+    # In processes of their own: where the toolchain does not suit PyTorch's, loading even a plain module's package
+    # crashes.
     def run(what):
         run_python("-c", AOT_INDUCTOR, what, target.backend, target.device, tmp_path / f"{what}.pt2", timeout=420)
 
@@ -95,7 +99,9 @@ def test_aot_inductor(target, tmp_path):
 
 
 def test_cuda_graph_of_forward_and_backward(gpu_backend):
-    module = flashmhf.FlashMHF(256, 2, 3, 64, backend=gpu_backend, device="cuda", dtype=torch.bfloat16, deterministic=True)
+    module = flashmhf.FlashMHF(
+        256, 2, 3, 64, backend=gpu_backend, device="cuda", dtype=torch.bfloat16, deterministic=True
+    )
     static_x = torch.randn(3, 50, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     graphed = torch.cuda.make_graphed_callables(module, (static_x,))
     for _ in range(3):

@@ -1,7 +1,9 @@
-"""Operators and modules in streams, graphs and threads at once, first in a thread or process, and while another device is current.
+"""Operators and modules in streams, graphs and threads at once, first in a thread or process, and while another device
+is current.
 
-Nothing survives a launch, so each call gets what it gets alone. A fresh thread has no CUDA context until something makes one current, and
-memory that PyTorch has cached is handed out without any call of CUDA: the tests cache the memory of their results before a thread begins.
+Nothing survives a launch, so each call gets what it gets alone. A fresh thread has no CUDA context until something
+makes one current, and memory that PyTorch has cached is handed out without any call of CUDA: the tests cache the memory
+of their results before a thread begins.
 """
 
 import itertools
@@ -162,7 +164,11 @@ def check_rounds(problems, alone, results) -> None:
 
 @pytest.fixture(params=[(64, 4, 128, 5, 144), (1536, 4, 128, 5, 144), (2500, 40, 128, 2, 192)], ids=str)
 def problems(request):
-    """Two: of so few tokens that forward and backward split their work over the whole device; and where deterministic sums take turns."""
+    """Two:
+
+    of so few tokens that forward and backward split their work over the whole device; and where deterministic sums take
+    turns.
+    """
     both = [problem(*request.param, torch.bfloat16, "cuda", seed=seed) for seed in range(2)]
     for p in both:
         p.references = {name: getattr(p, name)() for name in BACKWARDS}
@@ -201,7 +207,9 @@ def test_two_graphs(problems, alone, gpu_backend):
             mine.extend(calls(p, gpu_backend) for _ in range(3))
     streams = [torch.cuda.Stream() for _ in problems]
     for _ in range(ROUNDS):
-        for x in itertools.chain.from_iterable(tensors for mine in results for at_once in mine for tensors in at_once.values()):
+        for x in itertools.chain.from_iterable(
+            tensors for mine in results for at_once in mine for tensors in at_once.values()
+        ):
             x.fill_(float("nan"))
         torch.cuda.synchronize()
         for graph, stream in zip(graphs, streams, strict=True):
@@ -341,7 +349,8 @@ def test_the_context_of_the_device_is_made_current(monkeypatch, current):
     monkeypatch.setattr(driver, "_library", lambda: fake)
     driver.make_context_current(1)
     assert fake.current == 1
-    assert ("cuDevicePrimaryCtxRetain" in fake.calls) == (current != 1)  # a context of the device, the caller's own perhaps, stays
+    # a context of the device, the caller's own perhaps, stays
+    assert ("cuDevicePrimaryCtxRetain" in fake.calls) == (current != 1)
 
 
 @pytest.mark.parametrize("failing", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
@@ -385,7 +394,10 @@ int main(int, char **arguments) {
 
 
 def test_the_op_library_keeps_a_context_of_the_device(tmp_path):
-    """A green context's default stream is another one than the primary context's: a kernel there would not wait for q."""
+    """A green context's default stream is another one than the primary context's:
+
+    a kernel there would not wait for q.
+    """
     folder, nvcc = Path(__file__).resolve().parents[2] / "csrc", shutil.which("nvcc")
     if nvcc is None or not folder.exists():
         pytest.skip("no nvcc, or the sources are not here")

@@ -1,4 +1,7 @@
-"""FlopCounterMode counts the operators: as many operations as the definition's products, whatever the back end does them with."""
+"""FlopCounterMode counts the operators:
+
+as many operations as the definition's products, whatever the back end does them with.
+"""
 
 from collections.abc import Callable
 
@@ -41,7 +44,8 @@ def test_the_operators_count_what_the_definition_multiplies(p):
 
 
 @pytest.mark.parametrize(
-    ("needs", "products", "router_products"), [((True, True), 8, 3), ((True, False), 5, 2), ((False, True), 6, 2), ((False, False), 0, 0)]
+    ("needs", "products", "router_products"),
+    [((True, True), 8, 3), ((True, False), 5, 2), ((False, True), 6, 2), ((False, False), 0, 0)],
 )
 def test_frozen_inputs_and_weights_spare_products(p, needs, products, router_products):
     assert count(lambda: call("backward", p, needs=needs)) == products * PRODUCT

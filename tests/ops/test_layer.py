@@ -1,4 +1,7 @@
-"""The layer's one operator: chunks of tokens, autocast, vmap, refusals, and every reason for which a module runs its parts instead."""
+"""The layer's one operator:
+
+chunks of tokens, autocast, vmap, refusals, and every reason for which a module runs its parts instead.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -86,7 +89,9 @@ def double_output(module: nn.Module, args: object, out: Tensor) -> Tensor:
 
 
 def global_hook():
-    return nn.modules.module.register_module_forward_hook(lambda module, args, out: 2 * out if isinstance(module, nn.Linear) else None)
+    return nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: 2 * out if isinstance(module, nn.Linear) else None
+    )
 
 
 class Doubling(TorchFunctionMode):
@@ -123,7 +128,9 @@ CHANGED: dict[str, Callable[[nn.Module], object]] = {
     "pruned weight": lambda m: prune.l1_unstructured(m.in_proj, "weight", amount=0.5),
     "pruned bias": lambda m: prune.l1_unstructured(m.in_proj, "bias", amount=0.5),
     "pruned k": lambda m: prune.l1_unstructured(m, "k", amount=0.5),
-    "weight of another type": lambda m: setattr(m.in_proj, "weight", nn.Parameter(m.in_proj.weight.detach().as_subclass(Tagged))),
+    "weight of another type": lambda m: setattr(
+        m.in_proj, "weight", nn.Parameter(m.in_proj.weight.detach().as_subclass(Tagged))
+    ),
 }
 AROUND: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "global hook": global_hook,
@@ -136,7 +143,9 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
 FP8_CHANGED = ("forward hook", "forward pre-hook", "hook on q_norm", "replaced projection", "patched projection")
 
 
-@pytest.mark.parametrize(("change", "fp8"), [*((name, False) for name in CHANGED), *((name, True) for name in FP8_CHANGED)])
+@pytest.mark.parametrize(
+    ("change", "fp8"), [*((name, False) for name in CHANGED), *((name, True) for name in FP8_CHANGED)]
+)
 def test_a_changed_module_runs_its_parts(calls, change, fp8):
     module = (make_fp8 if fp8 else make)(bias=True, q_norm=True)
     x = tokens_of(module, TOKENS)
@@ -195,7 +204,9 @@ def test_vmap_of_the_operator():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_layer_is_one_node(dynamic, fp8, fresh_dynamo):
     module, graphs = (make_fp8 if fp8 else make)(q_norm=True), []
-    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=lambda graph, _: graphs.append(graph) or graph)
+    compiled = torch.compile(
+        module, fullgraph=True, dynamic=dynamic, backend=lambda graph, _: graphs.append(graph) or graph
+    )
     with torch.no_grad():
         for tokens in (TOKENS, TOKENS + 3):
             x = tokens_of(module, tokens)
@@ -203,7 +214,9 @@ def test_a_compiled_layer_is_one_node(dynamic, fp8, fresh_dynamo):
         module.router_eps = 0.25
         assert torch.equal(compiled(x), module(x))
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    assert {(node.op, str(node.target)) for node in nodes} == {("call_function", "flashmhf.fp8_layer" if fp8 else "flashmhf.layer")}
+    assert {(node.op, str(node.target)) for node in nodes} == {
+        ("call_function", "flashmhf.fp8_layer" if fp8 else "flashmhf.layer")
+    }
 
 
 @pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection", "function mode"])
@@ -216,18 +229,23 @@ def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
 
 
 @pytest.mark.parametrize(
-    ("strict", "name"), [(False, "layer"), (True, "layer"), (False, "fp8_layer"), (False, "gated_forward"), (True, "gated_forward")]
+    ("strict", "name"),
+    [(False, "layer"), (True, "layer"), (False, "fp8_layer"), (False, "gated_forward"), (True, "gated_forward")],
 )
 def test_exports(strict, name):
     """With gradients the parts of the layer, with the operator of its networks alone."""
     module = (make_fp8 if name == "fp8_layer" else make)()
     with torch.set_grad_enabled(name == "gated_forward"):
         tokens = torch.export.Dim("tokens", min=2)
-        program = torch.export.export(module, (tokens_of(module, TOKENS),), dynamic_shapes=({0: tokens},), strict=strict)
+        program = torch.export.export(
+            module, (tokens_of(module, TOKENS),), dynamic_shapes=({0: tokens},), strict=strict
+        )
         longer = tokens_of(module, 3 * TOKENS)
         assert torch.equal(program.module()(longer), module(longer))
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert [target for target in targets if "aten" not in target or name != "gated_forward"] == [f"flashmhf.{name}.default"]
+    assert [target for target in targets if "aten" not in target or name != "gated_forward"] == [
+        f"flashmhf.{name}.default"
+    ]
 
 
 def test_jit_trace():
@@ -260,7 +278,10 @@ def test_peak_memory_beyond_the_input(backend, monkeypatch):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_autocast_of_the_operator(fp8):
-    """As the parts under autocast: projections and networks in its dtype, the gate and q_norm in float32; the compiler knows the dtype."""
+    """As the parts under autocast:
+
+    projections and networks in its dtype, the gate and q_norm in float32; the compiler knows the dtype.
+    """
     module = (make_fp8 if fp8 else partial(make, torch.float32))(bias=True, q_norm=True)
     x = tokens_of(module, 5)
 

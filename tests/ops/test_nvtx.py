@@ -6,7 +6,8 @@ import subprocess
 import pytest
 from processes import run_python
 
-# What a profiler does: NVTX loads it, and it puts its functions into the table of callbacks (nvtx3/nvtxDetail/nvtxTypes.h).
+# What a profiler does: NVTX loads it, and it puts its functions into the table of callbacks
+# (nvtx3/nvtxDetail/nvtxTypes.h).
 TOOL = r"""
 #include <stddef.h>
 #include <stdio.h>

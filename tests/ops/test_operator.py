@@ -11,8 +11,9 @@ from targets import RESULTS, VIEWS, Target, as_tuple
 from flashmhf import backends
 from flashmhf.testing import assert_accurate, fixed_limit, problem, relative_l2
 
-# (leading dimensions, H, d_h, E, d_e), H_kv: ragged token counts, one of everything, tails of d_e that are no multiple of a tile, more
-# sub-networks than a CTA's chunk; then heads that share weights, in groups of 2, 3, 4 and 8 and all in one, blocks side by side
+# (leading dimensions, H, d_h, E, d_e), H_kv: ragged token counts, one of everything, tails of d_e that are no multiple
+# of a tile, more sub-networks than a CTA's chunk; then heads that share weights, in groups of 2, 3, 4 and 8 and all in
+# one, blocks side by side
 SHAPES = [
     (((1000,), 2, 64, 3, 192), 2),
     (((3, 65), 2, 128, 3, 80), 2),
@@ -39,7 +40,9 @@ grouped_or_not = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)]
 def check_all(target, p, names=tuple(RESULTS), fixed_limits=None):
     fixed_limits = target.fixed_limits if fixed_limits is None else fixed_limits
     for name in names:
-        for output, a, b, e in zip(RESULTS[name], target.call(name, p), *map(as_tuple, getattr(p, name)()), strict=True):
+        for output, a, b, e in zip(
+            RESULTS[name], target.call(name, p), *map(as_tuple, getattr(p, name)()), strict=True
+        ):
             assert a.is_contiguous(), f"{name}: {output} is not contiguous"
             assert a.dtype == b.dtype, f"{name}: {output} has dtype {a.dtype}, expected {b.dtype}"
             if output == "dr" and p.r is None:
@@ -50,7 +53,8 @@ def check_all(target, p, names=tuple(RESULTS), fixed_limits=None):
 
 
 def dtypes_of(target):
-    return [d for d in target.dtypes if not (target.device == "cpu" and d == torch.float16)]  # fp16 products on CPUs are emulated: one case
+    # fp16 products on CPUs are emulated: one case
+    return [d for d in target.dtypes if not (target.device == "cpu" and d == torch.float16)]
 
 
 @pytest.mark.parametrize(("shape", "kv_heads"), SHAPES, ids=SHAPE_IDS)
@@ -69,11 +73,15 @@ def test_values_with_16_bit_gate_and_without(target, gate, heads, kv_heads):
 @pytest.mark.parametrize("activation", ["gelu", "relu", "relu2"])
 def test_other_activations(target, activation):
     for dtype in dtypes_of(target):
-        reason = backends.BACKENDS[target.backend].why_not(torch.device(target.device), dtype, d_h=64, d_e=48, activation=activation)
+        reason = backends.BACKENDS[target.backend].why_not(
+            torch.device(target.device), dtype, d_h=64, d_e=48, activation=activation
+        )
         if reason:
             pytest.skip(f"{target.backend}: {reason}")
         for shape, kwargs in ((((3, 65), 2, 64, 3, 48), {}), ((130, 4, 64, 2, 80), {"gate": None, "num_kv_heads": 2})):
-            check_all(target, dataclasses.replace(problem(*shape, dtype, target.device, **kwargs), activation=activation))
+            check_all(
+                target, dataclasses.replace(problem(*shape, dtype, target.device, **kwargs), activation=activation)
+            )
 
 
 @pytest.mark.parametrize("heads", [2, 8])
@@ -114,7 +122,8 @@ def test_few_tokens_and_many_tiles(target, tokens, heads, kv_heads, head_dim, su
 
 @pytest.mark.parametrize(("scale", "mean_score"), [(1e-3, 0.0), (8.0, 0.0), (1.0, -6.0), (1.0, 6.0)])
 def test_magnitudes(target, scale, mean_score):
-    # A mean score of -6 leaves SiLU in its exponential tail, where a sigmoid of too few bits shows; the 1.0x rule decides there.
+    # A mean score of -6 leaves SiLU in its exponential tail, where a sigmoid of too few bits shows; the 1.0x rule
+    # decides there.
     for dtype in dtypes_of(target):
         p = problem(512, 2, 64, 2, 96, dtype, target.device, scale=scale, mean_score=mean_score)
         # Tiny scores make fp16 results subnormal, where even rounding the exact result exceeds the fixed limit.
@@ -122,13 +131,15 @@ def test_magnitudes(target, scale, mean_score):
         check_all(target, p, ("forward", "backward"), fixed)
 
 
-OF_Q = ("split of a projection", "heads before length", "leading dimensions reversed")  # what every back end reads in place
+# what every back end reads in place
+OF_Q = ("split of a projection", "heads before length", "leading dimensions reversed")
 OF_GRAD_OUT = (*OF_Q, *(name for name in VIEWS if "expanded" in name))
 
 
 @grouped_or_not
 @pytest.mark.parametrize(
-    ("operand", "view"), [*(("q", view) for view in OF_Q), *(("grad_out", view) for view in OF_GRAD_OUT), ("r", "padded columns")]
+    ("operand", "view"),
+    [*(("q", view) for view in OF_Q), *(("grad_out", view) for view in OF_GRAD_OUT), ("r", "padded columns")],
 )
 def test_strides_are_read_in_place(target, operand, view, heads, kv_heads):
     p = problem((3, 70), heads, 64, 2, 64, target.dtype, target.device, num_kv_heads=kv_heads)
@@ -161,7 +172,9 @@ def test_backward_accumulate_adds_in_float32(target, heads, kv_heads):
         assert_accurate("dq", dq, baseline[0], exact[0], fixed_limits=target.fixed_limits)
         if gate:
             assert_accurate("dr", dr, baseline[4], exact[4], fixed_limits=target.fixed_limits)
-        for name, buffer, before, b, e in zip(("dk", "du", "dv"), buffers, start, baseline[1:4], exact[1:4], strict=True):
+        for name, buffer, before, b, e in zip(
+            ("dk", "du", "dv"), buffers, start, baseline[1:4], exact[1:4], strict=True
+        ):
             # Judged as a 16-bit gradient before it was added: the addition itself is in fp32.
             assert_accurate(name, buffer - before, b, e, fixed_limits=False)
 
@@ -184,7 +197,8 @@ def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, shape, k
 
     first, different = run(False), torch.zeros((), dtype=torch.int64, device=target.device)
     for i in range(500 if target.fixed_limits else 50 if target.device == "cuda" else 4):
-        torch.full((1 << (12 + i % 12),), torch.nan, device=target.device)  # other sizes in between move the workspace around
+        # other sizes in between move the workspace around
+        torch.full((1 << (12 + i % 12),), torch.nan, device=target.device)
         for actual, expected in zip(run(bool(i % 2)), first, strict=True):
             different += (actual != expected).any()
     assert different.item() == 0
@@ -193,14 +207,28 @@ def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, shape, k
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_shape_stride_dtype_and_gate(target, data):
-    head_dims = {"eager": st.integers(1, 40), "triton": st.sampled_from([16, 32, 64, 96]), "hopper": st.sampled_from([64, 96, 128, 256])}
+    head_dims = {
+        "eager": st.integers(1, 40),
+        "triton": st.sampled_from([16, 32, 64, 96]),
+        "hopper": st.sampled_from([64, 96, 128, 256]),
+    }
     subnet_dims = st.integers(1, 40) if target.backend == "eager" else st.integers(1, 9).map(lambda n: 16 * n)
     leading = data.draw(st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple), label="leading")
     heads, subnets = data.draw(st.integers(1, 3), label="H"), data.draw(st.integers(1, 5), label="E")
     head_dim, subnet_dim = data.draw(head_dims[target.backend], label="d_h"), data.draw(subnet_dims, label="d_e")
     dtype = data.draw(st.sampled_from(target.dtypes), label="dtype")
     gate = data.draw(st.sampled_from(["float32", "same", None]), label="gate")
-    p = problem(leading, heads, head_dim, subnets, subnet_dim, dtype, target.device, gate=gate, seed=data.draw(st.integers(0, 99)))
+    p = problem(
+        leading,
+        heads,
+        head_dim,
+        subnets,
+        subnet_dim,
+        dtype,
+        target.device,
+        gate=gate,
+        seed=data.draw(st.integers(0, 99)),
+    )
     if len(leading) >= 2 and data.draw(st.booleans(), label="transposed"):
         p.q = p.q.transpose(0, 1).contiguous().transpose(0, 1)
         if len(leading) == 3 and target.backend == "hopper":
@@ -209,12 +237,17 @@ def test_any_shape_stride_dtype_and_gate(target, data):
 
 
 def check_heads(name, p, gradients):
-    """One head at a time by the fixed limits, which are below the errors of the materialising code: that takes tens of GiB here."""
+    """One head at a time by the fixed limits, which are below the errors of the materialising code:
+
+    that takes tens of GiB here.
+    """
     for head in range(p.k.shape[0]):
         for output, whole, exact in zip(RESULTS[name], gradients, getattr(p, f"exact_{name}")(head), strict=True):
             actual = whole[..., head, :] if output in ("dq", "dr") else whole[head]
             error, allowed = relative_l2(actual, exact), fixed_limit(exact.numel(), actual.dtype)
-            assert error <= allowed, f"{name}: {output} of head {head}: relative L2 error {error:.3e} exceeds {allowed:.3e}"
+            assert error <= allowed, (
+                f"{name}: {output} of head {head}: relative L2 error {error:.3e} exceeds {allowed:.3e}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +286,10 @@ def test_hopper_backward_in_groups_of_heads(needs_hopper, deterministic, leading
 
 @pytest.mark.slow
 def test_offsets_past_2_to_the_31(needs_hopper):
-    """T = 1,048,577 at H = 16, d_h = 128 has more than 2^31 elements; the last rows are those that a 32-bit offset would miss."""
+    """T = 1,048,577 at H = 16, d_h = 128 has more than 2^31 elements;
+
+    the last rows are those that a 32-bit offset would miss.
+    """
     tokens, p = 1_048_577, problem(1, 16, 128, 2, 64, torch.bfloat16, "cuda")
     q, grad_out = (torch.randn(tokens, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     r = torch.rand(tokens, 16, 2, device="cuda")
@@ -269,7 +305,8 @@ def test_offsets_past_2_to_the_31(needs_hopper):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("hopper", torch.bfloat16), *(("triton", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))]
+    ("backend", "dtype"),
+    [("hopper", torch.bfloat16), *(("triton", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))],
 )
 def test_errors_do_not_grow_with_tokens(backend, dtype):
     check_all(Target(backend, "cuda"), problem(129_024, 1, 128, 1, 64, dtype, "cuda"), ("forward", "backward"))

@@ -1,4 +1,7 @@
-"""torch.vmap over the operators, and what backend="reference" adds: every derivative, per-sample gradients, export, ONNX."""
+"""torch.vmap over the operators, and what backend="reference" adds:
+
+every derivative, per-sample gradients, export, ONNX.
+"""
 
 import dataclasses
 import functools
@@ -38,7 +41,13 @@ def entry(tensors, dims, i):
 
 # Every subset of batched inputs, at the first and at the last dimension
 SUBSETS = [s for s in itertools.product((None, 0), repeat=5) if any(d is not None for d in s)]
-ELSEWHERE = [(1, None, None, None, None), (2, None, None, None, 1), (None, 1, 2, 3, None), (4, 4, 4, 4, 4), (-1, None, None, None, -1)]
+ELSEWHERE = [
+    (1, None, None, None, None),
+    (2, None, None, None, 1),
+    (None, 1, 2, 3, None),
+    (4, 4, 4, 4, 4),
+    (-1, None, None, None, -1),
+]
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -48,7 +57,11 @@ def test_vmap_of_every_choice_of_inputs(dims, backend):
     how = {"activation": "gelu"}
     for last, operator, definition in (
         ([inputs()[4]], flashmhf.flash_mhf, reference.forward),
-        ([inputs(router=True)[4]], functools.partial(ops.gated_forward, eps=0.25), functools.partial(gated_forward, eps=0.25)),
+        (
+            [inputs(router=True)[4]],
+            functools.partial(ops.gated_forward, eps=0.25),
+            functools.partial(gated_forward, eps=0.25),
+        ),
         ([], flashmhf.flash_mhf, reference.forward),
     ):
         tensors = (*inputs()[:4], *last)
@@ -57,7 +70,9 @@ def test_vmap_of_every_choice_of_inputs(dims, backend):
             batch = stacked(tensors, chosen)
             actual = torch.vmap(functools.partial(operator, backend=backend, **how), in_dims=chosen)(*batch)
             for i in range(BATCH):
-                torch.testing.assert_close(actual[i], definition(*entry(batch, chosen, i), **how), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    actual[i], definition(*entry(batch, chosen, i), **how), rtol=1e-12, atol=1e-12
+                )
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -94,7 +109,9 @@ def test_vmap_of_the_gradients(name, backend, dims):
 
 MODULES = {
     "FlashMHF": lambda **kwargs: flashmhf.FlashMHF(24, 3, 2, 6, q_norm=True, dtype=torch.float64, **kwargs),
-    "MHFFN": lambda **kwargs: flashmhf.MHFFN(24, 3, 6, num_kv_heads=1, activation="gelu", dtype=torch.float64, **kwargs),
+    "MHFFN": lambda **kwargs: flashmhf.MHFFN(
+        24, 3, 6, num_kv_heads=1, activation="gelu", dtype=torch.float64, **kwargs
+    ),
 }
 
 
@@ -107,7 +124,10 @@ def test_vmap_over_an_empty_batch(dims):
     q, k, u, v, r = inputs()
     w = inputs(router=True)[4]
     for last, operator in ((r, flashmhf.flash_mhf), (w, lambda *x: ops.gated_forward(*x, 0.25))):
-        batch = [x if dim is None else x.unsqueeze(dim).repeat_interleave(0, dim) for x, dim in zip((q, k, u, v, last), dims, strict=True)]
+        batch = [
+            x if dim is None else x.unsqueeze(dim).repeat_interleave(0, dim)
+            for x, dim in zip((q, k, u, v, last), dims, strict=True)
+        ]
         assert torch.vmap(operator, in_dims=dims)(*batch).shape == (0, *q.shape)
     grads = torch.vmap(ops.backward, in_dims=(None, *dims))(
         torch.randn_like(q), *batch[:4], r if dims[4] is None else r.expand(0, *r.shape)
@@ -218,7 +238,9 @@ def test_compile_of_the_reference(name, fresh_dynamo):
 @pytest.mark.parametrize("name", MODULES)
 def test_onnx(name):
     module, x = make(name, backend="reference").float().eval(), torch.randn(2, 6, 24)
-    program = torch.onnx.export(module, (x,), dynamo=True, dynamic_shapes=({1: torch.export.Dim("length", min=2, max=4096)},))
+    program = torch.onnx.export(
+        module, (x,), dynamo=True, dynamic_shapes=({1: torch.export.Dim("length", min=2, max=4096)},)
+    )
     evaluator = pytest.importorskip("onnx.reference")
     model = evaluator.ReferenceEvaluator(program.model_proto)
     for n in (6, 3):

@@ -33,14 +33,18 @@ def report(pyright: str, arguments: list[str], cwd: Path) -> dict:
     """What pyright prints as JSON, with this interpreter's packages in view."""
     paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     environment = os.environ | {"PATH": paths, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([pyright, *arguments, "--outputjson"], capture_output=True, text=True, timeout=240, cwd=cwd, env=environment)
+    done = subprocess.run(
+        [pyright, *arguments, "--outputjson"], capture_output=True, text=True, timeout=240, cwd=cwd, env=environment
+    )
     assert done.stdout.lstrip().startswith("{"), done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
 def test_the_consumer_uses_every_public_name_and_runs():
     text = CONSUMER.read_text()
-    assert [name for name in flashmhf.__all__ if not re.search(rf"\b{name}\b", text.partition("\n\nx: Tensor")[2])] == []
+    assert [
+        name for name in flashmhf.__all__ if not re.search(rf"\b{name}\b", text.partition("\n\nx: Tensor")[2])
+    ] == []
     runpy.run_path(str(CONSUMER))
 
 
@@ -61,7 +65,9 @@ def test_strict_mode_accepts_a_consumer_and_refuses_wrong_use(pyright, tmp_path,
 
 
 def test_public_names_have_complete_types(pyright, tmp_path):
-    symbols = report(pyright, ["--verifytypes", "flashmhf", "--ignoreexternal"], tmp_path)["typeCompleteness"]["symbols"]
+    symbols = report(pyright, ["--verifytypes", "flashmhf", "--ignoreexternal"], tmp_path)["typeCompleteness"][
+        "symbols"
+    ]
     public = re.compile(rf"flashmhf\.({'|'.join(map(re.escape, PUBLIC))})(\.|$)")
     chosen = [symbol for symbol in symbols if symbol["isExported"] and public.match(symbol["name"])]
     assert {public.match(symbol["name"])[1] for symbol in chosen} == set(PUBLIC)

@@ -6,7 +6,9 @@ from torch import Tensor, nn
 import flashmhf
 
 x: Tensor = torch.ones(2, 8, 128)
-ffn = flashmhf.FlashMHF(128, 2, 3, 64, q_norm=True, backend="auto", deterministic=True, device="cpu", dtype=torch.float32)
+ffn = flashmhf.FlashMHF(
+    128, 2, 3, 64, q_norm=True, backend="auto", deterministic=True, device="cpu", dtype=torch.float32
+)
 y: Tensor = ffn(x)
 z: Tensor = ffn.forward(x)
 weights: tuple[nn.Parameter, nn.Parameter] = (ffn.k, ffn.router)
@@ -25,7 +27,9 @@ names: list[str] = flashmhf.replace_ffn(nn.Sequential(flashmhf.SwiGLU(128, 256))
 trained: flashmhf.FlashMHF = flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(128, 256))
 trained.reset_parameters("official")
 optimizer = torch.optim.AdamW(flashmhf.param_groups(trained, 1e-3, weight_decay=0.1))
-muon: torch.optim.Optimizer = flashmhf.Muon(flashmhf.param_groups(trained, 1e-3, weight_decay=0.1, muon=True), momentum=0.9)
+muon: torch.optim.Optimizer = flashmhf.Muon(
+    flashmhf.param_groups(trained, 1e-3, weight_decay=0.1, muon=True), momentum=0.9
+)
 packed: flashmhf.quantize.PackedWeights = flashmhf.quantize.pack_fp8(k, k, k)
 served: flashmhf.quantize.Fp8FlashMHF = flashmhf.quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 64))
 low: Tensor = flashmhf.quantize.forward(q, packed)

@@ -1,4 +1,7 @@
-"""flashmhf.quantize: packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, counts of saturation, refusals."""
+"""flashmhf.quantize:
+
+packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, counts of saturation, refusals.
+"""
 
 import copy
 import math
@@ -32,7 +35,11 @@ def exact(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tenso
 
 
 def assert_as_its_points(actual: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> None:
-    """The rule: no more error than 1.05 of what the quantisation points cause with exact sums, those of the same operands in float64."""
+    """The rule:
+
+    no more error than 1.05 of what the quantisation points cause with exact sums, those of the same operands in
+    float64.
+    """
     truth = exact(q, k, u, v, r)
     points = eager._forward(q, *quantize.pack_fp8(k, u, v).tensors, None if r is None else r.double(), torch.float64)[0]
     assert torch.isfinite(actual).all()
@@ -61,7 +68,11 @@ def test_the_rule_rejects_wrong_kernels():
 def test_packing_and_unpacking():
     _, k, u, v, _ = problem(dtype=torch.float32)
     packed = quantize.pack_fp8(k, u, v)
-    assert packed.k8.dtype == packed.v8.dtype == E4M3 and packed.v8.shape == (2, 3, 64, 80) and packed.scales.shape == (3, 2, 3)
+    assert (
+        packed.k8.dtype == packed.v8.dtype == E4M3
+        and packed.v8.shape == (2, 3, 64, 80)
+        and packed.scales.shape == (3, 2, 3)
+    )
     for weight, unpacked in zip((k, u, v), quantize.unpack(packed), strict=True):
         assert relative_l2(unpacked, weight.double()) < 0.03
     assert torch.equal(packed.scales[0], packed.scales[0, :, :1].expand(2, 3))
@@ -86,7 +97,10 @@ def test_outlier_weights_keep_the_others_bits():
 
 
 def test_the_largest_of_a_row_of_q8_is_a_power_of_two():
-    """And the norm of the row before its rounding is more than 2 and at most 4, whatever the row: A then needs no factor for its range."""
+    """And the norm of the row before its rounding is more than 2 and at most 4, whatever the row:
+
+    A then needs no factor for its range.
+    """
     rows = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
     rows[0], rows[1, 1:], rows[2, 5] = 3.7, 0, 400.0  # equal values, a single one, one of the others' 400 fold
     for scale in (1e-12, 1.0, 1e12):
@@ -108,7 +122,9 @@ def test_error(device, head_dim, subnet_dim, group, dtype, gate):
         q, k, u, v, r = problem(tokens, 2 * group, 5, subnet_dim, head_dim, group=group, dtype=dtype, device=device)
         packed = quantize.pack_fp8(k, u, v)
         if gate == "w":
-            w = torch.randn(2 * group, head_dim, 5, generator=torch.Generator().manual_seed(7)).to(device) / math.sqrt(head_dim)
+            w = torch.randn(2 * group, head_dim, 5, generator=torch.Generator().manual_seed(7)).to(device) / math.sqrt(
+                head_dim
+            )
             r, out = flashmhf.gate(q, w), torch.ops.flashmhf.fp8_gated_forward(q, *packed.tensors, w, 1e-20)
         else:
             r = r if gate == "r" else None
@@ -145,7 +161,9 @@ def test_values_that_are_not_finite_stay_in_their_rows(device):
     assert out[finite].isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "value"), [("k", math.nan), ("k", math.inf), ("u", -math.inf), ("v", math.nan), ("v", math.inf)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("k", math.nan), ("k", math.inf), ("u", -math.inf), ("v", math.nan), ("v", math.inf)]
+)
 def test_weights_that_are_not_finite_leave_the_outputs_finite_that_the_definition_leaves(name, value):
     """A scale that had them made every output of the head NaN, where a column of V concerns one column of the output."""
     q, *kuv, r = problem()
@@ -163,7 +181,9 @@ def test_error_is_that_of_an_fp8_swiglu(device):
     generator = torch.Generator().manual_seed(3)
     tokens, d_model, width = 128, 1024, 2752
     x = torch.randn(tokens, d_model, generator=generator).to(device)
-    gate_proj, up_proj = (torch.randn(width, d_model, generator=generator).to(device) / math.sqrt(d_model) for _ in range(2))
+    gate_proj, up_proj = (
+        torch.randn(width, d_model, generator=generator).to(device) / math.sqrt(d_model) for _ in range(2)
+    )
     down_proj = torch.randn(d_model, width, generator=generator).to(device) / math.sqrt(width)
 
     def by_rows(x):
@@ -176,7 +196,8 @@ def test_error_is_that_of_an_fp8_swiglu(device):
     inner = (nn.functional.silu(linear(x, gate_proj)) * linear(x, up_proj)).float()
     swiglu = relative_l2(
         linear(inner, down_proj),
-        (nn.functional.silu(x.double() @ gate_proj.double().T) * (x.double() @ up_proj.double().T)) @ down_proj.double().T,
+        (nn.functional.silu(x.double() @ gate_proj.double().T) * (x.double() @ up_proj.double().T))
+        @ down_proj.double().T,
     )
     q, k, u, v, r = problem(tokens, 8, 7, 384, 128, device=device)
     ours = relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r))
@@ -226,7 +247,8 @@ def test_what_a_subclass_computes_is_not_lost():
 @pytest.mark.parametrize(
     ("name", "change", "error", "message"),
     [
-        ("k8", lambda x: x.float(), TypeError, "0.k8 has dtype float32; supported: float"),  # copy_ would round without their scale
+        # copy_ would round without their scale
+        ("k8", lambda x: x.float(), TypeError, "0.k8 has dtype float32; supported: float"),
         ("scales", lambda x: x.bfloat16(), TypeError, "0.scales has dtype bfloat16; supported: float"),
         ("layout", lambda x: torch.full_like(x, 9), ValueError, "layout is"),
         ("layout", lambda x: 1, TypeError, "layout must be a torch.Tensor, got int"),
@@ -240,7 +262,9 @@ def test_states_of_other_kinds_are_refused(name, change, error, message, assign)
         served.load_state_dict(state, assign=assign, strict=False)
 
 
-@pytest.mark.parametrize("settings", [{"q_norm": True, "bias": True}, {"skip_linear": True}, {"num_kv_heads": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"q_norm": True, "bias": True}, {"skip_linear": True}, {"num_kv_heads": 1}], ids=str
+)
 def test_modules(settings):
     network = flashmhf.FlashMHF(128, 2, 3, 80, **settings, dtype=torch.bfloat16).eval()
     x = torch.randn(4, 50, 128, dtype=torch.bfloat16)
@@ -274,7 +298,11 @@ def test_quantize_a_model():
     with torch.no_grad():
         truth = copy.deepcopy(model[:3]).double()(x.double())
         assert quantize.quantize_(model) == ["1", "2.0", "3"]
-        assert relative_l2(model[:3](x), truth) < 0.15 and isinstance(model[1], quantize.Fp8FlashMHF) and model[1] is model[3]
+        assert (
+            relative_l2(model[:3](x), truth) < 0.15
+            and isinstance(model[1], quantize.Fp8FlashMHF)
+            and model[1] is model[3]
+        )
         assert model(x[:0].view(3, 0, 128)).shape == (3, 0, 128)
     bytes_before = 3 * 2 * 3 * 80 * 64 * 2  # of K, U and V in bf16
     packed = model[1].packed
@@ -317,25 +345,49 @@ def test_refusals():
     restore = lambda **other: quantize.PackedWeights.from_state_dict(packed.state_dict() | other)  # noqa: E731
     for error, message, call in (
         (TypeError, "k must be a torch.Tensor", lambda: quantize.pack_fp8(None, u, v)),
-        (ValueError, "multiples of 16, d_e is 20", lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u, v)))),
+        (
+            ValueError,
+            "multiples of 16, d_e is 20",
+            lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u, v))),
+        ),
         (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.forward(q, (k, u, v))),
         (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.unpack((k, u, v))),
         (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.count_saturated(q, (k, u, v))),
-        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.forward(q, quantize.PackedWeights(*packed.tensors, layout=2))),
-        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.unpack(quantize.PackedWeights(*packed.tensors, layout=2))),
+        (
+            ValueError,
+            "packed has layout 2; supported: 1",
+            lambda: quantize.forward(q, quantize.PackedWeights(*packed.tensors, layout=2)),
+        ),
+        (
+            ValueError,
+            "packed has layout 2; supported: 1",
+            lambda: quantize.unpack(quantize.PackedWeights(*packed.tensors, layout=2)),
+        ),
         (TypeError, "dtype is torch.int32; supported: bfloat16", lambda: quantize.unpack(packed, torch.int32)),
         (TypeError, "dtype is float32; supported: bfloat16", lambda: quantize.unpack(packed, "float32")),
         (TypeError, "device must be a torch.device or a str, got dtype", lambda: packed.to(torch.float16)),
-        (TypeError, "state must be a mapping of tensors, got NoneType", lambda: quantize.PackedWeights.from_state_dict(None)),
+        (
+            TypeError,
+            "state must be a mapping of tensors, got NoneType",
+            lambda: quantize.PackedWeights.from_state_dict(None),
+        ),
         (TypeError, "layout must be a torch.Tensor, got int", lambda: restore(layout=1)),
         (ValueError, r"layout is \[1.5\]", lambda: restore(layout=torch.tensor([1.5]))),
         (ValueError, r"q has shape \[200, 2, 32\]", lambda: quantize.count_saturated(q[..., :32], packed)),
-        (ValueError, r"q has shape \[200, 3, 64\]", lambda: quantize.count_saturated(q[:, :1].expand(200, 3, 64), packed)),
+        (
+            ValueError,
+            r"q has shape \[200, 3, 64\]",
+            lambda: quantize.count_saturated(q[:, :1].expand(200, 3, 64), packed),
+        ),
         (TypeError, "q has dtype int32", lambda: quantize.count_saturated(q.int(), packed)),
         (NotImplementedError, "q is on meta", lambda: quantize.count_saturated(q.to("meta"), packed.to("meta"))),
         (TypeError, "k has dtype int32; supported: bfloat16", lambda: quantize.pack_fp8(k.int(), u, v)),
         (ValueError, "u is on meta but k is on cpu", lambda: quantize.pack_fp8(k, u.to("meta"), v)),
-        (TypeError, r"u has dtype float32; supported: bfloat16 \(k's dtype\)", lambda: quantize.pack_fp8(k, u.float(), v)),
+        (
+            TypeError,
+            r"u has dtype float32; supported: bfloat16 \(k's dtype\)",
+            lambda: quantize.pack_fp8(k, u.float(), v),
+        ),
         (TypeError, "backend must be a str, got NoneType", lambda: quantize.forward(q, packed, r, backend=None)),
         (TypeError, "r must be a torch.Tensor, got list", lambda: quantize.forward(q, packed, [1.0])),
         (TypeError, "k8 has dtype bfloat16; supported: float8_e4m3fn", lambda: op(q, k, u8, v8, scales)),
@@ -346,16 +398,32 @@ def test_refusals():
         (TypeError, "q has dtype int32", lambda: op(q.int(), k8, u8, v8, scales)),
         (ValueError, r"r has shape", lambda: op(q, k8, u8, v8, scales, r[..., :2])),
         (ValueError, "backend is 'cuda'", lambda: op(q, k8, u8, v8, scales, backend="cuda")),
-        (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: op(q, k8, u8, v8, scales, backend="hopper")),
-        (NotImplementedError, "an input requires a gradient", lambda: quantize.forward(q.clone().requires_grad_(), packed)),
+        (
+            NotImplementedError,
+            "backend='hopper' cannot run: device is cpu",
+            lambda: op(q, k8, u8, v8, scales, backend="hopper"),
+        ),
+        (
+            NotImplementedError,
+            "an input requires a gradient",
+            lambda: quantize.forward(q.clone().requires_grad_(), packed),
+        ),
         (TypeError, "network must be a flashmhf.FlashMHF, got Linear", lambda: quantize.to_fp8(nn.Linear(2, 2))),
         (TypeError, "network must be a flashmhf.FlashMHF, got int", lambda: quantize.Fp8FlashMHF(3)),
         (TypeError, "k8 must be a torch.Tensor, got int", lambda: quantize.PackedWeights(1, 2, 3, 4)),
-        (ValueError, "activation is 'gelu'", lambda: quantize.Fp8FlashMHF(flashmhf.FlashMHF(64, 1, 1, 16, activation="gelu"))),
+        (
+            ValueError,
+            "activation is 'gelu'",
+            lambda: quantize.Fp8FlashMHF(flashmhf.FlashMHF(64, 1, 1, 16, activation="gelu")),
+        ),
         (ValueError, "model holds no FlashMHF", lambda: quantize.quantize_(nn.Sequential(nn.Linear(2, 2)))),
         (ValueError, r"supported: to_fp8\(model\)", lambda: quantize.quantize_(flashmhf.FlashMHF(64, 1, 1, 16))),
         (TypeError, "got Tensor", lambda: quantize.check_saturation(q).__enter__()),
-        (ValueError, "holds no Fp8FlashMHF", lambda: quantize.check_saturation(flashmhf.FlashMHF(64, 1, 1, 16)).__enter__()),
+        (
+            ValueError,
+            "holds no Fp8FlashMHF",
+            lambda: quantize.check_saturation(flashmhf.FlashMHF(64, 1, 1, 16)).__enter__(),
+        ),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -382,7 +450,9 @@ def test_a_model_reports_what_saturates_by_module():
         model(x[0])
     assert set(report) == {"0", "2.0"}
     for name, counts in report.items():
-        weights = {key: (0, value.numel()) for key, value in zip("kuv", model.get_submodule(name).packed.tensors, strict=False)}
+        weights = {
+            key: (0, value.numel()) for key, value in zip("kuv", model.get_submodule(name).packed.tensors, strict=False)
+        }
         assert counts == weights | {"a": (0, 9 * ELEMENTS)}
     model(x)
     assert report["0"]["a"] == (0, 9 * ELEMENTS)  # the check has ended

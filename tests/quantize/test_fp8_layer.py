@@ -35,7 +35,9 @@ def defined(served: quantize.Fp8FlashMHF, x: Tensor) -> Tensor:
     return linear(mixed.flatten(-2), served.out_proj.weight, served.out_proj.bias)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"q_norm": True}, {"num_kv_heads": 1, "q_norm": True, "bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {"q_norm": True}, {"num_kv_heads": 1, "q_norm": True, "bias": True}], ids=str
+)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_module_values(device, options, dtype):
     plain = network(device, dtype, **options)
@@ -74,11 +76,20 @@ def test_the_module_is_one_operator_of_the_library(needs_hopper, monkeypatch, to
 
 def test_layouts_and_odd_sizes(device):
     """Views, one token without leading dimensions, d_model that no kernel takes, none at all."""
-    served, odd = quantize.to_fp8(network(device)), quantize.to_fp8(network(device, d_model=192, heads=2, dtype=torch.bfloat16))
+    served, odd = (
+        quantize.to_fp8(network(device)),
+        quantize.to_fp8(network(device, d_model=192, heads=2, dtype=torch.bfloat16)),
+    )
     narrow = quantize.to_fp8(flashmhf.FlashMHF(48, 1, 2, 16, device=device, dtype=torch.bfloat16))
     wide = torch.randn(5, 3, 264, device=device).bfloat16()
     with torch.no_grad():
-        for x in (wide[..., :256], wide[..., :256].transpose(0, 1), wide[..., 3:259], wide[0, 0, :256], wide[:, :1, 8:]):
+        for x in (
+            wide[..., :256],
+            wide[..., :256].transpose(0, 1),
+            wide[..., 3:259],
+            wide[0, 0, :256],
+            wide[:, :1, 8:],
+        ):
             assert relative_l2(served(x), served(x.contiguous()).double()) < 1e-2
             assert served(x).shape == x.shape
         for module, size in ((odd, 192), (narrow, 48)):
@@ -97,7 +108,9 @@ def test_opcheck(device):
 
 
 def test_refusals():
-    """The ends and q_norm are checked as in the 16-bit operator (test_layer.py), the packed weights as in fp8_forward (test_fp8.py)."""
+    """The ends and q_norm are checked as in the 16-bit operator (test_layer.py), the packed weights as in fp8_forward
+    (test_fp8.py).
+    """
     served = quantize.to_fp8(network())
     k8, u8, v8, scales = served.packed.tensors
     zeros, plain = torch.zeros(2, 256).bfloat16(), torch.zeros(256, 256).bfloat16()
@@ -106,7 +119,11 @@ def test_refusals():
         return layer(x, *inner, k8, u8, v8, scales, w, 1e-20, *out)
 
     for error, message, call in (
-        (NotImplementedError, "an input requires a gradient", lambda: served(torch.zeros(2, 256).bfloat16().requires_grad_())),
+        (
+            NotImplementedError,
+            "an input requires a gradient",
+            lambda: served(torch.zeros(2, 256).bfloat16().requires_grad_()),
+        ),
         (ValueError, r"x has shape \[2, 64\]", lambda: whole(torch.zeros(2, 64).bfloat16())),
         (ValueError, r"w has shape \[2, 128, 2\]", lambda: whole(w=served.router[..., :2].contiguous())),
         (ValueError, r"out_w has shape", lambda: whole(out=(plain[:, :128], None))),

@@ -50,7 +50,9 @@ def test_beside_a_configuration_of_torchao(model):
         for block, before in zip(model, packed, strict=True):
             for layer in (block.attention, block.ffn.in_proj, block.ffn.out_proj):
                 assert type(layer.weight) is not nn.Parameter
-            assert all(map(torch.equal, *([x.view(torch.uint8) for x in each.tensors] for each in (block.ffn.packed, before))))
+            assert all(
+                map(torch.equal, *([x.view(torch.uint8) for x in each.tensors] for each in (block.ffn.packed, before)))
+            )
         assert (model(x) - exact).norm() <= 0.2 * exact.norm()
 
 

@@ -26,6 +26,8 @@ def uninterrupted(text, tmp_path_factory):
 
     batches, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
-    result = training.start(options(tmp_path_factory.mktemp("run") / "run", text, **HELD_OUT), bar=False, callbacks=[noting(batches)])
+    result = training.start(
+        options(tmp_path_factory.mktemp("run") / "run", text, **HELD_OUT), bar=False, callbacks=[noting(batches)]
+    )
     torch.set_num_threads(threads)
     return result, batches

@@ -1,7 +1,7 @@
 """Tiny training runs for tests: options, callbacks, and when two runs are the same.
 
-``python lm_runs.py train ...`` is the command line, but the process of rank 1 dies amid the step after $DIE_AT, behind the first of its
-micro-batches, or fails at the end of step $FAIL_AT.
+``python lm_runs.py train ...`` is the command line, but the process of rank 1 dies amid the step after $DIE_AT, behind
+the first of its micro-batches, or fails at the end of step $FAIL_AT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
 
 
 def options(output: Path, text: Path, **settings) -> training.Options:
-    small = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, steps=20, log_every=5, save_every=10)
+    small = dict(
+        preset="tiny",
+        ffn="flashmhf",
+        vocab_size=300,
+        length=32,
+        batch=8,
+        micro_batch=4,
+        steps=20,
+        log_every=5,
+        save_every=10,
+    )
     small["device"] = "cpu"
     return training.Options(**{**small, "output": str(output), "data": [str(text)], **settings})
 
@@ -49,7 +59,9 @@ def environment() -> dict[str, str]:
 
 
 class At(TrainerCallback):
-    """Calls ``action`` with the Trainer's keyword arguments (model, optimizer, ...) at an ``event`` after ``step`` steps; None: always."""
+    """Calls ``action`` with the Trainer's keyword arguments (model, optimizer, ...) at an ``event`` after ``step``
+    steps; None: always.
+    """
 
     def __init__(self, event: str, step: int | None, action: Callable):
         def call(args, state, control, **kwargs) -> None:
@@ -71,7 +83,9 @@ def noting(batches: list[torch.Tensor]) -> At:
 
 
 def same_run(output: Path, expected: Path, rel: float = 0.0) -> None:
-    """Assert that two finished runs have the same configuration, weights and metrics, bit by bit or to a relative error."""
+    """Assert that two finished runs have the same configuration, weights and metrics, bit by bit or to a relative
+    error.
+    """
     ours, theirs = (load_file(run / "model.safetensors") for run in (output, expected))
     torch.testing.assert_close(ours, theirs, rtol=10 * rel, atol=rel)
     for row, other in zip(metrics.read_rows(output), metrics.read_rows(expected), strict=True):
@@ -90,6 +104,9 @@ def fail(**_):
 
 if __name__ == "__main__":
     start = training.start
-    faults = [At("on_substep_end", int(os.environ.get("DIE_AT", "-1")), die), At("on_step_end", int(os.environ.get("FAIL_AT", "-1")), fail)]
+    faults = [
+        At("on_substep_end", int(os.environ.get("DIE_AT", "-1")), die),
+        At("on_step_end", int(os.environ.get("FAIL_AT", "-1")), fail),
+    ]
     training.start = lambda options: start(options, callbacks=faults if os.environ["RANK"] == "1" else [])
     sys.exit(cli.main(sys.argv[1:]))

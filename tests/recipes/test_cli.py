@@ -1,4 +1,7 @@
-"""The commands about this machine, and what all commands share: one line for an error, the status, and output that no command dies of."""
+"""The commands about this machine, and what all commands share:
+
+one line for an error, the status, and output that no command dies of.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,21 @@ def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 0
     out = capsys.readouterr().out
-    expected = "SwiGLU", "naive MH-FFN", "eager float32", "held-out loss after 4 steps", "length 32", "nothing of\nthe speed on a GPU"
+    expected = (
+        "SwiGLU",
+        "naive MH-FFN",
+        "eager float32",
+        "held-out loss after 4 steps",
+        "length 32",
+        "nothing of\nthe speed on a GPU",
+    )
     assert [text for text in expected if text not in out] == []
     assert (tmp_path / "flashmhf_report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
+def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(
+    small, text, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     wrong = first_run.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
@@ -43,7 +55,11 @@ def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(sm
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
     captured = capsys.readouterr()
     assert "the language model needs transformers: pip install 'flashmhf[lm]'" in captured.out
-    assert "FAILED" in captured.out and "flashmhf: error: 1 of 1 checks" in captured.err and (tmp_path / "flashmhf_report.png").exists()
+    assert (
+        "FAILED" in captured.out
+        and "flashmhf: error: 1 of 1 checks" in captured.err
+        and (tmp_path / "flashmhf_report.png").exists()
+    )
 
 
 def test_language_models_have_equal_parameters(text, monkeypatch):
@@ -52,7 +68,11 @@ def test_language_models_have_equal_parameters(text, monkeypatch):
     trained = first_run.train(text.read_bytes(), torch.device("cpu"))
     assert trained["SwiGLU"].parameters == pytest.approx(trained["FlashMHF"].parameters, rel=0.02)
     for model in trained.values():
-        assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2 and max(model.losses[-1], model.held_out) < 4
+        assert (
+            len(model.losses) == 40
+            and model.losses[0] > math.log(257) - 0.2
+            and max(model.losses[-1], model.held_out) < 4
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,8 +128,14 @@ def test_bench_takes_sizes(small, capsys):
 
 
 MISTAKES = [
-    (["bench", "--device", "cpu", "--d-model", "64", "--num-heads", "3"], "--d-model 64 is not a multiple of --num-heads 3"),
-    (["bench", "--lengths", "0"], "argument --lengths: '0' is not an integer from 1 on; flashmhf bench --help lists the options"),
+    (
+        ["bench", "--device", "cpu", "--d-model", "64", "--num-heads", "3"],
+        "--d-model 64 is not a multiple of --num-heads 3",
+    ),
+    (
+        ["bench", "--lengths", "0"],
+        "argument --lengths: '0' is not an integer from 1 on; flashmhf bench --help lists the options",
+    ),
     (["--steps", "many"], "argument --steps: 'many' is not an integer from 1 on"),
     (["--device", "tpu"], "device is 'tpu'; supported: auto, cpu, cuda, cuda:N"),
     (["nonsense"], "nonsense is not an option or a command; commands: info, check"),
@@ -119,13 +145,22 @@ MISTAKES = [
     (["generate", "--model", "./nothing", "x"], "nothing does not exist"),
     (["generate", "--model", "x", "--steps", "5"], "unrecognized arguments: --steps"),
     (["eval", "--model", "./nothing"], "give --data, --tasks or both"),
-    (["eval", "--model", "./nothing", "--data", "x", "--json", "./no/x"], "--json is './no/x'; it must name a file that can be written"),
-    (["eval", "--model", "./nothing", "--data", "x", "--json", f"{__file__}/x"], "test_cli.py/x'; it must name a file that can be written"),
+    (
+        ["eval", "--model", "./nothing", "--data", "x", "--json", "./no/x"],
+        "--json is './no/x'; it must name a file that can be written",
+    ),
+    (
+        ["eval", "--model", "./nothing", "--data", "x", "--json", f"{__file__}/x"],
+        "test_cli.py/x'; it must name a file that can be written",
+    ),
     (["eval", "--model", "x", "--data", "x", "--batch", "0"], "argument --batch: '0' is not an integer from 1 on"),
     (["train", "--data", "x"], "the following arguments are required: --output"),
     (["train", "--output", "./run", "--data", "./nothing.txt"], "nothing.txt does not exist"),
     (["train", "--output", "./run"], "give one of data, dataset and tokens"),
-    (["train", "--output", "./run", "--data", "x", "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
+    (
+        ["train", "--output", "./run", "--data", "x", "--optimizer", "lion"],
+        "argument --optimizer: invalid choice: 'lion'",
+    ),
     (["train", "--output", "./run", "--data", "x", "--set", "a"], "argument --set: 'a' is not NAME=VALUE"),
     (["train", "--output", "./run", "--resume"], "holds no run"),
     (["train", "--output", "./run", "--resume", "--batch", "9", "--set", "x=1"], "leave out: arguments, batch"),
@@ -158,7 +193,9 @@ def test_interruption_is_short(monkeypatch, capsys):
 )
 def test_streams_that_cannot_be_used(shell, variables, status, error):
     program = f"{sys.executable} -m flashmhf_recipes {shell}"
-    done = subprocess.run(program, shell=True, executable="/bin/bash", env=environment() | variables, capture_output=True, timeout=200)
+    done = subprocess.run(
+        program, shell=True, executable="/bin/bash", env=environment() | variables, capture_output=True, timeout=200
+    )
     assert (done.returncode, done.stderr.decode()) == (status, error)
 
 
@@ -178,10 +215,15 @@ def test_nothing_depends_on_asserts_and_docstrings():
 
 
 def test_info_and_what_is_set_before_torch_and_matplotlib_are_imported():
-    """OpenMP reads its policy when torch is imported; matplotlib refuses a notebook's back end that is not installed."""
+    """OpenMP reads its policy when torch is imported;
+
+    matplotlib refuses a notebook's back end that is not installed.
+    """
     program = "import os, sys; from flashmhf_recipes import cli; assert 'torch' not in sys.modules; "
     program += "assert cli.main(['info']) == 0; import matplotlib; print(os.environ['OMP_WAIT_POLICY'])"
-    variables = {name: value for name, value in environment().items() if name != "OMP_WAIT_POLICY"} | {"MPLBACKEND": "nosuch"}
+    variables = {name: value for name, value in environment().items() if name != "OMP_WAIT_POLICY"} | {
+        "MPLBACKEND": "nosuch"
+    }
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("flashmhf ") and done.stdout.endswith("PASSIVE\n"), done.stderr
     assert all(name in done.stdout for name in backends.BACKENDS)

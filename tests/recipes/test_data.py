@@ -1,4 +1,7 @@
-"""Text to packed tokens: what is not read is counted or refused by name, and the order of samples is a function of the seed."""
+"""Text to packed tokens:
+
+what is not read is counted or refused by name, and the order of samples is a function of the seed.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,13 @@ def test_what_is_not_read_is_counted(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "nothing.txt")
     texts, left_out = read(tmp_path)
     assert texts == ["{}"]
-    names = ["files ending in '.gz'", "files ending in '.json'", "files ending in '.pdf'", "files without a suffix", "links to nothing"]
+    names = [
+        "files ending in '.gz'",
+        "files ending in '.json'",
+        "files ending in '.pdf'",
+        "files without a suffix",
+        "links to nothing",
+    ]
     assert left_out == dict.fromkeys(names, 1)
 
 
@@ -183,7 +192,9 @@ def test_tokenizer_is_lossless_and_reproducible(bpe, tmp_path):
     bpe.save_pretrained(tmp_path)
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = tokenizer.load(str(name))
-        assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1) and loaded(text)["input_ids"] == bpe(text)["input_ids"]
+        assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1) and loaded(text)["input_ids"] == bpe(text)[
+            "input_ids"
+        ]
     bpe.model_max_length = 64
     bpe.save_pretrained(tmp_path)
     assert tokenizer.load(str(tmp_path)).model_max_length == 64
@@ -193,7 +204,9 @@ def test_tokenizer_is_lossless_and_reproducible(bpe, tmp_path):
         tokenizer.load(str(tmp_path / "missing"))
 
 
-@pytest.mark.parametrize("text", ["ab" * 500_000, " " * 1_000_000, "x" * 300 + " y " + "z" * 300], ids=["word", "spaces", "two words"])
+@pytest.mark.parametrize(
+    "text", ["ab" * 500_000, " " * 1_000_000, "x" * 300 + " y " + "z" * 300], ids=["word", "spaces", "two words"]
+)
 def test_long_words_do_not_stop_tokenizer_training(text):
     """Its time is quadratic in a word's length: 100 kB took seconds, 1 MB minutes."""
     start = time.process_time()
@@ -206,7 +219,9 @@ def test_long_words_do_not_stop_tokenizer_training(text):
 
 
 def stored(directory, bpe, texts=("alpha beta", "gamma"), max_tokens=10**6):
-    report = data.store(directory, data.Documents([{"text": text} for text in texts], "text", "texts", Counter()), bpe, max_tokens)
+    report = data.store(
+        directory, data.Documents([{"text": text} for text in texts], "text", "texts", Counter()), bpe, max_tokens
+    )
     return data.load(directory), report
 
 
@@ -237,7 +252,9 @@ def test_no_more_is_tokenised_than_needed(bpe, tmp_path):
 def test_nothing_to_read(bpe, tmp_path):
     (tmp_path / "empty.txt").touch()
     documents = data.local([tmp_path], "text", 0, tmp_path / "cache")
-    with pytest.raises(DataError, match="no text is left to train on: read 1 files, 1 documents.*; left out: 1 documents without text"):
+    with pytest.raises(
+        DataError, match="no text is left to train on: read 1 files, 1 documents.*; left out: 1 documents without text"
+    ):
         data.store(tmp_path, documents, bpe, 100)
 
 
@@ -283,7 +300,9 @@ def test_held_out_tokens_begin_with_a_document(sizes, blocks, length, expected, 
     values[np.cumsum(sizes) - 1] = 0
     tokens = tokens_of(values, tmp_path / "tokens")
     train, held_out = data.split(tokens, blocks / (100 // length), length, 0)
-    assert (len(train), len(held_out)) == (expected, 100 - expected) and held_out[:].tolist() == values[expected:].tolist()
+    assert (len(train), len(held_out)) == (expected, 100 - expected) and held_out[:].tolist() == values[
+        expected:
+    ].tolist()
     assert data.split(tokens, 0.0, length, 0) == (tokens, None)
     with pytest.raises(DataError, match="too few to hold 99% of the blocks"):
         data.split(tokens, 0.99, length, 0)
@@ -296,7 +315,10 @@ def test_blocks_cover_every_token_once_a_pass(tmp_path):
     order = [blocks.block(i) for i in range(20)]
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10)) and order[:10] != order[10:]
     sample = blocks[4]
-    assert sample["input_ids"].tolist() == list(range(order[4] * 10, order[4] * 10 + 10)) and sample["input_ids"].dtype == torch.int64
+    assert (
+        sample["input_ids"].tolist() == list(range(order[4] * 10, order[4] * 10 + 10))
+        and sample["input_ids"].dtype == torch.int64
+    )
     # any sample, in any order, from a fresh object
     assert all(torch.equal(data.Blocks(tokens, 10, 25, 3)[i]["input_ids"], blocks[i]["input_ids"]) for i in (17, 3, 24))
     assert [data.Blocks(tokens, 10, 25, 4).block(i) for i in range(10)] != order[:10]

@@ -34,7 +34,9 @@ def runs(text, tmp_path_factory) -> dict[str, Path]:
     """A short run of every network."""
     parent = tmp_path_factory.mktemp("runs")
     settings = dict(length=64, micro_batch=8, steps=40, log_every=20, save_every=40)
-    return {ffn: training.start(options(parent / ffn, text, ffn=ffn, **settings), bar=False).output for ffn in FFN_TYPES}
+    return {
+        ffn: training.start(options(parent / ffn, text, ffn=ffn, **settings), bar=False).output for ffn in FFN_TYPES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,9 @@ def token_losses(model, ids: np.ndarray, window: int, stride: int) -> list[float
         previous, end = end, min(end + stride, len(ids))
 
 
-@pytest.mark.parametrize(("tokens", "window", "stride"), [(50, 16, 8), (50, 16, 15), (49, 16, 1), (10, 16, 8), (16, 16, 5), (2, 16, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "window", "stride"), [(50, 16, 8), (50, 16, 15), (49, 16, 1), (10, 16, 8), (16, 16, 5), (2, 16, 8)]
+)
 def test_window_losses_score_every_token_once(trained, tokens, window, stride):
     model, _ = trained
     ids = np.random.default_rng(0).integers(0, 300, tokens)
@@ -97,7 +101,9 @@ def test_held_out_refusals(trained, text, tmp_path):
 
 
 def test_what_can_be_loaded(runs, trained, tmp_path):
-    """A run, a checkpoint, an unfinished run (its last complete checkpoint), an official checkpoint with a tokenizer elsewhere."""
+    """A run, a checkpoint, an unfinished run (its last complete checkpoint), an official checkpoint with a tokenizer
+    elsewhere.
+    """
     model, tokenizer = trained
     ids = torch.arange(9)[None]
     expected = model(ids).logits
@@ -126,7 +132,9 @@ def test_generation(trained):
     assert sampled[0] == sampled[1] != sampled[2]
     assert isinstance(generation.generate(model, tokenizer, "", **settings), str)
     for temperature in (-1, 1e-40, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"temperature is {temperature}; supported: 0, and finite numbers from 1e-06 on"):
+        with pytest.raises(
+            ValueError, match=f"temperature is {temperature}; supported: 0, and finite numbers from 1e-06 on"
+        ):
             generation.generate(model, tokenizer, "x", temperature=temperature)
     for seed in (-1, 1 << 32):
         with pytest.raises(ValueError, match=f"seed is {seed}; supported: integers from 0 to"):
@@ -140,7 +148,9 @@ def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
     """transformers' top_k of 50 and what a model's own files set did, too."""
     model, tokenizer = trained
     outputs, generate = [], model.generate
-    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1])
+    monkeypatch.setattr(
+        model, "generate", lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1]
+    )
     for name, value in {"repetition_penalty": 3.0, "min_p": 0.9, "no_repeat_ngram_size": 1}.items():
         monkeypatch.setattr(model.generation_config, name, value)
     own = model.generation_config.to_dict()
@@ -161,22 +171,40 @@ def test_generation_of_what_no_model_takes(trained, monkeypatch):
         generation.generate(model, endless, "")
     monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), math.nan))
     for temperature in (0.0, 1.0):
-        with pytest.raises(ValueError, match="the model's logits are not finite: its weights are damaged, or its dtype"):
+        with pytest.raises(
+            ValueError, match="the model's logits are not finite: its weights are damaged, or its dtype"
+        ):
             generation.generate(model, tokenizer, "the cat", temperature=temperature)
 
 
 def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
     model, tokenizer = trained
-    text = generation.generate(model, tokenizer, "the cat", seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer))
+    text = generation.generate(
+        model, tokenizer, "the cat", seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer)
+    )
     assert capsys.readouterr().out == text + "\n"
-    command = ["generate", "--model", str(runs["flashmhf"]), "--device", "cpu", "the cat", "--seed", "3", "--max-new-tokens", "12"]
+    command = [
+        "generate",
+        "--model",
+        str(runs["flashmhf"]),
+        "--device",
+        "cpu",
+        "the cat",
+        "--seed",
+        "3",
+        "--max-new-tokens",
+        "12",
+    ]
     for stream in ("--stream", "--no-stream"):
         assert cli.main([*command, stream]) == 0
         assert capsys.readouterr().out == f"the cat{text}\n"
 
 
 def test_a_continuation_keeps_the_space_before_it(trained, capsys):
-    """A tokenizer that marks where words begin decodes a first word without its space: prompt and text were one word."""
+    """A tokenizer that marks where words begin decodes a first word without its space:
+
+    prompt and text were one word.
+    """
     made = Tokenizer(models.WordLevel({f"\u2581{i}": i for i in range(300)}, unk_token="\u25810"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="\u25810")
@@ -192,13 +220,17 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
     step = decoding.RefuseNotFinite.__call__
     monkeypatch.setattr(decoding.RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args))
     monkeypatch.setattr(sys, "stdout", out)
-    assert cli.main(["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "the cat", "--temperature", "0"]) == 0
+    assert (
+        cli.main(["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "the cat", "--temperature", "0"]) == 0
+    )
     assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
 
 
 def test_a_model_that_knows_no_maximum(trained, text, tmp_path):
     _, tokenizer = trained
-    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)).eval()
+    bloom = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)
+    ).eval()
     with pytest.raises(ValueError, match="give window: the model's configuration has no maximum"):
         evaluation.held_out_loss(bloom, tokenizer, [text])
     (tmp_path / "short.txt").write_text("the cat sat")
@@ -209,11 +241,17 @@ def test_a_model_that_knows_no_maximum(trained, text, tmp_path):
 def test_training_goes_on_from_a_model_with_replaced_networks(runs, text, tmp_path):
     """The run stores it, loads it again, and what it leaves loads as well."""
     sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=1, max_position_embeddings=32)
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    )
     flashmhf.replace_ffn(model, num_heads=2)
     model.save_pretrained(tmp_path / "model")
-    settings = dict(init_from=str(tmp_path / "model"), tokenizer=str(runs["swiglu"]), data=[str(text)], batch=2, device="cpu")
-    result = training.start(training.Options(output=str(tmp_path / "run"), steps=2, learning_rate=1e-4, **settings), bar=False)
+    settings = dict(
+        init_from=str(tmp_path / "model"), tokenizer=str(runs["swiglu"]), data=[str(text)], batch=2, device="cpu"
+    )
+    result = training.start(
+        training.Options(output=str(tmp_path / "run"), steps=2, learning_rate=1e-4, **settings), bar=False
+    )
     trained, _ = pretrained.load(str(result.output), device="cpu")
     assert isinstance(trained.model.layers[0].mlp, flashmhf.FlashMHF)
     before, after = (m.model.layers[0].mlp.k for m in (model, trained))
@@ -237,7 +275,19 @@ def test_every_network_evaluates_and_generates(ffn, runs, text, capsys):
 
 def test_train_command_and_resume(text, tmp_path, capsys):
     output = tmp_path / "run"
-    command = ["train", "--output", str(output), "--preset", "tiny", "--ffn", "flashmhf", "--data", str(text), "--steps", "3"]
+    command = [
+        "train",
+        "--output",
+        str(output),
+        "--preset",
+        "tiny",
+        "--ffn",
+        "flashmhf",
+        "--data",
+        str(text),
+        "--steps",
+        "3",
+    ]
     settings = ["--vocab-size", "300", "--length", "32", "--batch", "4", "--device", "cpu", "--eval-fraction", "0.1"]
     settings += ["--log-every", "2"]
     assert cli.main([*command, *settings, "--model-set", "ffn_q_norm=true"]) == 0
@@ -263,7 +313,11 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     rows.append({"question": "each sub network finds and", "choices": ["QQQQ", "the"], "answer": 1})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"task": "tiny_choice", "output_type": "multiple_choice", "metadata": {"version": 1.0}}
-    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "test_split": "test"}
+    task |= {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+    }
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}"}
     task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     wrong = {"doc_to_target": "{{1 - answer}}"}
@@ -281,7 +335,10 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in out
     assert "average acc: 0.5000" in out  # the group is one of two, its members do not count besides
-    for arguments, message in (("paper tiny_chioce", "lm-eval has no tasks ['tiny_chioce']"), ("tiny_choice --shots -1", "shots is -1")):
+    for arguments, message in (
+        ("paper tiny_chioce", "lm-eval has no tasks ['tiny_chioce']"),
+        ("tiny_choice --shots -1", "shots is -1"),
+    ):
         assert cli.main([*command, *arguments.split()]) == 2
         captured = capsys.readouterr()
         assert message in captured.err and not captured.out  # before the model is loaded and evaluated

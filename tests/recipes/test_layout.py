@@ -1,4 +1,7 @@
-"""Training runs on several processes over gloo: by heads, with sharded parameters, both; failing and killed processes; resumption."""
+"""Training runs on several processes over gloo:
+
+by heads, with sharded parameters, both; failing and killed processes; resumption.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,24 @@ from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
 from flashmhf_recipes.layout import Layout, layout_of
 
-FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1 --save-every 4"
+FLAGS = (
+    "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1 --save-every 4"
+)
 FLAGS += " --eval-fraction 0.08 --eval-every 6 --device cpu --set eval_on_start=true"
-ONE_PROCESS = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.08, eval_every=6, arguments={"eval_on_start": True})
-LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+ONE_PROCESS = dict(
+    micro_batch=2,
+    steps=12,
+    log_every=1,
+    save_every=4,
+    eval_fraction=0.08,
+    eval_every=6,
+    arguments={"eval_on_start": True},
+)
+LAUNCHED = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_TP_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
 
 
 @pytest.mark.parametrize(
@@ -57,11 +74,17 @@ def test_layouts_that_there_are_not(sizes, processes, message):
     [
         ("pkv", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
         ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
-        ("flashmhf", {"ffn_num_heads": 1}, r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H"),
+        (
+            "flashmhf",
+            {"ffn_num_heads": 1},
+            r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H",
+        ),
         ("flashmhf", {"num_key_value_heads": 1}, "tp is 2: model.layers.0.self_attn.k_proj has 1 heads"),
     ],
 )
-def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(text, tmp_path, monkeypatch, ffn, model, message):
+def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(
+    text, tmp_path, monkeypatch, ffn, model, message
+):
     chosen = options(tmp_path / "run", text, tp=2, ffn=ffn, model=model)
     monkeypatch.setattr(type(chosen), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
     with pytest.raises(OptionError, match=message):
@@ -78,7 +101,8 @@ def one_process(text, tmp_path_factory) -> Path:
 def test_two_processes_train_as_one(one_process, text, tmp_path):
     """Data parallel over gloo: the same batches in total, so the same losses to rounding; one process writes.
 
-    The held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one shorter.
+    The held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one
+    shorter.
     """
     run = tmp_path / "run"
     done = torchrun(2, *FLAGS.split(), "--data", text, "--output", run)
@@ -92,7 +116,10 @@ def test_two_processes_train_as_one(one_process, text, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on_one(one_process, tmp_path):
-    """Heads over two processes and FSDP2 over two; killed amid step 6. Then FSDP2 on two to step 12; then one process, step 8 to 12."""
+    """Heads over two processes and FSDP2 over two;
+
+    killed amid step 6. Then FSDP2 on two to step 12; then one process, step 8 to 12.
+    """
     run = tmp_path / "run"
     start = time.monotonic()
     done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
@@ -112,13 +139,20 @@ def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp
     start = time.monotonic()
     arguments = *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
     done = torchrun(2, *arguments, FAIL_AT="3")
-    assert done.returncode and "flashmhf: error: this process has a fault of its own" in done.stderr and time.monotonic() - start < 200
+    assert (
+        done.returncode
+        and "flashmhf: error: this process has a fault of its own" in done.stderr
+        and time.monotonic() - start < 200
+    )
     assert "rank      : 1" in done.stderr and "exitcode  : 2" in done.stderr
 
 
 @pytest.mark.slow
 def test_replicas_of_shards_train_with_muon_as_one_process(one_process, tmp_path):
-    """Two replicas of two shards, whose held-out batches have different lengths; then one process from a checkpoint of theirs."""
+    """Two replicas of two shards, whose held-out batches have different lengths;
+
+    then one process from a checkpoint of theirs.
+    """
     settings = ONE_PROCESS | dict(data=[], tokens=str(one_process), optimizer="muon")
     whole = training.start(options(tmp_path / "one", "", **settings), bar=False).output
     run = tmp_path / "run"

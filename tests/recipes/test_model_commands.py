@@ -18,10 +18,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_every_option_has_a_flag(monkeypatch):
     """Flags are made from the fields: values arrive with their types, and what is not given keeps its default."""
     given = []
-    monkeypatch.setattr(training, "start", lambda options: given.append(options) or training.Result(options.output, 1, 1, 1.0, None))
+    monkeypatch.setattr(
+        training, "start", lambda options: given.append(options) or training.Result(options.output, 1, 1, 1.0, None)
+    )
     flags = "--data a b --steps 5 --betas 0.8 0.9 --no-param-groups --compile --optimizer muon --warmup 0.5 --set adam_epsilon=1e-6"
-    assert cli.main(["train", "--output", "run", *flags.split(), "--set", "report_to=none", "--model-set", "ffn_q_norm=true"]) == 0
-    expected = dict(data=["a", "b"], steps=5, betas=[0.8, 0.9], param_groups=False, compile=True, optimizer="muon", warmup=0.5)
+    assert (
+        cli.main(
+            ["train", "--output", "run", *flags.split(), "--set", "report_to=none", "--model-set", "ffn_q_norm=true"]
+        )
+        == 0
+    )
+    expected = dict(
+        data=["a", "b"], steps=5, betas=[0.8, 0.9], param_groups=False, compile=True, optimizer="muon", warmup=0.5
+    )
     expected |= dict(arguments={"adam_epsilon": 1e-6, "report_to": "none"}, model={"ffn_q_norm": True})
     assert given == [training.Options("run", **expected)]
 
@@ -29,17 +38,33 @@ def test_every_option_has_a_flag(monkeypatch):
 @pytest.mark.parametrize("device", ["cuda:99", "nosuch", "meta", *([] if torch.cuda.is_available() else ["cuda"])])
 @pytest.mark.parametrize("command", ["generate", "eval", "train", "bench"])
 def test_a_device_that_is_not_there(command, device, uninterrupted, text, capsys):
-    extra = {"generate": ["the"], "eval": ["--data", str(text)], "train": ["--output", "run", "--data", str(text)]}.get(command, [])
+    extra = {"generate": ["the"], "eval": ["--data", str(text)], "train": ["--output", "run", "--data", str(text)]}.get(
+        command, []
+    )
     model = ["--model", str(uninterrupted[0].output)] if command in ("generate", "eval") else []
     assert cli.main([command, *model, "--device", device, *extra]) == 2
     error = capsys.readouterr().err
-    assert "--device: invalid choice" in error if command == "train" and device != "cuda" else f"device is '{device}'" in error, error
+    assert (
+        "--device: invalid choice" in error
+        if command == "train" and device != "cuda"
+        else f"device is '{device}'" in error
+    ), error
     assert error.count("\n") == 1 and (device != "cuda" or "this PyTorch sees no CUDA GPU" in error)
 
 
 def test_a_tokenizer_larger_than_the_model(uninterrupted, text, tmp_path, capsys):
     tokenizer.train([text.read_text()], 320).save_pretrained(tmp_path)
-    command = ["eval", "--model", str(uninterrupted[0].output), "--tokenizer", str(tmp_path), "--device", "cpu", "--data", str(text)]
+    command = [
+        "eval",
+        "--model",
+        str(uninterrupted[0].output),
+        "--tokenizer",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--data",
+        str(text),
+    ]
     assert cli.main(command) == 2
     assert re.search("has token numbers up to 3[01][0-9]; the vocabulary of .* has 300", capsys.readouterr().err)
 
@@ -51,7 +76,10 @@ def test_help_of_train_is_true(capsys):
     out = capsys.readouterr().out
     for name, scale in SCALES.items():
         row = f"{scale.d_model:,} {scale.vocabulary:,} {scale.context:,} {scale.batch} {scale.steps:,} {scale.learning_rate:g}"
-        assert re.search(rf"^ +{re.escape(name)} +{re.escape(row).replace(chr(92) + ' ', ' +')}$", out, re.MULTILINE), (name, row)
+        assert re.search(rf"^ +{re.escape(name)} +{re.escape(row).replace(chr(92) + ' ', ' +')}$", out, re.MULTILINE), (
+            name,
+            row,
+        )
     names = set(re.search(r"FFN one of ([\w, ]+);", out)[1].split(", "))
     assert {f"{ffn}-{scale}" for ffn in names for scale in SCALES} == {name for name in PRESETS if "-dh" not in name}
     assert {f"flashmhf-{scale}-dh{d}" for scale in SCALES for d in (64, 256) if scale != "tiny"} == {
@@ -74,13 +102,28 @@ def test_chat_template(text, tmp_path, capsys):
     template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
     for given, expected in (("plain", "user: Hi\nassistant:"), (str(template), "<Hi>")):
         output = tmp_path / f"run-{len(given)}"
-        result = training.start(options(output, text, steps=1, chat_template=given, arguments={"report_to": []}), bar=False)
+        result = training.start(
+            options(output, text, steps=1, chat_template=given, arguments={"report_to": []}), bar=False
+        )
         loaded = pretrained.load(str(result.output), device="cpu")[1]
-        assert loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True) == expected
+        assert (
+            loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+            == expected
+        )
     capsys.readouterr()  # progress bars of the runs
     for content, message in (("{% for", "chat.jinja"), ("{{ bos_token }}", "it leaves the messages out")):
         template.write_text(content)
-        arguments = ["train", "--output", str(tmp_path / "new"), "--preset", "tiny", "--data", str(text), "--chat-template", str(template)]
+        arguments = [
+            "train",
+            "--output",
+            str(tmp_path / "new"),
+            "--preset",
+            "tiny",
+            "--data",
+            str(text),
+            "--chat-template",
+            str(template),
+        ]
         assert cli.main(arguments) == 2
         error = capsys.readouterr().err
         assert "chat_template is" in error and message in error and error.count("\n") == 1

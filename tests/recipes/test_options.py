@@ -1,5 +1,5 @@
-"""Options of a run: every setting of transformers is decided by an option, passed on or refused; a step is made up for any number of
-processes."""
+"""Options of a run: every setting of transformers is decided by an option, passed on or refused; a step is made up for
+any number of processes."""
 
 from __future__ import annotations
 
@@ -28,23 +28,46 @@ def resolved(**settings) -> Options:
     return Options(**{"output": "run", "preset": "tiny", "data": ["x"], "device": "cpu", **settings}).resolve()
 
 
-@pytest.mark.parametrize("entry", [entry for entry in dataclasses.fields(TrainingArguments) if entry.init], ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry", [entry for entry in dataclasses.fields(TrainingArguments) if entry.init], ids=lambda entry: entry.name
+)
 def test_every_setting_of_transformers_has_a_place(entry):
-    """It is passed on, or refused by name: those that an option decides, or that change the loss or the data's meaning."""
+    """It is passed on, or refused by name:
+
+    those that an option decides, or that change the loss or the data's meaning.
+    """
     name, value = entry.name, entry.default if entry.default not in (None, dataclasses.MISSING) else "x"
     if name in module.PASSED_ARGUMENTS:
         assert resolved(arguments={name: value}).arguments == {name: value}
     else:
         with pytest.raises(
-            ValueError, match=f"^arguments cannot set {name}; (use {module.OWN_ARGUMENTS.get(name)}|did you mean|supported: activation_)"
+            ValueError,
+            match=f"^arguments cannot set {name}; (use {module.OWN_ARGUMENTS.get(name)}|did you mean|supported: activation_)",
         ):
             resolved(arguments={name: value})
 
 
 def test_what_a_run_decides_or_cannot_have_is_not_passed_on():
-    decided = {"max_steps", "learning_rate", "gradient_accumulation_steps", "bf16", "data_seed", "eval_steps", "save_total_limit", "fsdp"}
-    unfit = {"ignore_data_skip", "dataloader_in_order", "save_only_model", "logging_nan_inf_filter", "use_liger_kernel", "push_to_hub"}
-    unfit |= {"load_best_model_at_end", "metric_for_best_model", "greater_is_better"}  # a stopped run would choose another model
+    decided = {
+        "max_steps",
+        "learning_rate",
+        "gradient_accumulation_steps",
+        "bf16",
+        "data_seed",
+        "eval_steps",
+        "save_total_limit",
+        "fsdp",
+    }
+    unfit = {
+        "ignore_data_skip",
+        "dataloader_in_order",
+        "save_only_model",
+        "logging_nan_inf_filter",
+        "use_liger_kernel",
+        "push_to_hub",
+    }
+    # a stopped run would choose another model
+    unfit |= {"load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
     assert not module.PASSED_ARGUMENTS & (decided | unfit)
 
 
@@ -77,8 +100,14 @@ def test_presets_and_networks_combine(settings, name):
         ({"arguments": {"max_steps": 1}}, "arguments cannot set max_steps; use steps"),
         ({"arguments": {"optim": "schedule_free_adamw"}}, "schedule-free optimizers are not supported"),
         ({"arguments": {"adam_epsilon": "x"}}, "arguments sets adam_epsilon to 'x'; it must be a number"),
-        ({"arguments": {"label_smoothing_factor": 2}}, "arguments sets label_smoothing_factor to 2; it must be at least 0 and below 1"),
-        ({"arguments": {"save_strategy": "best"}}, "arguments sets save_strategy to 'best'; supported: steps, epoch, no"),
+        (
+            {"arguments": {"label_smoothing_factor": 2}},
+            "arguments sets label_smoothing_factor to 2; it must be at least 0 and below 1",
+        ),
+        (
+            {"arguments": {"save_strategy": "best"}},
+            "arguments sets save_strategy to 'best'; supported: steps, epoch, no",
+        ),
         ({"arguments": {"logging_first_step": 3}}, "arguments sets logging_first_step to 3; it must be true or false"),
         ({"optimizer": "muon", "arguments": {"optim": "adafactor"}}, "cannot set optim with optimizer 'muon'"),
         ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
@@ -96,10 +125,16 @@ def test_presets_and_networks_combine(settings, name):
         ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; use tokenizer"),
         ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
         ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
-        *(({"model": x}, "^model: ") for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})),
+        *(
+            ({"model": x}, "^model: ")
+            for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})
+        ),
         ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
         *(
-            ({"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1}, f"type is '{name}'; supported: schedules of the step alone")
+            (
+                {"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
+                f"type is '{name}'; supported: schedules of the step alone",
+            )
             for name in ("reduce_lr_on_plateau", "greedy")
         ),
         ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
@@ -122,7 +157,10 @@ def test_refused_settings(settings, message):
         ({"data": [], "tokens": "run", "tokenizer": "gpt2"}, "tokenizer is 'gpt2', which has no effect with tokens"),
         ({"data": [], "tokens": "run", "text_field": "body"}, "text_field is 'body', which has no effect with tokens"),
         ({"split": "test"}, "split is 'test', which has no effect without dataset"),
-        ({"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}}, "min_learning_rate is 0.0001, which has no effect"),
+        (
+            {"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}},
+            "min_learning_rate is 0.0001, which has no effect",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(settings, message, tmp_path):
@@ -139,7 +177,10 @@ def test_another_schedule_has_any_learning_rate():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        *((name, (0, -3, 2.5, "5")) for name in ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every", "save_every")),
+        *(
+            (name, (0, -3, 2.5, "5"))
+            for name in ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every", "save_every")
+        ),
         ("length", (1,)),
         ("learning_rate", (0.0, math.inf, math.nan, "high")),
         ("min_learning_rate", (-1e-5, math.nan, "low")),
@@ -153,7 +194,10 @@ def test_another_schedule_has_any_learning_rate():
     ],
 )
 def test_numbers_out_of_range_are_named(name, values):
-    """Some of them took the preset's value or switched off what they set; others failed once the run's directory was made."""
+    """Some of them took the preset's value or switched off what they set;
+
+    others failed once the run's directory was made.
+    """
     for value in values:
         with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; supported: "):
             resolved(**{name: value})
@@ -177,8 +221,9 @@ def test_the_micro_batch_follows_the_processes(batch, bound, processes, expected
     """The batch is what was asked for on any number of processes, and no device gets more at once than it may."""
     options = resolved(batch=batch, micro_batch=bound)
     assert options.micro_batch_for(processes) == expected
-    assert f"a step: {batch} sequences of 128 tokens = {batch * 128:,} tokens; {expected} sequences at once" in options.accumulation(
-        processes
+    assert (
+        f"a step: {batch} sequences of 128 tokens = {batch * 128:,} tokens; {expected} sequences at once"
+        in options.accumulation(processes)
     )
 
 

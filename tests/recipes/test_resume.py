@@ -1,4 +1,6 @@
-"""Runs that are stopped, damaged, moved or lengthened go on without loss, and nothing is removed that a run did not write."""
+"""Runs that are stopped, damaged, moved or lengthened go on without loss, and nothing is removed that a run did not
+write.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def interrupted(options, step: int) -> Path:
 
 
 def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
-    """A run killed while tokenising finds data with a relative path from another directory; later it does not look for it."""
+    """A run killed while tokenising finds data with a relative path from another directory;
+
+    later it does not look for it.
+    """
     output, copy = tmp_path / "run", Path(shutil.copy(text, tmp_path / "copy.txt"))
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -72,7 +77,10 @@ def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
 
 
 def test_tokens_of_another_run(text, expected, tmp_path):
-    """Several networks on one set of tokens: the same batches, the text tokenised once. A resumed run needs their source no more."""
+    """Several networks on one set of tokens:
+
+    the same batches, the text tokenised once. A resumed run needs their source no more.
+    """
     source = tmp_path / "source"
     shutil.copytree(expected, source)
     output = interrupted(options(tmp_path / "run", text, data=[], tokens=str(source), **HELD_OUT), 12)
@@ -92,7 +100,8 @@ def signals(number: int, event: str, step: int) -> At:
 @pytest.mark.parametrize(
     ("number", "event", "step", "saved", "save_strategy"),
     [
-        (signal.SIGTERM, "on_step_begin", 6, 7, "epoch"),  # which is the whole run: at its end the step's checkpoint is there
+        # which is the whole run: at its end the step's checkpoint is there
+        (signal.SIGTERM, "on_step_begin", 6, 7, "epoch"),
         (signal.SIGINT, "on_step_begin", 6, 7, "steps"),
         (signal.SIGTERM, "on_step_begin", 9, 10, "steps"),  # an evaluation is due
         (signal.SIGTERM, "on_prediction_step", 10, 10, "steps"),
@@ -103,7 +112,9 @@ def signals(number: int, event: str, step: int) -> At:
 def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, save_strategy, text, expected, tmp_path):
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
     output = tmp_path / "run"
-    with pytest.raises(training.Stopped, match=f"stopped by {number.name} after step {saved}, which is saved") as stopped:
+    with pytest.raises(
+        training.Stopped, match=f"stopped by {number.name} after step {saved}, which is saved"
+    ) as stopped:
         run = options(output, text, arguments={"save_strategy": save_strategy}, **HELD_OUT)
         training.start(run, bar=False, callbacks=[signals(number, event, step)])
     assert stopped.value.signum == number and (output / f"checkpoint-{saved}" / "complete").exists()
@@ -134,9 +145,13 @@ def test_a_signal_to_the_process_group_leaves_data_loaders_alive(text, expected,
 
 def test_an_error_ends_the_process_with_its_data_loaders(text, tmp_path):
     """They ignore the SIGTERM by which multiprocessing ends them, and it waited for them."""
-    program = "import sys; from lm_runs import *; run = options(*sys.argv[1:], arguments={'dataloader_num_workers': 1}); "
+    program = (
+        "import sys; from lm_runs import *; run = options(*sys.argv[1:], arguments={'dataloader_num_workers': 1}); "
+    )
     program += "training.start(run, bar=False, callbacks=[At('on_step_end', 2, lambda **_: 1 / 0)])"
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "run", text], env=environment(), capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "run", text], env=environment(), capture_output=True, timeout=60
+    )
     assert done.returncode == 1 and done.stderr.endswith(b"ZeroDivisionError: division by zero\n")
 
 
@@ -144,7 +159,9 @@ def test_an_ignored_signal_stays_ignored(text, tmp_path):
     """As SIGINT in a background job of a shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        result = training.start(options(tmp_path / "run", text, steps=3), bar=False, callbacks=[signals(signal.SIGINT, "on_step_begin", 1)])
+        result = training.start(
+            options(tmp_path / "run", text, steps=3), bar=False, callbacks=[signals(signal.SIGINT, "on_step_begin", 1)]
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert result.steps == 3
@@ -203,7 +220,8 @@ def half(content: bytes) -> bytes:
     ("name", "damage", "old_mark"),
     [
         *((name, half, False) for name in ("model.safetensors", "optimizer.pt", "rng_state.pth")),
-        *((name, half, True) for name in ("model.safetensors", "scheduler.pt", "trainer_state.json")),  # as version 0.1 wrote it: empty
+        # as version 0.1 wrote it: empty
+        *((name, half, True) for name in ("model.safetensors", "scheduler.pt", "trainer_state.json")),
         ("model.safetensors", lambda content: b"", False),
         ("model.safetensors", lambda content: bytes(len(content)), False),
         ("complete", lambda content: b"x", False),
@@ -243,7 +261,9 @@ def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
     (run / "checkpoint-10" / "optimizer.pt").unlink()
     (run / "checkpoint-20" / "model.safetensors").write_bytes(b"short")
     for _ in range(2):  # not from the first step at the second attempt either
-        with pytest.raises(TrainingError, match="no checkpoint that loads; damaged are: damaged-checkpoint-10, damaged-checkpoint-20"):
+        with pytest.raises(
+            TrainingError, match="no checkpoint that loads; damaged are: damaged-checkpoint-10, damaged-checkpoint-20"
+        ):
             training.resume(run, bar=False)
     assert not list(run.glob("checkpoint-*"))
 
@@ -263,10 +283,14 @@ def test_options_that_cannot_be_read(content, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, tmp_path):
-    """run.json of 0.1.0 knows no param_groups; its model was "normal", and its optimizer had transformers' two groups."""
+    """run.json of 0.1.0 knows no param_groups;
+
+    its model was "normal", and its optimizer had transformers' two groups.
+    """
     earlier = dict(param_groups=False, model={"ffn_init": "normal"})
     uninterrupted = training.start(options(tmp_path / "expected", text, **earlier), bar=False).output
-    stopped = interrupted(options(tmp_path / "run", text, **earlier), 7)  # before the first checkpoint: the model is made anew
+    # before the first checkpoint: the model is made anew
+    stopped = interrupted(options(tmp_path / "run", text, **earlier), 7)
     stored = json.loads((stopped / "run.json").read_text())
     del stored["param_groups"]
     stored["model"] = {}
@@ -276,7 +300,10 @@ def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, t
 
 
 def test_only_what_a_run_wrote_is_touched(run, expected):
-    """Directories of the user keep their names; a checkpoint that was cut off is renamed, and twice under another name."""
+    """Directories of the user keep their names;
+
+    a checkpoint that was cut off is renamed, and twice under another name.
+    """
     for name in ("checkpoint-mine", "checkpoint-best", "checkpoint-15", "incomplete-checkpoint-15"):
         (run / name).mkdir()
         (run / name / "notes.txt").write_text(name)
@@ -288,8 +315,14 @@ def test_only_what_a_run_wrote_is_touched(run, expected):
 
 
 def test_old_checkpoints_go_when_a_newer_one_is_complete(text, tmp_path):
-    output = training.start(options(tmp_path / "run", text, save_every=3, keep=3, arguments={"report_to": []}), bar=False).output
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-15", "checkpoint-18", "checkpoint-20"]
+    output = training.start(
+        options(tmp_path / "run", text, save_every=3, keep=3, arguments={"report_to": []}), bar=False
+    ).output
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [
+        "checkpoint-15",
+        "checkpoint-18",
+        "checkpoint-20",
+    ]
 
 
 @pytest.fixture
@@ -297,9 +330,15 @@ def small_disk(tmp_path):
     """A file system of 8 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True)
+    mounted = os.geteuid() == 0 and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True
+    )
     if not mounted or mounted.returncode:
-        pytest.skip("mounting a small file system takes root" if not mounted else f"cannot mount: {mounted.stderr.decode().strip()}")
+        pytest.skip(
+            "mounting a small file system takes root"
+            if not mounted
+            else f"cannot mount: {mounted.stderr.decode().strip()}"
+        )
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
 
@@ -325,7 +364,9 @@ def test_a_full_disk_loses_nothing(text, expected, small_disk):
             training.resume(output, bar=False)
         saves += isinstance(failure.value, TrainingError)
         left = sorted(path.name for path in output.glob("*checkpoint-*"))
-        assert left == ["checkpoint-10"] or (left == ["checkpoint-10", "checkpoint-20"] and (output / left[1] / "complete").exists())
+        assert left == ["checkpoint-10"] or (
+            left == ["checkpoint-10", "checkpoint-20"] and (output / left[1] / "complete").exists()
+        )
         filler.unlink()
         if len(left) == 2:
             break  # only the finished model did not fit
@@ -397,13 +438,21 @@ def test_two_processes_do_not_train_one_run(text, tmp_path, monkeypatch):
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 
     def run_again(**_):
-        for again in (lambda: training.resume(output, bar=False), lambda: training.start(options(output, text), bar=False)):
-            with pytest.raises(FileExistsError, match=f"{output} (is in use by process {os.getpid()} on .|holds a run already)"):
+        for again in (
+            lambda: training.resume(output, bar=False),
+            lambda: training.start(options(output, text), bar=False),
+        ):
+            with pytest.raises(
+                FileExistsError, match=f"{output} (is in use by process {os.getpid()} on .|holds a run already)"
+            ):
                 again()
         worker.start()
 
     output = tmp_path / "run"
-    assert training.start(options(output, text, steps=1), bar=False, callbacks=[At("on_step_end", 1, run_again)]).steps == 1
+    assert (
+        training.start(options(output, text, steps=1), bar=False, callbacks=[At("on_step_end", 1, run_again)]).steps
+        == 1
+    )
     try:
         assert training.resume(output, bar=False).steps == 1
     finally:
@@ -424,12 +473,18 @@ def test_a_start_overwrites_nothing(name, text, tmp_path):
 def test_a_longer_run_states_its_schedule(steps, run, text, tmp_path, caplog):
     """Learning rates from the resumption on, that of its first step included, are those of a run of that length."""
     assert training.resume(run, steps=steps, bar=False).steps == steps
-    stated = f"the run ends after {steps} steps instead of 20, and its schedule with it: the learning rate of step 21 is"
+    stated = (
+        f"the run ends after {steps} steps instead of 20, and its schedule with it: the learning rate of step 21 is"
+    )
     assert stated in caplog.text
     settings = json.loads((run / "run.json").read_text())
-    assert settings["steps"] == steps and [(c["after_step"], c["steps"]) for c in settings["changes"]] == [(20, [20, steps])]
+    assert settings["steps"] == steps and [(c["after_step"], c["steps"]) for c in settings["changes"]] == [
+        (20, [20, steps])
+    ]
     whole = training.start(options(tmp_path / "whole", text, steps=steps, log_every=1, **HELD_OUT), bar=False).output
-    rates, expected = ({row["step"]: row["learning_rate"] for row in metrics.read_rows(o) if "loss" in row} for o in (run, whole))
+    rates, expected = (
+        {row["step"]: row["learning_rate"] for row in metrics.read_rows(o) if "loss" in row} for o in (run, whole)
+    )
     later = [step for step in rates if step > 20]
     assert later == ([21] if steps == 21 else [25, 30]) and all(rates[step] == expected[step] for step in later)
     assert training.resume(run, bar=False).steps == steps
@@ -453,12 +508,24 @@ def other_text(tmp_path_factory) -> Path:
 
 
 def further(output: Path, text: Path, start: Path, **settings):
-    given = dict(preset=None, ffn=None, vocab_size=None, init_from=str(start), length=None, learning_rate=1e-3, steps=4, log_every=1)
+    given = dict(
+        preset=None,
+        ffn=None,
+        vocab_size=None,
+        init_from=str(start),
+        length=None,
+        learning_rate=1e-3,
+        steps=4,
+        log_every=1,
+    )
     return options(output, text, **{**given, **settings})
 
 
 def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
-    """The first loss is that of the model on the new data; a run that was killed before it read the data needs the model no more."""
+    """The first loss is that of the model on the new data;
+
+    a run that was killed before it read the data needs the model no more.
+    """
     source, copy, output = tmp_path / "source", tmp_path / "copy.txt", tmp_path / "run"
     shutil.copytree(expected, source)
     shutil.copy(other_text, copy)
@@ -468,7 +535,9 @@ def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
     ids = [blocks[i]["input_ids"] for i in range(8)]
     first = sum(model(row[None], labels=row[None]).loss.item() for row in ids) / 8
     assert metrics.read_rows(whole.output)[0]["loss"] == pytest.approx(first, rel=1e-4)
-    assert (whole.output / "tokenizer" / "tokenizer.json").read_text() == (expected / "tokenizer" / "tokenizer.json").read_text()
+    assert (whole.output / "tokenizer" / "tokenizer.json").read_text() == (
+        expected / "tokenizer" / "tokenizer.json"
+    ).read_text()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(data, "local", interrupt)
         training.start(further(output, copy, source), bar=False)

@@ -1,4 +1,7 @@
-"""Training runs: every feed-forward network learns, a killed run resumes to the same bits, refusals, metrics, command line."""
+"""Training runs:
+
+every feed-forward network learns, a killed run resumes to the same bits, refusals, metrics, command line.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ def test_what_a_run_leaves(uninterrupted):
     rows = metrics.read_rows(result.output)
     assert [row["step"] for row in rows if "loss" in row] == [1, 5, 10, 15, 20]
     assert [row["step"] for row in rows if "eval_loss" in row] == [10, 20]
-    assert result.loss == rows[-2]["loss"] < rows[0]["loss"] - 1 and result.eval_loss == rows[-1]["eval_loss"] and result.steps == 20
+    assert (
+        result.loss == rows[-2]["loss"] < rows[0]["loss"] - 1
+        and result.eval_loss == rows[-1]["eval_loss"]
+        and result.steps == 20
+    )
     assert rows[2]["tokens"] == 10 * 8 * 32 and rows[2]["tokens_per_second"] > 0
     assert "mfu" not in rows[2]  # no peak is known for a CPU
     assert (result.output / "loss.png").read_bytes()[:4] == b"\x89PNG"
@@ -125,7 +132,11 @@ def test_the_papers_settings(tmp_path):
     for scale, rate, steps in (("128m", 3e-3, 245_000), ("370m", 1.5e-3, 245_000), ("1.3b", 1e-3, 409_000)):
         resolved = Options(output=str(tmp_path), preset=scale, data=["x"]).resolve()
         arguments = training.training_arguments(resolved)
-        assert isinstance(arguments, TrainingArguments) and resolved.preset == f"flashmhf-{scale}" and resolved.length == 4096
+        assert (
+            isinstance(arguments, TrainingArguments)
+            and resolved.preset == f"flashmhf-{scale}"
+            and resolved.length == 4096
+        )
         assert (arguments.learning_rate, arguments.max_steps) == (rate, steps)
         assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 64
         assert (arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr": 1e-5})
@@ -158,8 +169,17 @@ def test_compiled_training(precision, rel, text, tmp_path):
 
 @pytest.mark.gpu
 def test_compiled_training_on_a_gpu(text, tmp_path):
-    """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without compilation."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "ffn_num_heads": 2, "ffn_num_subnets": 2}
+    """bf16 autocast through Inductor and the fused kernels:
+
+    one graph, and the loss falls as in float32 without compilation.
+    """
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "ffn_num_heads": 2,
+        "ffn_num_subnets": 2,
+    }
     settings = dict(device="auto", model=sizes, steps=20)
     plain = training.start(options(tmp_path / "plain", text, precision="fp32", **settings), bar=False)
     torch._dynamo.reset()
@@ -181,7 +201,9 @@ def test_a_smoothed_loss_is_of_the_next_token(uninterrupted, text, tmp_path):
     """Under transformers' own Trainer, and in a run; the held-out loss stays the plain one."""
     model = AutoModelForCausalLM.from_config(preset("tiny").config(vocab_size=300))
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 300, (4, 16))]
-    arguments = dict(label_smoothing_factor=0.1, use_cpu=True, max_steps=1, logging_steps=1, report_to=[], disable_tqdm=True)
+    arguments = dict(
+        label_smoothing_factor=0.1, use_cpu=True, max_steps=1, logging_steps=1, report_to=[], disable_tqdm=True
+    )
     expected = smoothed(model, torch.stack([row["input_ids"] for row in rows]))
     settings = TrainingArguments(tmp_path / "theirs", per_device_train_batch_size=4, **arguments)
     trainer = Trainer(model, settings, train_dataset=rows)
@@ -196,7 +218,10 @@ def test_a_smoothed_loss_is_of_the_next_token(uninterrupted, text, tmp_path):
     assert run.loss == pytest.approx(smoothed(model, torch.stack([blocks[i]["input_ids"] for i in range(8)])), rel=1e-4)
     held_out = data.Blocks(held_out, 32)
     with torch.no_grad():
-        losses = [model(ids[None], labels=ids[None]).loss.item() for ids in (held_out[i]["input_ids"] for i in range(len(held_out)))]
+        losses = [
+            model(ids[None], labels=ids[None]).loss.item()
+            for ids in (held_out[i]["input_ids"] for i in range(len(held_out)))
+        ]
     assert run.eval_loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
@@ -209,7 +234,9 @@ def test_groups_of_the_optimizer(ffn, grouped, text, tmp_path):
         seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
 
     settings = dict(ffn=ffn, steps=3, warmup=1, learning_rate=2e-3, weight_decay=0.3, param_groups=grouped)
-    output = training.start(options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]).output
+    output = training.start(
+        options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]
+    ).output
     decays, ratio = ([0.3, 1.0, 0.0], [1, 0.3, 1]) if grouped and ffn == "flashmhf" else ([0.3, 0.0], [1, 1])
     for groups in seen:
         assert [decay for _, decay in groups] == pytest.approx(decays)
@@ -223,13 +250,22 @@ def test_muon_trains_and_resumes(text, tmp_path):
 
     def note(optimizer, **_):
         assert isinstance(optimizer.optimizer, flashmhf.Muon)  # in accelerate's wrapper
-        seen.append({(group["muon"], round(group["lr"] / optimizer.param_groups[0]["lr"], 6)) for group in optimizer.param_groups})
+        seen.append(
+            {
+                (group["muon"], round(group["lr"] / optimizer.param_groups[0]["lr"], 6))
+                for group in optimizer.param_groups
+            }
+        )
 
     settings = dict(optimizer="muon", steps=4, warmup=1, learning_rate=2e-3, save_every=2)
-    whole = training.start(options(tmp_path / "whole", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]).output
+    whole = training.start(
+        options(tmp_path / "whole", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]
+    ).output
     assert all(rules == {(True, 1.0), (False, 1.0), (True, 0.3)} for rules in seen) and seen
     with pytest.raises(KeyboardInterrupt):
-        training.start(options(tmp_path / "parts", text, **settings), bar=False, callbacks=[At("on_step_end", 3, interrupt)])
+        training.start(
+            options(tmp_path / "parts", text, **settings), bar=False, callbacks=[At("on_step_end", 3, interrupt)]
+        )
     training.resume(tmp_path / "parts", bar=False)
     same_run(tmp_path / "parts", whole)
 
@@ -254,7 +290,9 @@ def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypa
 )
 def test_a_short_warmup_at_the_papers_rate_is_warned_of(preset, settings, warns, caplog, monkeypatch, text, tmp_path):
     monkeypatch.setattr(training, "_train", lambda *_: None)
-    training.start(Options(output=str(tmp_path / "run"), preset=preset, data=[str(text)], device="cpu", **settings), bar=False)
+    training.start(
+        Options(output=str(tmp_path / "run"), preset=preset, data=[str(text)], device="cpu", **settings), bar=False
+    )
     assert [record.message.startswith("the warm-up is ") for record in caplog.records] == [True] * warns
 
 
@@ -264,7 +302,9 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
     made = Tokenizer(models.WordLevel(words, unk_token="other"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
-    run = training.start(options(tmp_path / "run", text, tokenizer=str(tmp_path / "tokenizer.json"), steps=1), bar=False).output
+    run = training.start(
+        options(tmp_path / "run", text, tokenizer=str(tmp_path / "tokenizer.json"), steps=1), bar=False
+    ).output
     assert set(data.load(run / "data")[:].tolist()) == {7, 70_000}
     assert json.loads((run / "config.json").read_text())["vocab_size"] == 70_001
 
@@ -279,19 +319,26 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
     ids=["log", "checkpoint", "evaluation"],
 )
 def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_path):
-    """It keeps its last good checkpoints, which those of broken weights would push out, and its metrics stay valid JSON."""
+    """It keeps its last good checkpoints, which those of broken weights would push out, and its metrics stay valid
+    JSON.
+    """
 
     def spoil(model, **_):
         model.lm_head.weight.data.fill_(float("nan"))
 
     with pytest.raises(TrainingError, match=f"{message}; try a lower learning_rate or a longer warmup"):
-        training.start(options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_begin", 3, spoil)])
+        training.start(
+            options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_begin", 3, spoil)]
+        )
     assert [path.name for path in checkpoints.complete_checkpoints(tmp_path / "run")] == kept
     assert "NaN" not in (tmp_path / "run" / metrics.FILE).read_text()
 
 
 def test_operations_a_token():
-    """6 N and the causal half of attention; an untied input embedding is no product; a group's heads each multiply what they share."""
+    """6 N and the causal half of attention;
+
+    an untied input embedding is no product; a group's heads each multiply what they share.
+    """
 
     def flops(name: str, **settings: int) -> float:
         with torch.device("meta"):
@@ -300,4 +347,8 @@ def test_operations_a_token():
     layer = 4 * 768**2 + 3 * 768 * 2048
     assert flops("swiglu-128m") == 6 * (12 * layer + 50_432 * 768) + 6 * 12 * 768 * 4096
     layer = 4 * 1024**2 + 2 * 1024**2 + 3 * 1024 * 2688 + 1024 * 7
-    assert flops("flashmhf-370m", ffn_num_kv_heads=1) == flops("flashmhf-370m") == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
+    assert (
+        flops("flashmhf-370m", ffn_num_kv_heads=1)
+        == flops("flashmhf-370m")
+        == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
+    )

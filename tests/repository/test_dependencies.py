@@ -5,7 +5,18 @@ import sys
 
 from processes import run_python
 
-OPTIONAL = ("numpy", "tqdm", "matplotlib", "triton", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "lm_eval")
+OPTIONAL = (
+    "numpy",
+    "tqdm",
+    "matplotlib",
+    "triton",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "lm_eval",
+)
 SECONDS = 0.5  # CPU time of `import flashmhf` after torch; 0.03 s where it was measured
 ABSENT = f"""
 import sys
@@ -15,7 +26,8 @@ for name in {OPTIONAL!r}:
 
 
 def python(code: str, cwd: object = None) -> str:
-    return run_python("-Wignore:Failed to initialize NumPy", "-c", code, cwd=cwd)  # torch's own remark where numpy is absent
+    # torch's own remark where numpy is absent
+    return run_python("-Wignore:Failed to initialize NumPy", "-c", code, cwd=cwd)
 
 
 def test_import_brings_in_torch_and_the_standard_library_only():
@@ -43,7 +55,10 @@ COMMANDS = {  # the command, and the extra that it needs
 
 
 def test_a_missing_extra_is_one_line(tmp_path):
-    """One process runs all commands. ``check`` needs none: the core computes, with gradients, without any optional package."""
+    """One process runs all commands.
+
+    ``check`` needs none: the core computes, with gradients, without any optional package.
+    """
     printed = python(
         f"""{ABSENT}
 import contextlib, io, json

@@ -9,7 +9,9 @@ import torch
 from processes import ROOT, run_python
 
 DOCS = ROOT / "docs"
-PAGES = sorted(page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if page.exists() and "```python" in page.read_text())
+PAGES = sorted(
+    page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if page.exists() and "```python" in page.read_text()
+)
 
 pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="the sources are not here")
 
@@ -37,10 +39,15 @@ def test_the_navigation_lists_pages_that_exist():
 
 def test_users_pages_have_no_commits_dates_or_names_of_tests():
     """Where a result comes from stands in the records and in developers' pages."""
-    developers = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("- Developers:")[2], re.MULTILINE))
+    developers = set(
+        re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("- Developers:")[2], re.MULTILINE)
+    )
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(DOCS / name for name in sorted(_listed() - developers))]
     provenance = r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,40}\b|\b20\d\d-\d\d-\d\d\b|\btest_\w+"
-    assert len(pages) > 20 and {page.name: found for page in pages if (found := re.findall(provenance, page.read_text()))} == {}
+    assert (
+        len(pages) > 20
+        and {page.name: found for page in pages if (found := re.findall(provenance, page.read_text()))} == {}
+    )
 
 
 def test_the_reference_has_every_public_name():
@@ -58,7 +65,9 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert "q_norm_eps" in reference and "concat_H" in reference  # a signature and a docstring
 
 
-@pytest.mark.parametrize("name", ["flashmhf", "flashmhf.nn", "flashmhf.quantize", "flashmhf.distributed", "flashmhf.models"])
+@pytest.mark.parametrize(
+    "name", ["flashmhf", "flashmhf.nn", "flashmhf.quantize", "flashmhf.distributed", "flashmhf.models"]
+)
 def test_every_public_name_has_a_docstring(name):
     if name == "flashmhf.models":
         pytest.importorskip("transformers")
@@ -76,5 +85,7 @@ def test_an_example_runs(name, needs, monkeypatch, capsys):
         pytest.importorskip(package)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
-    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    losses = [
+        float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")
+    ]
     assert losses[-1] < losses[0] - 0.5

@@ -1,4 +1,7 @@
-"""The core as a kernel for Hugging Face's ``kernels``: relative imports, torch and the standard library only, loadable under any name."""
+"""The core as a kernel for Hugging Face's ``kernels``:
+
+relative imports, torch and the standard library only, loadable under any name.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Who imports whom, also from inside functions: nothing imports from a floor above its own, and no files import each other in a circle."""
+"""Who imports whom, also from inside functions:
+
+nothing imports from a floor above its own, and no files import each other in a circle.
+"""
 
 import ast
 import graphlib
@@ -9,12 +12,13 @@ from pathlib import Path
 import pytest
 from processes import ROOT
 
-# From the ground up. "flashmhf/*" are the single modules of the package, "flashmhf" its __init__, which users import and which swaps
-# networks of models by what models know of them.
+# From the ground up. "flashmhf/*" are the single modules of the package, "flashmhf" its __init__, which users import
+# and which swaps networks of models by what models know of them.
 CORE = ("flashmhf/*", "flashmhf.backends", "flashmhf.ops", "flashmhf.nn", "flashmhf.quantize", "flashmhf.distributed")
 TOP = ("flashmhf.models", "flashmhf.swap", "flashmhf", "flashmhf.integrations")
 FLOORS = (*CORE, *TOP, "flashmhf_recipes", "benchmarks")
-OPTIONAL = {"flashmhf.backends.triton": {"triton"}, "flashmhf.quantize.torchao": {"torchao"}}  # what these alone import beside torch
+# what these alone import beside torch
+OPTIONAL = {"flashmhf.backends.triton": {"triton"}, "flashmhf.quantize.torchao": {"torchao"}}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "flashmhf").is_dir(), reason="the sources are not here")
 
@@ -60,7 +64,10 @@ def test_nothing_imports_from_a_floor_above():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """A package's __init__ imports what it offers; a submodule that takes a name from its own package would close a circle."""
+    """A package's __init__ imports what it offers;
+
+    a submodule that takes a name from its own package would close a circle.
+    """
     try:
         tuple(graphlib.TopologicalSorter(ARROWS).static_order())
     except graphlib.CycleError as error:

@@ -44,7 +44,8 @@ def test_library_needs_torch_and_the_system_only(library):
     needed = {line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line}
     assert {"libtorch_cpu.so", "libtorch_cuda.so"} <= needed
     system = ("libstdc++.so", "libgcc_s.so", "libc.so", "libm.so", "libdl.so", "librt.so", "libpthread.so", "ld-linux")
-    assert [name for name in needed if not name.startswith(("libtorch_c", *system))] == []  # no libcuda, libcudart, libpython, libc10
+    # no libcuda, libcudart, libpython, libc10
+    assert [name for name in needed if not name.startswith(("libtorch_c", *system))] == []
     symbols = [line.split() for line in readelf("--dyn-syms", library).splitlines()[4:] if line.strip()]
     undefined = {row[7] for row in symbols if len(row) > 7 and row[6] == "UND"}
     assert not [name for name in undefined if name.startswith(("Py", "_Py", "cu", "_ZN2at", "_ZN3c10", "_ZN5torch"))]
@@ -79,7 +80,9 @@ def test_metadata():
 
 
 def test_sdist_holds_every_tracked_file(tmp_path):
-    """Its own tests and the scripts of benchmarks/ read the records, so a pattern of MANIFEST.in that leaves some out breaks them."""
+    """Its own tests and the scripts of benchmarks/ read the records, so a pattern of MANIFEST.in that leaves some out
+    breaks them.
+    """
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no git checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -98,13 +101,22 @@ def test_sdist_holds_every_tracked_file(tmp_path):
 def toolchain(monkeypatch):
     if not (ROOT / "build_backend").exists() or not sys.platform.startswith("linux"):
         pytest.skip("the sources are not here, or this is not Linux, where the CUDA library is built")
-    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "MAX_JOBS", "TORCH_ROOT", "FLASHMHF_SKIP_CUDA_BUILD", "FLASHMHF_FORCE_CUDA_BUILD"):
+    for name in (
+        "CUDACXX",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "MAX_JOBS",
+        "TORCH_ROOT",
+        "FLASHMHF_SKIP_CUDA_BUILD",
+        "FLASHMHF_FORCE_CUDA_BUILD",
+    ):
         monkeypatch.delenv(name, raising=False)
     return script("build_backend/toolchain.py")
 
 
 @pytest.mark.parametrize(
-    ("version", "usable", "label"), [("12.3", False, "+cu12"), ("12.4", True, "+cu12"), ("12.9", True, "+cu12"), ("13.0", True, "")]
+    ("version", "usable", "label"),
+    [("12.3", False, "+cu12"), ("12.4", True, "+cu12"), ("12.9", True, "+cu12"), ("13.0", True, "")],
 )
 def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, usable, label):
     nvcc = tmp_path / "bin" / "nvcc"
@@ -117,7 +129,9 @@ def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeyp
     assert reason is None if usable else "supported: 12.4 and later" in reason
 
 
-@pytest.mark.parametrize(("named", "message"), [("/no/such/nvcc", "CUDACXX is '/no/such/nvcc'"), ("true", "names no release of CUDA")])
+@pytest.mark.parametrize(
+    ("named", "message"), [("/no/such/nvcc", "CUDACXX is '/no/such/nvcc'"), ("true", "names no release of CUDA")]
+)
 def test_a_compiler_that_is_no_nvcc_is_named(toolchain, monkeypatch, named, message):
     monkeypatch.setenv("CUDACXX", named)
     assert message in toolchain.no_cuda_reason()
@@ -146,7 +160,8 @@ def torch_folder(root: Path, version: str, stable: bool = True) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("version", "stable", "used"), [("2.9.1", True, False), ("2.10.0", True, True), ("2.13.0+cpu", True, True), ("2.13.0", False, False)]
+    ("version", "stable", "used"),
+    [("2.9.1", True, False), ("2.10.0", True, True), ("2.13.0+cpu", True, True), ("2.13.0", False, False)],
 )
 def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, version, stable, used):
     """Under build isolation torch is not importable, but the target's site-packages still has its headers."""
@@ -159,7 +174,9 @@ def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, versi
 
 
 def test_a_named_torch_comes_first(toolchain, monkeypatch, tmp_path):
-    """tools/build_wheel.py names the torch of its own environment, which an isolated build cannot see and would download again."""
+    """tools/build_wheel.py names the torch of its own environment, which an isolated build cannot see and would
+    download again.
+    """
     folder = torch_folder(tmp_path, "2.13.0+cpu")
     monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
     monkeypatch.setenv("TORCH_ROOT", str(folder))

@@ -15,7 +15,8 @@ SKIPPED = {".venv", "build", "node_modules"}
 DOCUMENTS = sorted(
     path
     for path in ROOT.rglob("*.md")
-    if not any(part in SKIPPED or part.startswith((".", "build")) for part in path.relative_to(ROOT).parts) and RECORDS not in path.parents
+    if not any(part in SKIPPED or part.startswith((".", "build")) for part in path.relative_to(ROOT).parts)
+    and RECORDS not in path.parents
 )
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -32,7 +33,11 @@ def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
     root = ["--root", str(tmp_path)]
     assert write_readme.main([*root, "--check"]) == 0
     for record, key, documents in (
-        ("layer", "layers", ("README.md", "benchmarks/README.md", "docs/index.md", "docs/measurements.md", "docs/faq.md")),
+        (
+            "layer",
+            "layers",
+            ("README.md", "benchmarks/README.md", "docs/index.md", "docs/measurements.md", "docs/faq.md"),
+        ),
         ("forward", "tflops", ("benchmarks/README.md",)),
     ):
         paths = [tmp_path / "benchmarks" / "results" / f"{record}_{device}.json" for device in write_readme.DEVICES]
@@ -55,7 +60,8 @@ def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
 def test_every_record_says_how_it_was_made(path):
     record = json.loads(path.read_text())
     where = record.get("environment", record)
-    needed = ("command",) if path.name == "compatibility.json" else ("command", "commit", "date", "device")  # the other has rows of CPUs
+    # the other has rows of CPUs
+    needed = ("command",) if path.name == "compatibility.json" else ("command", "commit", "date", "device")
     assert all(where[name] for name in needed)
 
 
@@ -69,7 +75,9 @@ def test_links_lead_somewhere(path):
             assert found.exists(), f"{path.name} links to {target}"
             if anchor:
                 headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
-                assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+                assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, (
+                    target
+                )
 
 
 @each_document
@@ -77,7 +85,9 @@ def test_named_files_exist(path):
     written_by_a_tool = {"benchmarks/results/compatibility.json"}
     folders = "benchmarks|csrc|docs|experiments|flashmhf|tests|thunderkittens"
     for name in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", path.read_text()):
-        assert name in written_by_a_tool or (ROOT / name).exists() or (path.parent / name).exists(), f"{path.name} names {name}"
+        assert name in written_by_a_tool or (ROOT / name).exists() or (path.parent / name).exists(), (
+            f"{path.name} names {name}"
+        )
 
 
 @each_document
@@ -94,6 +104,8 @@ def test_commands_exist(path):
         module = ROOT.joinpath(*name.split("."))
         assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), f"{path.name}: python -m {name}"
     fenced = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
-    for command in re.findall(r"`flashmhf ([a-z]+)\b", text) + re.findall(r"^flashmhf ([a-z]+)\b", fenced, re.MULTILINE):
+    for command in re.findall(r"`flashmhf ([a-z]+)\b", text) + re.findall(
+        r"^flashmhf ([a-z]+)\b", fenced, re.MULTILINE
+    ):
         assert command in cli.COMMANDS, f"{path.name}: flashmhf {command}"
     assert not re.findall(r"python3? benchmarks/", text), f"{path.name}: benchmarks run as modules"

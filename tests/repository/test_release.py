@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the so
 def too_new(library: Path) -> dict[str, tuple[int, ...]]:
     """The newest version of each system interface that the library refers to, where manylinux_2_28 has none so new."""
     found: dict[str, tuple[int, ...]] = {}
-    for interface, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", readelf("--version-info", str(library))):
+    for interface, version in re.findall(
+        r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", readelf("--version-info", str(library))
+    ):
         found[interface] = max(found.get(interface, ()), tuple(map(int, version.split("."))))
     return {name: version for name, version in found.items() if version > LIMITS[name]}
 
@@ -31,14 +33,26 @@ def test_the_release_wheel_serves_every_python(tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
     library = tmp_path / "compiled_before.so"
     library.write_bytes(b"a library")
-    command = ("setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build", "bdist_wheel")
+    command = (
+        "setup.py",
+        "-q",
+        "egg_info",
+        "--egg-base",
+        tmp_path,
+        "build",
+        "--build-base",
+        tmp_path / "build",
+        "bdist_wheel",
+    )
     run_python(*command, "--dist-dir", tmp_path / "dist", cwd=ROOT, FLASHMHF_WHEEL="1", FLASHMHF_LIBRARY=str(library))
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert re.fullmatch(r"flashmhf-.*-py3-none-\w+\.whl", wheel.name) and not wheel.name.endswith("none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert archive.read("flashmhf/libflashmhf_hopper.so") == b"a library"
-        assert "Root-Is-Purelib: false" in archive.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
+        assert (
+            "Root-Is-Purelib: false" in archive.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
+        )
     assert "flashmhf/py.typed" in names
     assert not [name for name in names if "_plan" in name or not name.startswith("flashmhf")]
 
@@ -75,7 +89,9 @@ static const bool loaded = load();
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="manylinux is Linux")
 def test_a_library_linked_for_manylinux_runs_on_older_systems(tmp_path):
-    """The same source links against new interfaces without cmake/manylinux.cmake, and against those of manylinux_2_28 with it."""
+    """The same source links against new interfaces without cmake/manylinux.cmake, and against those of manylinux_2_28
+    with it.
+    """
     if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
         pytest.skip(f"no {' and no '.join(missing)}")
     (tmp_path / "code.cpp").write_text(SOURCE)
@@ -147,7 +163,10 @@ def test_a_wheel_for_another_machine_must_serve_the_same_systems(machine, asked,
 
     monkeypatch.setattr(build_wheel, "run", auditwheel)
     if accepted:
-        assert build_wheel.repair(tmp_path / "any.whl", tmp_path, machine) == tmp_path / f"flashmhf-0.2.0-py3-none-{name}.whl"
+        assert (
+            build_wheel.repair(tmp_path / "any.whl", tmp_path, machine)
+            == tmp_path / f"flashmhf-0.2.0-py3-none-{name}.whl"
+        )
     else:
         with pytest.raises(RuntimeError, match="needs a newer system than manylinux_2_28"):
             build_wheel.repair(tmp_path / "any.whl", tmp_path, machine)

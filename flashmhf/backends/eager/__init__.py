@@ -1,8 +1,8 @@
 """Blockwise PyTorch back end: any device, any floating dtype, any sizes.
 
-A block is some tokens of one head, or of the heads of a group, times a chunk of the inter dimension [E * d_e]; its intermediate is
-recomputed in backward and stays within ``BLOCK_BYTES``, so the T x d_ff tensor never exists. Sums over blocks are formed in fp32 (fp64
-for fp64 inputs).
+A block is some tokens of one head, or of the heads of a group, times a chunk of the inter dimension [E * d_e]; its
+intermediate is recomputed in backward and stays within ``BLOCK_BYTES``, so the T x d_ff tensor never exists. Sums over
+blocks are formed in fp32 (fp64 for fp64 inputs).
 
 Legend: t rows of a block, J width of an inter chunk, D = d_h.
 """
@@ -20,8 +20,8 @@ from .. import gating
 from ..contract import DEFAULTS, Gate, Gradients, Settings, Sums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 from ..tokens import TokenRows, token_count
 
-# One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less efficient, larger
-# ones cost memory and gain nothing (measured on two cores).
+# One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less
+# efficient, larger ones cost memory and gain nothing (measured on two cores).
 BLOCK_BYTES = 3 << 20
 TOKENS = 2048
 MIN_TOKENS = 64
@@ -37,7 +37,10 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
 
 
 def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a slice of one."""
+    """Return (tokens, inter units) of a block in ``dtype``;
+
+    an inter chunk is a whole number of sub-networks, or a slice of one.
+    """
     budget = BLOCK_BYTES // dtype.itemsize
     t = min(tokens, TOKENS)
     width = budget // max(t, 1)
@@ -56,7 +59,10 @@ def _chunks(subnets: int, subnet_dim: int, width: int) -> Iterator[slice]:
 
 
 def _spread(r: Tensor, chunk: slice, subnet_dim: int) -> Tensor:
-    """Return the gate values of a chunk's inter units: r [t, E] -> broadcastable against [t, e, d_e] views of the chunk."""
+    """Return the gate values of a chunk's inter units:
+
+    r [t, E] -> broadcastable against [t, e, d_e] views of the chunk.
+    """
     first, last = chunk.start // subnet_dim, (chunk.stop - 1) // subnet_dim
     return r[:, first : last + 1, None]
 
@@ -101,7 +107,15 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, into: Sums, dq_dtype: torch.dtype
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    settings: Settings,
+    into: Sums,
+    dq_dtype: torch.dtype,
 ) -> Gradients:
     """Return (dq, dk, du, dv, dr). With m = q k, n = q u, a = activation(m), g = grad_out v:
     dr = sum g a n, dn = g a r, dm = g n r a'(m), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
@@ -171,7 +185,9 @@ def backward(
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return left @ right in ``dtype``, without rounding of 16-bit factors' products to 16 bits if the device's library can."""
+    """Return left @ right in ``dtype``, without rounding of 16-bit factors' products to 16 bits if the device's library
+    can.
+    """
     if left.dtype != dtype and left.is_cuda and torch.version.hip is None:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

@@ -1,12 +1,13 @@
-"""FP8 forward in PyTorch operations on any device: the kernels' quantisation points, sums in float32. It is what tests compare with.
+"""FP8 forward in PyTorch operations on any device: the kernels' quantisation points, sums in float32. It is what tests
+compare with.
 
 With the unit of a token and head, q8 = e4m3(q / unit), m = q8 k8 and n = q8 u8:
 
     a8  = e4m3(m (1 + tanh(unit k_scale m / 2)) n)
     out = sum_e r_e (unit^2 / 2) k_scale u_scale_e v_scale_e (a8 v8)
 
-The unit makes the largest of q8 a power of two and the norm of q8 more than 2 and at most 4, so that the root mean square of a8 is 4 to 16
-whatever the size of q. The gate multiplies sums, so a8 does not depend on it.
+The unit makes the largest of q8 a power of two and the norm of q8 more than 2 and at most 4, so that the root mean
+square of a8 is 4 to 16 whatever the size of q. The gate multiplies sums, so a8 does not depend on it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ def quantise_q(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def inter(q8: Tensor, unit: Tensor, k: Tensor, u: Tensor, k_scale: Tensor) -> Tensor:
-    """Return A before its rounding to e4m3 [T, d_e], for q8 [T, d_h] and k, u [d_e, d_h], the values of k8 and u8 in columns' order."""
+    """Return A before its rounding to e4m3 [T, d_e], for q8 [T, d_h] and k, u [d_e, d_h], the values of k8 and u8 in
+    columns' order.
+    """
     m, n = q8 @ k.T, q8 @ u.T
     return m * (1 + torch.tanh(0.5 * unit * k_scale * m)) * n
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
     """Return S [..., H, d_h] in q's dtype."""
-    return _forward(q, k8, u8, v8, scales, reference.gate(q, *r) if isinstance(r, Router) else r, torch.float32)[0].to(q.dtype)
+    return _forward(q, k8, u8, v8, scales, reference.gate(q, *r) if isinstance(r, Router) else r, torch.float32)[0].to(
+        q.dtype
+    )
 
 
 def saturated(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> int:
@@ -51,13 +56,18 @@ def saturated(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> 
     return int(_forward(q, k8, u8, v8, scales, None, torch.float32)[1])
 
 
-def _forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     tokens, heads = token_count(q), q.shape[-2]
     group, (_, subnets, subnet_dim, head_dim) = heads // k8.shape[0], k8.shape
     over_heads, over_inter = (permutation(size, q.device).argsort() for size in (head_dim, subnet_dim))
     rows = q.reshape(tokens, heads, head_dim)
     gates = None if r is None else r.reshape(tokens, heads, subnets)
-    out, count = torch.zeros(tokens, heads, head_dim, dtype=dtype, device=q.device), torch.zeros((), dtype=torch.int64, device=q.device)
+    out, count = (
+        torch.zeros(tokens, heads, head_dim, dtype=dtype, device=q.device),
+        torch.zeros((), dtype=torch.int64, device=q.device),
+    )
     step = max(1, BLOCK_ELEMENTS // subnet_dim)
     for head in range(heads):
         for e in range(subnets):

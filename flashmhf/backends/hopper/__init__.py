@@ -1,7 +1,7 @@
 """Hopper back end: the CUDA kernels of ``csrc/``, loaded on first use.
 
-The op library is built on LibTorch's stable ABI and registers ``flashmhf_hopper::*``. It links libtorch_cuda, so it is loaded
-lazily and only where a CUDA build of PyTorch is present; :func:`library` says why it is not usable otherwise.
+The op library is built on LibTorch's stable ABI and registers ``flashmhf_hopper::*``. It links libtorch_cuda, so it is
+loaded lazily and only where a CUDA build of PyTorch is present; :func:`library` says why it is not usable otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
 NO_LIBRARY = LIBRARY.with_name("_no_library.txt")  # written by setup.py: why it built none
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 96, 128, 256)  # of all directions: one with a forward kernel alone would raise in the backward of training
+# of all directions: one with a forward kernel alone would raise in the backward of training
+HEAD_DIMS = (64, 96, 128, 256)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
 
@@ -96,7 +97,9 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
     """Raise ValueError for a tensor that the kernels cannot read where it lies, by its name."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
-        raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'")
+        raise ValueError(
+            f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'"
+        )
     for name, x in weights.items():
         if x.data_ptr() % TMA_ALIGNMENT:
             raise ValueError(
@@ -114,7 +117,9 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, settings.deterministic)
 
 
-def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None) -> Gradients:
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None
+) -> Gradients:
     how = (settings.deterministic, *settings.needs)
     if isinstance(r, Router):
         check_layout(q, None, k=k, u=u, v=v)
@@ -130,9 +135,9 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Ga
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     """Return out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call.
 
-    Few tokens take the library's own projection kernel where it is faster than cuBLAS. The operator checks the tensors itself: for few
-    tokens the host's time is longer than the GPU's. Returns None if x has no token, the network has no gate, or a tensor's dtype, shape or
-    layout is not what the kernels read.
+    Few tokens take the library's own projection kernel where it is faster than cuBLAS. The operator checks the tensors
+    itself: for few tokens the host's time is longer than the GPU's. Returns None if x has no token, the network has no
+    gate, or a tensor's dtype, shape or layout is not what the kernels read.
     """
     in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
     if router is None:

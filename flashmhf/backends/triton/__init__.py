@@ -1,7 +1,8 @@
-"""Triton back end: the paper's three kernels on NVIDIA GPUs, and on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
+"""Triton back end: the paper's three kernels on NVIDIA GPUs, and on the CPU under Triton's interpreter
+(TRITON_INTERPRET=1).
 
-No atomics, and sums that are split are added in a fixed order: results are bitwise repeatable for given tensors. ``deterministic``
-makes them independent of the tensors' addresses, too.
+No atomics, and sums that are split are added in a fixed order: results are bitwise repeatable for given tensors.
+``deterministic`` makes them independent of the tensors' addresses, too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,15 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, into: Sums, dq_dtype: torch.dtype
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    settings: Settings,
+    into: Sums,
+    dq_dtype: torch.dtype,
 ) -> Gradients:
     from . import launch
 

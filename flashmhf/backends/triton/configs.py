@@ -23,9 +23,9 @@ def _row(forward: Config, token_grads: Config, weight_grads: Config) -> dict[str
     return {"forward": forward, "token_grads": token_grads, "weight_grads": weight_grads}
 
 
-# (architecture, bits of the element, d_h) -> kernel -> Config. "sm90" was measured on an H200; "other" is conservative: it fits
-# 99 KB of shared memory (the smallest of the GPUs with bf16 tensor cores) and was compiled for sm_80, not timed. 192 has the blocks of 256,
-# to which its rows are padded; no candidates were timed for it.
+# (architecture, bits of the element, d_h) -> kernel -> Config. "sm90" was measured on an H200; "other" is conservative:
+# it fits 99 KB of shared memory (the smallest of the GPUs with bf16 tensor cores) and was compiled for sm_80, not
+# timed. 192 has the blocks of 256, to which its rows are padded; no candidates were timed for it.
 TABLE: dict[tuple[str, int, int], dict[str, Config]] = {
     ("sm90", 16, 16): _row(Config(64, 32, 4, 4, behind=True), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     ("sm90", 16, 32): _row(Config(64, 32, 4, 4, behind=True), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),

@@ -1,8 +1,8 @@
 """Forward with K, U and V in e4m3, in Triton: the quantisation points of :mod:`flashmhf.backends.eager.fp8`.
 
-The last dimension of k8, u8 and v8 is permuted in blocks of 16 (:mod:`flashmhf.backends.fp8_layout`). The columns of Q are loaded in that
-order, and so are the rows of K and U, so that the columns of A follow those of V. V lies transposed: both right operands have the summed
-index contiguous, which the e4m3 tensor-core instructions need.
+The last dimension of k8, u8 and v8 is permuted in blocks of 16 (:mod:`flashmhf.backends.fp8_layout`). The columns of Q
+are loaded in that order, and so are the rows of K and U, so that the columns of A follow those of V. V lies transposed:
+both right operands have the summed index contiguous, which the e4m3 tensor-core instructions need.
 """
 
 # ruff: noqa: N803, N806 (the paper's symbols; compile-time constants are upper case)
@@ -30,11 +30,15 @@ def column_at(place):
 
 @triton.jit
 def to_e4m3(x, INTERPRETED: tl.constexpr):
-    """Rounds to the nearest, ties to even; saturates; NaN stays NaN. Triton's interpreter truncates: there the rounding comes first."""
+    """Rounds to the nearest, ties to even;
+
+    saturates; NaN stays NaN. Triton's interpreter truncates: there the rounding comes first.
+    """
     x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # 3 bits of the mantissa
+        # 3 bits of the mantissa
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         subnormal = (x + 24576.0) - 24576.0  # a multiple of 2^-9, the last place of 1.5 * 2^14 in fp32
         x = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
     return x.to(tl.float8e4nv)
@@ -78,24 +82,29 @@ def forward_kernel(
     BY_BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out[t] = sum over e of r_e factor_e (a8 v8). Grid: token blocks, heads, shares of the sub-networks (each its own out [T, H, D]).
+    """out[t] = sum over e of r_e factor_e (a8 v8). Grid: token blocks, heads, shares of the sub-networks (each its own
+    out [T, H, D]).
 
-    scales [3, matrices], matrices = H_kv E. Hopper's tensor cores add e4m3 products with fewer bits than fp32 has, so that a long sum of
-    one sign loses some: the sum of a block is promoted (max_num_imprecise_acc), and that of a sub-network has an accumulator of its own.
-    4 is the largest norm of a row of q8 (Q_NORM of the eager implementation).
+    scales [3, matrices], matrices = H_kv E. Hopper's tensor cores add e4m3 products with fewer bits than fp32 has, so
+    that a long sum of one sign loses some: the sum of a block is promoted (max_num_imprecise_acc), and that of a
+    sub-network has an accumulator of its own. 4 is the largest norm of a row of q8 (Q_NORM of the eager
+    implementation).
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
     share = tl.program_id(2)
     d = tl.arange(0, BD)
-    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, column_at(d)).to(tl.float32)
+    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, column_at(d)).to(
+        tl.float32
+    )
     largest = tl.maximum(tl.max(tl.abs(q_t), 1), TINIEST)
     scaled = q_t / largest[:, None]
     squares = tl.sum(scaled * scaled, 1)
     ratio = tl.rsqrt(tl.maximum(squares, 1.0))  # of the largest and the norm
     limit = 4.0 * (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of q8: a power of two
     q8 = to_e4m3(scaled * limit[:, None], INTERPRETED)
-    unit = tl.where(squares == squares, largest / limit, squares)  # a row of q with NaN or inf has the unit NaN, and so has its row of out
+    # a row of q with NaN or inf has the unit NaN, and so has its row of out
+    unit = tl.where(squares == squares, largest / limit, squares)
     if r is not None:
         r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
     total = tl.zeros([BT, BD], dtype=tl.float32)
@@ -125,11 +134,16 @@ def forward_kernel(
 def config(head_dim: int, subnet_dim: int) -> Config:
     """Block shapes; no candidates were timed."""
     inter = 64 if head_dim <= 128 else 32
-    return Config(64, max(SMALLEST_BLOCK, min(inter, triton.next_power_of_2(subnet_dim))), 4 if head_dim <= 128 else 8, 2)
+    return Config(
+        64, max(SMALLEST_BLOCK, min(inter, triton.next_power_of_2(subnet_dim))), 4 if head_dim <= 128 else 8, 2
+    )
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous; the operands as :func:`flashmhf.quantize.pack_fp8` has them, r [..., H, E] or None."""
+    """S [..., H, d_h] in q's dtype, contiguous;
+
+    the operands as :func:`flashmhf.quantize.pack_fp8` has them, r [..., H, E] or None.
+    """
     with launch._launching(q.device):
         arguments = {"q": q, "k8": k8, "u8": u8, "v8": v8, "scales": scales, "matrices": scales[0].numel()}
         arguments["INTERPRETED"] = launch.INTERPRETED

@@ -1,14 +1,15 @@
 """The paper's three Triton kernels: forward; dQ and dR; dK, dU and dV (arXiv 2512.06989, appendix A).
 
-Legend: T tokens, t a block of BT of them, D = d_h (BD: the next power of two, columns past D are zero), j a block of BI inter units
-of one sub-network. m = q.k, n = q.u, g = grad_out.v, a = SiLU(m) or another activation; every product accumulates in fp32. H heads h of
-q, of which GROUP share a head of K, U and V.
+Legend: T tokens, t a block of BT of them, D = d_h (BD: the next power of two, columns past D are zero), j a block of BI
+inter units of one sub-network. m = q.k, n = q.u, g = grad_out.v, a = SiLU(m) or another activation; every product
+accumulates in fp32. H heads h of q, of which GROUP share a head of K, U and V.
 
 K and U tiles lie on top of each other in shared memory ([2 BI, BD], K rows first), so one product gives [m | n] and one product
 takes [dm | dn]: half as many waits on the tensor cores, and the left operand is read once for both. The two halves of an
 accumulator belong to the same thread, so taking it apart and joining it costs no data movement.
 
-Inter units past d_e read as zero rows (the descriptor's bound or a mask): m = n = g = 0 there, which contributes nothing.
+Inter units past d_e read as zero rows (the descriptor's bound or a mask): m = n = g = 0 there, which contributes
+nothing.
 """
 
 # ruff: noqa: N803, N806 (the paper's symbols; compile-time constants are upper case)
@@ -24,10 +25,15 @@ INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def sigmoid(x, RECIPROCAL: tl.constexpr):
-    """1 / (1 + exp(-x)); RECIPROCAL: through the hardware's approximate reciprocal (1 ulp), one instruction instead of five."""
+    """1 / (1 + exp(-x));
+
+    RECIPROCAL: through the hardware's approximate reciprocal (1 ulp), one instruction instead of five.
+    """
     denominator = 1.0 + tl.exp2(x * -LOG2_E)
     if RECIPROCAL:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return 1.0 / denominator
 
@@ -52,7 +58,10 @@ def activate(m, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr):
 
 @triton.jit
 def token_offsets(t, table, mask, length, outer, inner, LAYOUT: tl.constexpr):
-    """int64 offsets of tokens t: one stride ("rows"), blocks of ``length`` tokens ("blocks"), or looked up ("table")."""
+    """int64 offsets of tokens t:
+
+    one stride ("rows"), blocks of ``length`` tokens ("blocks"), or looked up ("table").
+    """
     if LAYOUT == "table":
         return tl.load(table + t, mask=mask, other=0)
     elif LAYOUT == "blocks":
@@ -70,7 +79,9 @@ def load_tokens(x, t, h, T, table, length, outer, inner, head, column, LAYOUT: t
 
 
 @triton.jit
-def load_pair(first, second, row, j, d_e, D: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr):
+def load_pair(
+    first, second, row, j, d_e, D: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr
+):
     """[2 BI, BD]: a tile of one matrix above the same tile of the other; row = (h // GROUP) E + e."""
     if DESCRIPTORS:
         return first.load([row, 0, j * BI, 0]).reshape(2 * BI, BD)
@@ -115,8 +126,9 @@ def join_halves(dm, dn, BT: tl.constexpr, BI: tl.constexpr, SWAPPED: tl.constexp
 
 @triton.jit
 def add_product(total, left, right, BY_BLOCKS: tl.constexpr):
-    """total + left right. BY_BLOCKS: the product is summed on its own first, so that fp32's rounding grows with the number of
-    blocks, not of terms (any max_num_imprecise_acc keeps the compiler from starting the product's sum at ``total``)."""
+    """total + left right. BY_BLOCKS: the product is summed on its own first, so that fp32's rounding grows with the
+    number of blocks, not of terms (any max_num_imprecise_acc keeps the compiler from starting the product's sum at
+    ``total``)."""
     if BY_BLOCKS:
         return total + tl.dot(left, right, input_precision="ieee", max_num_imprecise_acc=1)
     else:
@@ -181,9 +193,11 @@ def forward_kernel(
     BY_BLOCKS: tl.constexpr,
     BEHIND: tl.constexpr,
 ):
-    """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the sub-networks (each its own out [T, H, D]).
+    """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the sub-networks (each its own out [T,
+    H, D]).
 
-    BEHIND: the product with V runs one tile behind, on the tensor cores while the elementwise part of this tile is computed.
+    BEHIND: the product with V runs one tile behind, on the tensor cores while the elementwise part of this tile is
+    computed.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
@@ -273,14 +287,19 @@ def token_grads_kernel(
     RECIPROCAL: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
 ):
-    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r. Grid as in the forward."""
+    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r.
+
+    Grid as in the forward.
+    """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
     share = tl.program_id(2)
     e_first = E * share // splits
     e_end = E * (share + 1) // splits
     q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
-    grad_t = load_tokens(grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD))
+    grad_t = load_tokens(
+        grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD)
+    )
     if r is not None:
         r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
         dr_rows = dr + (t.to(tl.int64) * H + h) * E
@@ -362,11 +381,12 @@ def weight_grads_kernel(
     BY_BLOCKS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads of K, shares of the tokens (each
-    its own d_first, d_second, dv); a share sums over the heads of the group, too.
+    """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads of K, shares of the tokens
+    (each its own d_first, d_second, dv); a share sums over the heads of the group, too.
 
-    The accumulators are the transposes [BD, 2 BI] and [BD, BI]: q and grad_out are then left operands read straight from where
-    they were loaded, and what was computed here is the right operand, which goes through shared memory in any case.
+    The accumulators are the transposes [BD, 2 BI] and [BD, BI]: q and grad_out are then left operands read straight
+    from where they were loaded, and what was computed here is the right operand, which goes through shared memory in
+    any case.
     """
     tiles = tl.cdiv(d_e, BI)
     j = tl.program_id(0) % tiles
@@ -389,9 +409,23 @@ def weight_grads_kernel(
                 q_t = q.load([t_first, h * q_head])
                 grad_t = grad_out.load([t_first, h * g_head])
             else:
-                q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
+                q_t = load_tokens(
+                    q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD)
+                )
                 grad_t = load_tokens(
-                    grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD)
+                    grad_out,
+                    t,
+                    h,
+                    T,
+                    g_table,
+                    g_length,
+                    g_outer,
+                    g_inner,
+                    g_head,
+                    g_column,
+                    G_LAYOUT,
+                    D,
+                    tl.arange(0, BD),
                 )
             mn = tl.dot(q_t, ku.T, input_precision="ieee")
             g = tl.dot(grad_t, v_j.T, input_precision="ieee")

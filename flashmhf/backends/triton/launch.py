@@ -40,8 +40,9 @@ def _architecture(device: torch.device) -> tuple[str, int]:
 def _launching(device: torch.device) -> Iterator[None]:
     """Run one thread at a time, on ``device`` with its context current.
 
-    Triton's kernels are not ready for several threads: a second thread that comes while the first one loads a kernel launches a null
-    function, and the interpreter keeps the running program's coordinates in global variables. A launch returns before its kernel ends.
+    Triton's kernels are not ready for several threads: a second thread that comes while the first one loads a kernel
+    launches a null function, and the interpreter keeps the running program's coordinates in global variables. A launch
+    returns before its kernel ends.
     """
     with _LOCK:
         if device.type != "cuda":
@@ -58,7 +59,10 @@ def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
 
 
 class _Rows:
-    """Kernel arguments that address x [..., H, columns] in place: one token stride, blocks of tokens, or a table of offsets."""
+    """Kernel arguments that address x [..., H, columns] in place:
+
+    one token stride, blocks of tokens, or a table of offsets.
+    """
 
     def __init__(self, x: Tensor, name: str):
         axes = collapse(x)
@@ -79,17 +83,39 @@ class _Rows:
 
     def arguments(self) -> dict[str, object]:
         head, column = self.x.stride()[-2:]
-        values = {"table": self.table, "length": self.length, "outer": self.outer, "inner": self.inner, "head": head, "column": column}
-        return {f"{self.name}_{key}": value for key, value in values.items()} | {f"{self.name.upper()}_LAYOUT": self.layout}
+        values = {
+            "table": self.table,
+            "length": self.length,
+            "outer": self.outer,
+            "inner": self.inner,
+            "head": head,
+            "column": column,
+        }
+        return {f"{self.name}_{key}": value for key, value in values.items()} | {
+            f"{self.name.upper()}_LAYOUT": self.layout
+        }
 
     def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
-        """Return [tokens, columns of all heads] for the TMA unit, the head an offset among the columns; None where it cannot be one."""
+        """Return [tokens, columns of all heads] for the TMA unit, the head an offset among the columns;
+
+        None where it cannot be one.
+        """
         head, column = self.x.stride()[-2:]
         heads, width = self.x.shape[-2:]
         columns = (heads - 1) * head + width
-        if self.layout != "rows" or column != 1 or head < 0 or block[1] != width or not _tma_strides(self.x, self.inner):
+        if (
+            self.layout != "rows"
+            or column != 1
+            or head < 0
+            or block[1] != width
+            or not _tma_strides(self.x, self.inner)
+        ):
             return None
-        return TensorDescriptor(self.x, [token_count(self.x), columns], [self.inner, 1], list(block)) if columns < TMA_SIZE_LIMIT else None
+        return (
+            TensorDescriptor(self.x, [token_count(self.x), columns], [self.inner, 1], list(block))
+            if columns < TMA_SIZE_LIMIT
+            else None
+        )
 
 
 def _tma_strides(x: Tensor, *strides: int) -> bool:
@@ -106,9 +132,10 @@ def has_tma(device: torch.device) -> bool:
 class _Weights:
     """Kernel arguments for K, U and V: as tensor maps where the device and the addresses allow, else as pointers.
 
-    One map covers K and U: their distance in memory is the stride of an axis of length 2, so that one copy brings a tile of each.
-    A stride is positive, hence the pair begins with the lower address, and ``swapped`` says that this is U. dq's sum is then formed
-    in another order; ``ordered`` rules that out, so that no bit of a result depends on where an allocator put K and U.
+    One map covers K and U: their distance in memory is the stride of an axis of length 2, so that one copy brings a
+    tile of each. A stride is positive, hence the pair begins with the lower address, and ``swapped`` says that this is
+    U. dq's sum is then formed in another order; ``ordered`` rules that out, so that no bit of a result depends on where
+    an allocator put K and U.
     """
 
     def __init__(self, k: Tensor, u: Tensor, v: Tensor, inter: int, *, ordered: bool = False):
@@ -122,7 +149,11 @@ class _Weights:
         self.first, self.second, self.v = k, u, v
         if self.descriptors:
             matrix, width = subnet_dim * head_dim, triton.next_power_of_2(head_dim)
-            shape, strides, block = [heads * subnets, 2, subnet_dim, head_dim], [matrix, distance, head_dim, 1], [1, 2, inter, width]
+            shape, strides, block = (
+                [heads * subnets, 2, subnet_dim, head_dim],
+                [matrix, distance, head_dim, 1],
+                [1, 2, inter, width],
+            )
             self.first, self.second = TensorDescriptor(low, shape, strides, block), high
             self.v = TensorDescriptor(v, *([x[0], *x[2:]] for x in (shape, strides, block)))
 
@@ -156,12 +187,20 @@ def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
 
 
 def _splits(programs: int, device: torch.device, most: int) -> int:
-    """Return the shares of a sum that has too few programs to fill the device; each share has its own fp32 result, added in fixed order."""
+    """Return the shares of a sum that has too few programs to fill the device;
+
+    each share has its own fp32 result, added in fixed order.
+    """
     return max(1, min(most, WAVES * _architecture(device)[1] // programs))
 
 
-def _token_result(kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[str, object], name: str, dtype: torch.dtype) -> Tensor:
-    """Run a kernel whose programs own a token block of a head; sum the shares of the sub-networks where it was split."""
+def _token_result(
+    kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[str, object], name: str, dtype: torch.dtype
+) -> Tensor:
+    """Run a kernel whose programs own a token block of a head;
+
+    sum the shares of the sub-networks where it was split.
+    """
     tokens, heads = token_count(q), q.shape[-2]
     blocks = triton.cdiv(tokens, config.tokens)
     splits = _splits(blocks * heads, q.device, most=k.shape[1])
@@ -175,7 +214,13 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activa
         config = _config(q, "forward", k.shape[2])
         arguments = _Weights(k, u, v, config.inter).arguments() | _Rows(q, "q").arguments() | _gate_arguments(r)
         return _token_result(
-            kernels.forward_kernel, q, k, config, {"q": q, "ACTIVATION": activation, "BEHIND": config.behind, **arguments}, "out", q.dtype
+            kernels.forward_kernel,
+            q,
+            k,
+            config,
+            {"q": q, "ACTIVATION": activation, "BEHIND": config.behind, **arguments},
+            "out",
+            q.dtype,
         )
 
 
@@ -187,7 +232,14 @@ def _gate_arguments(r: Tensor | None) -> dict[str, object]:
 
 
 def token_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings, dq_dtype: torch.dtype
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    settings: Settings,
+    dq_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return (dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
     if not settings.needs[0]:
@@ -203,7 +255,14 @@ def token_grads(
 
 
 def weight_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, buffers: WeightGrads | None, activation: str = "silu"
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    buffers: WeightGrads | None,
+    activation: str = "silu",
 ) -> WeightGrads:
     """Return (dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
     with _launching(q.device):
