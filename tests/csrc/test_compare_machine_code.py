@@ -1,4 +1,4 @@
-"""csrc/compare_machine_code.py: which kernels of two builds count as equal, and its refusals."""
+"""tools/compare_machine_code.py: which kernels of two builds count as equal, and its refusals."""
 
 from processes import script
 
@@ -6,14 +6,14 @@ from processes import script
 def test_names_do_not_count_but_code_does():
     old = {"kept": "MOV", "renamed": "ADD", "changed": "MUL", "removed": "SUB"}
     new = {"kept": "MOV", "new_name": "ADD", "changed": "FMA", "added": "DIV"}
-    equal, different, only_old, only_new = script("csrc/compare_machine_code.py").compare(old, new)
+    equal, different, only_old, only_new = script("tools/compare_machine_code.py").compare(old, new)
     assert sorted(equal) == [("kept", "kept"), ("renamed", "new_name")]
     assert different == [("changed", "changed")]
     assert only_old == ["removed"] and only_new == ["added"]
 
 
 def test_exit_status(monkeypatch, capsys):
-    compare_machine_code = script("csrc/compare_machine_code.py")
+    compare_machine_code = script("tools/compare_machine_code.py")
     builds = {"a.so": {"k": "MOV"}, "b.so": {"k": "ADD"}, "none.so": {}}
     monkeypatch.setattr(compare_machine_code, "kernels", builds.__getitem__)
     assert compare_machine_code.main(["a.so", "a.so"]) == 0

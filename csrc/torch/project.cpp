@@ -1,8 +1,8 @@
 // check -> allocate -> plan -> launch
 #include "checks.h"
-#include "device.h"
 #include "operators.h"
 #include "project/launch.h"
+#include "scope.h"
 #include "tensors.h"
 
 namespace flashmhf {

@@ -3,10 +3,10 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 #include "checks.h"
-#include "device.h"
 #include "layer/launch.h"
 #include "operators.h"
 #include "project/plan.h"
+#include "scope.h"
 #include "tensors.h"
 
 namespace flashmhf {

@@ -1,6 +1,6 @@
 """Whether two builds of the op library hold the same machine code, kernel by kernel.
 
-    python csrc/compare_machine_code.py OLD.so NEW.so
+    python tools/compare_machine_code.py OLD.so NEW.so
 
 A kernel is equal when its instructions, its launch attributes and its resources (registers, stack, static shared
 memory, constant bank) are equal. Names do not count: a kernel that only NEW names so is paired with the kernel of OLD

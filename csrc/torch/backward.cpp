@@ -1,8 +1,8 @@
 // check -> allocate -> plan -> launch
 #include "backward/launch.h"
 #include "checks.h"
-#include "device.h"
 #include "operators.h"
+#include "scope.h"
 
 #include <array>
 #include <vector>

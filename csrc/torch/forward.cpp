@@ -1,8 +1,8 @@
 // check -> allocate -> plan -> launch
 #include "checks.h"
-#include "device.h"
 #include "forward/launch.h"
 #include "operators.h"
+#include "scope.h"
 #include "tensors.h"
 
 namespace flashmhf {
