@@ -235,8 +235,7 @@ def parallelize(
         use_local_output: for a single network, not a model: return a tensor, not a DTensor.
 
     Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with
-    :func:`shard_placement`. The ``main_grad`` buffers of flashmhf.integrations.megatron are DTensors like their
-    parameters: ``torch.zeros_like(p, dtype=...)``. Raises ValueError for a mesh of several dimensions, for a mesh whose
+    :func:`shard_placement`. Raises ValueError for a mesh of several dimensions, for a mesh whose
     size does not divide H, for a model without any such network, and for one parameter in modules that need it in two
     placements.
     """

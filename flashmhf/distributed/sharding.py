@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 try:
     from torch.distributed.tensor._ops.registration import register_op_strategy  # torch 2.10
@@ -37,7 +36,6 @@ except ImportError:
     from torch.distributed.tensor._ops.utils import register_op_strategy
 
 _WEIGHTS = ("k", "u", "v", "w")  # the dimension H comes first; all other operands are [..., H, d]
-_ACCUMULATORS = ("dk", "du", "dv")
 _OPERATORS = ("forward", "gated_forward", "backward", "gated_backward")
 
 
@@ -47,7 +45,7 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
 
     NotImplementedError is the one type that DTensor's dispatcher passes on as it is.
     """
-    weight = name in (*_WEIGHTS, *_ACCUMULATORS)
+    weight = name in _WEIGHTS
     head_dim = 0 if weight else len(shape) - 2
     for dim in range(len(shape)) if weight else (head_dim,):
         ranks = math.prod(
@@ -116,75 +114,6 @@ def _placements(
     return [of_tokens, of_weights, of_weights, of_weights, last, *inputs]
 
 
-def _backward_accumulate(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor, DTensor]:
-    """Run backward_accumulate_ on local shards. The accumulators stay where they are and decide how each mesh dimension
-    is used.
-
-    DTensor takes an operator whose name ends in "_" for one that returns its first argument, so no strategy can
-    describe this one.
-    """
-    names = [argument.name for argument in op._schema.arguments]
-    tensors = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, Tensor)}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            raise TypeError(
-                f"{name} is a {type(tensor).__name__} and another operand is a DTensor; supported: DTensors only"
-            )
-        if tensor.device_mesh != tensors["dk"].device_mesh:
-            raise ValueError(
-                f"{name} is on {tensor.device_mesh} but dk is on {tensors['dk'].device_mesh}; they must be on one mesh"
-            )
-        if name in _ACCUMULATORS and tensor.placements != tensors["dk"].placements:
-            raise ValueError(
-                f"{name} has placements {tensor.placements} but dk has {tensors['dk'].placements}; they must be equal"
-            )
-        _check_even(name, tensor.shape, tensor.device_mesh, tensor.placements)
-    q, mesh = tensors["q"], tensors["dk"].device_mesh
-    ways = [_way_of_accumulator(*pair, q.ndim) for pair in zip(tensors["dk"].placements, q.placements, strict=True)]
-    of_tokens, of_weights = [way[0] for way in ways], [way[1] for way in ways]
-    local = {}
-    for name, tensor in tensors.items():
-        local[name] = tensor._local_tensor
-        if name not in _ACCUMULATORS:
-            target = DTensorSpec(
-                mesh, tuple(of_weights if name in _WEIGHTS else of_tokens), tensor_meta=tensor._spec.tensor_meta
-            )
-            local[name] = redistribute_local_tensor(local[name], tensor._spec, target)
-    results = op(*(local.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
-    likes = q, tensors.get("r")
-    wrapped = []
-    for like, result in zip(likes, results, strict=True):
-        left_out = like is None or not kwargs.get("needs", (True, True))[0]
-        placements = [Replicate()] * mesh.ndim if left_out else of_tokens
-        shape = result.shape if left_out else like.shape
-        stride = torch.empty(shape, device="meta").stride()
-        wrapped.append(DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=stride))
-    return wrapped[0], wrapped[1]
-
-
-def _way_of_accumulator(accumulator: Placement, q: Placement, token_ndim: int) -> tuple[Placement, Placement]:
-    """Return the placements of the tokens' and the weights' operands on the mesh dimension where the accumulators have
-    ``accumulator``.
-    """
-    if accumulator.is_shard(0):
-        return Shard(token_ndim - 2), Shard(0)
-    if accumulator.is_partial():
-        if q.is_shard() and q.dim < token_ndim - 2:
-            return q, Replicate()
-        if token_ndim < 3:
-            raise NotImplementedError(
-                f"dk is {accumulator} but q has no leading dimension to shard; supported: Replicate, Shard(0)"
-            )
-        return Shard(0), Replicate()
-    if accumulator.is_replicate() and not (q.is_shard() and q.dim < token_ndim - 2):
-        return Replicate(), Replicate()
-    raise NotImplementedError(
-        f"dk is {accumulator} where q is {q}; supported: Shard(0) (heads), Partial (tokens sharded), Replicate (q replicated)"
-    )
-
-
 def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Do what DTensor's dispatcher does, with two corrections before the decision.
 
@@ -229,7 +158,6 @@ def _register() -> None:
         op = getattr(torch.ops.flashmhf, name).default
         register_op_strategy(op, information)(_strategy)
         handlers[op] = _dispatch
-    handlers[torch.ops.flashmhf.backward_accumulate_.default] = _backward_accumulate
 
 
 _register()

@@ -39,7 +39,6 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 import flashmhf  # noqa: E402
 from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
 from flashmhf.graphs import capturing  # noqa: E402
-from flashmhf.integrations.megatron import accumulate_main_grad  # noqa: E402
 from flashmhf.integrations.peft import stack_weights  # noqa: E402
 from flashmhf.integrations.shards import Rank, shard  # noqa: E402
 from flashmhf.quantize import to_fp8  # noqa: E402
@@ -117,11 +116,6 @@ def check_rules(mesh: DeviceMesh, *ways: str, near: float = 0.0, **options: Any)
             assert not needs[0] or list(results[0].placements) == of_tokens
             assert not needs[1] or list(results[1].placements) == of_grads
             agree(results, OPS.backward(x["grad_out"], x["q"], *local_weights, gate, needs=needs))
-            sums = [torch.ones_like(x["k"], dtype=flashmhf.reference.accumulate_dtype(x["k"].dtype)) for _ in range(3)]
-            d_sums = [distribute_tensor(value, mesh, of_grads) for value in sums]
-            results = OPS.backward_accumulate_(d["grad_out"], d["q"], *weights, d_gate, *d_sums, needs=needs)
-            agree(results, OPS.backward_accumulate_(x["grad_out"], x["q"], *local_weights, gate, *sums, needs=needs))
-            agree(d_sums, sums)
     for needs in NEEDS:
         results = OPS.gated_backward(d["grad_out"], d["q"], *weights, d["w"], 1e-20, needs=needs)
         agree(results, OPS.gated_backward(x["grad_out"], x["q"], *local_weights, x["w"], 1e-20, needs=needs))
@@ -165,19 +159,6 @@ def rules() -> None:
     odd = operands(subnets=3)
     placed = [distribute_tensor(odd[name], mesh, [Shard(1)]) for name in names]
     raises(NotImplementedError, ("k is sharded over dimension 1 of size 3",), lambda: OPS.gated_forward(*placed, 1e-20))
-    d = {
-        name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()])
-        for name, value in x.items()
-    }
-    sums = [distribute_tensor(torch.zeros_like(x["k"]), mesh, [Replicate()]) for _ in range(3)]
-    accumulate = lambda *buffers: OPS.backward_accumulate_(
-        d["grad_out"], d["q"], d["k"], d["u"], d["v"], None, *buffers
-    )  # noqa: E731
-    raises(NotImplementedError, ("dk is R", "q is S"), lambda: accumulate(*sums))
-    raises(TypeError, ("du is a Tensor",), lambda: accumulate(sums[0], x["k"], sums[2]))
-    raises(
-        ValueError, ("dv has placements",), lambda: accumulate(*sums[:2], distribute_tensor(x["k"], mesh, [Shard(0)]))
-    )
 
 
 def rules_on_two_dimensions() -> None:
@@ -314,23 +295,6 @@ def mixed_precision() -> None:
         whole(x).square().sum().backward()
         assert sharded.k.grad.dtype == torch.float32
         equal(sharded.k.grad, whole.k.grad.float(), rtol=5e-2, atol=5e-2 * whole.k.grad.abs().max().item())
-
-
-def main_grad() -> None:
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    whole = accumulate_main_grad(network())
-    sharded = parallelize(copy.deepcopy(whole), mesh)
-    x = torch.randn(2, 6, 32, dtype=torch.float64)
-    for module in (whole, sharded):
-        for name in "kuv":
-            parameter = getattr(module, name)
-            parameter.main_grad = torch.ones_like(parameter.detach())
-        for _ in range(2):
-            module(x).square().sum().backward()
-    for name in "kuv":
-        equal(getattr(sharded, name).main_grad, getattr(whole, name).main_grad)
-        assert getattr(sharded, name).grad is None
-    equal(sharded.router.grad, whole.router.grad)
 
 
 def initialisation() -> None:

@@ -20,7 +20,7 @@ def run(case: str, processes: int, *arguments: object, device: str = "cpu") -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", "rules kernels module_cases compiled_module served_shard main_grad muon".split())
+@pytest.mark.parametrize("case", "rules kernels module_cases compiled_module served_shard muon".split())
 def test_two_gpus(case):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
@@ -32,7 +32,7 @@ def test_two_gpus(case):
     [
         ("rules,kernels", 2),
         ("rules_on_two_dimensions,muon", 4),
-        ("module_cases,compiled_module,served_shard,mixed_precision,main_grad,initialisation,muon", 2),
+        ("module_cases,compiled_module,served_shard,mixed_precision,initialisation,muon", 2),
     ],
 )
 def test_operators_modules_and_muon(cases, processes):
