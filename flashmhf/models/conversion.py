@@ -1,10 +1,9 @@
-"""Official checkpoints (``MHFFNMoEForCausalLM``, ``MHFFNForCausalLM``) <-> :class:`FlashMHFForCausalLM`.
+"""Official checkpoints (``MHFFNMoEForCausalLM``, ``MHFFNForCausalLM``) as :class:`FlashMHFForCausalLM`.
 
-Configuration, state dict, directory. The official model is a Llama whose ``mlp`` is the module that
-:mod:`flashmhf.convert` knows; everything else has Llama's names. Its ``q_norm.weight`` exists even when unused (it then
-never gets a gradient and stays at ones): it is dropped here when unused, and written as ones on the way back. The
-official repository has configurations of ``MHFFNForCausalLM`` but not its code: their settings are read as those of the
-mixture.
+The official model is a Llama whose ``mlp`` is the module that :mod:`flashmhf.convert` knows; everything else has
+Llama's names. Its ``q_norm.weight`` exists even when unused (it then never gets a gradient and stays at ones): it is
+dropped here when unused. The official repository has configurations of ``MHFFNForCausalLM`` but not its code: their
+settings are read as those of the mixture.
 """
 
 from __future__ import annotations
@@ -15,38 +14,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from ..nn import convert
 from ..nn.arguments import divisor, positive
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from .configuration import FlashMHFConfig
-from .modeling import FlashMHFForCausalLM, FlashMHFForQuestionAnswering, FlashMHFPreTrainedModel, check_complete
+from .modeling import FlashMHFForCausalLM, FlashMHFPreTrainedModel, check_complete
 
-_SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "attention_bias",
-    "attention_dropout",
-    "mlp_bias",
-    "head_dim",
-)
-_OF_HEADS = ("id2label", "label2id", "problem_type", "classifier_dropout", "hidden_dropout")  # of classification
-_ROUTER_EPS = 1e-20  # the official code's, a constant
+# of the files and the code that wrote them; every other setting of the configuration is carried over
+_DROPPED = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
 _ANSWERING = "transformer."  # in place of "model." in the names of a model for question answering
 _GAINS = {
     "init_w_self_gain": "in_proj",
@@ -78,26 +64,28 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     """Return our configuration for the content of an official config.json: model_type "mhffnmoe", "mhffn", or a
     baseline's "llama".
 
-    Scalings have no setting here: :func:`state_from_official` multiplies the weights by them, and the gains of the
-    initialisation carry them.
+    Settings outside the feed-forward network are carried over as they are. Scalings have no setting here:
+    :func:`load_official` multiplies the weights by them, and the gains of the initialisation carry them.
 
     Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type,
     TypeError and ValueError for numbers of heads, and what :class:`FlashMHFConfig` raises.
     """
-    rope = {
-        "rope_type": "default",
-        **(official.get("rope_scaling") or {}),
-        "rope_theta": official.get("rope_theta", 10_000.0),
-    }
+    if official.get("quantization_config"):
+        raise NotImplementedError("quantization_config is set; supported: official checkpoints that are not quantised")
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    for given in (official.get("rope_scaling"), official.get("rope_parameters")):  # transformers 4's name and 5's
+        rope |= given or {}
+    rope["rope_theta"] = official.get("rope_theta", rope["rope_theta"])
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
-    shared = {name: official[name] for name in (*_SHARED, *_OF_HEADS) if name in official}
+    prefixes = (*convert.PREFIXES.values(), "rope_")
+    shared = {name: x for name, x in official.items() if name not in _DROPPED and not name.startswith(prefixes)}
     if official.get("model_type") == "llama":
         return FlashMHFConfig(**shared, rope_parameters=rope, ffn_type="swiglu", ffn_init="normal")
     settings = convert.official_settings(official)
     unknown = sorted(settings.keys() - _KNOWN)
     if unknown:
         raise NotImplementedError(f"unknown settings of the official configuration: {unknown}")
-    mixture, kv_heads = "mhffn" != official.get("model_type"), settings.get("num_kuv_heads")
+    mixture, kv_heads = official.get("model_type") != "mhffn", settings.get("num_kuv_heads")
     heads = positive("num_heads", settings.get("num_heads", 1))
     divisor("num_kuv_heads", kv_heads, "num_heads", heads)
     custom = bool(settings.get("custom_init"))
@@ -132,135 +120,66 @@ def _official_init(official: Mapping[str, object], settings: Mapping[str, object
     return {name: value for name, value in gains.items() if value != getattr(OfficialInit(), name)}
 
 
-def config_to_official(config: FlashMHFConfig) -> dict[str, object]:
-    """Return the content of the official config.json for our configuration. It has no scalings: the weights carry them.
-
-    Raises NotImplementedError for other feed-forward networks than flashmhf and mh_ffn, and for an ``ffn_router_eps``
-    above the official constant, with which the official code would compute another function.
-    """
-    model_type = {"flashmhf": "mhffnmoe", "mh_ffn": "mhffn"}.get(config.ffn_type)
-    if model_type is None:
-        raise NotImplementedError(
-            f"ffn_type is {config.ffn_type!r}; the official code supports 'flashmhf' and 'mh_ffn'"
-        )
-    if config.ffn_type == "flashmhf" and config.ffn_router_eps > _ROUTER_EPS:
-        raise NotImplementedError(
-            f"ffn_router_eps is {config.ffn_router_eps}; the official code supports at most {_ROUTER_EPS}"
-        )
-    rope = dict(config.rope_parameters)
-    theta = rope.pop("rope_theta")
-    settings = {
-        "num_heads": config.ffn_num_heads,
-        "num_kuv_heads": config.ffn_num_kv_heads or config.ffn_num_heads,
-        "skip_linear": config.ffn_skip_linear,
-        "apply_rmsnorm": config.ffn_q_norm,
-        "disable_original_mlp_rmsnorm": not config.ffn_norm,
-        "custom_init": config.ffn_init == "official",
-    }
-    if model_type == "mhffnmoe":
-        settings["num_experts"] = config.ffn_num_subnets
-    if config.ffn_init == "official":
-        gains, unit = config.official_init, config.initializer_range / INITIALIZER_RANGE
-        scaled = ("k", "u", "v", "router")
-        settings |= {theirs: getattr(gains, ours) / (unit if ours in scaled else 1) for theirs, ours in _GAINS.items()}
-        settings["init_wself_identity"] = gains.identity
-        if model_type == "mhffn":
-            del settings["init_router_gain"]
-    return {
-        "architectures": ["MHFFNMoEForCausalLM" if model_type == "mhffnmoe" else "MHFFNForCausalLM"],
-        "model_type": model_type,
-        **{name: getattr(config, name) for name in _SHARED},
-        **{name: value for name in _OF_HEADS if (value := getattr(config, name, None)) is not None},
-        "rope_theta": theta,
-        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
-        **{convert.PREFIXES[model_type] + name: value for name, value in settings.items()},
-    }
-
-
-def _split_layers(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return the tensors outside the feed-forward networks, and those inside by the network's prefix."""
-    outside, inside = {}, {}
-    for name, tensor in state.items():
-        prefix, mlp, rest = name.partition(".mlp.")
-        if mlp:
-            inside.setdefault(prefix + mlp, {})[rest] = tensor
-        else:
-            outside[name] = tensor
-    return outside, inside
-
-
 def _check_sizes(prefix: str, official: Mapping[str, Tensor], config: FlashMHFConfig) -> None:
     """Raise ValueError if one network's official weights have other sizes than the configuration."""
     heads, kv_heads = config.ffn_num_heads, config.ffn_num_kv_heads or config.ffn_num_heads
-    convert.check_official(official, heads, config.ffn_num_subnets, kv_heads, config.ffn_skip_linear)
-    found, expected = (
-        list(official["gate_weight"].shape),
-        [config.intermediate_size, config.hidden_size // heads * kv_heads],
-    )
+    found = list(official["gate_weight"].shape)
+    expected = [config.intermediate_size, config.hidden_size // heads * kv_heads]
     if found != expected:
         raise ValueError(
             f"{prefix}gate_weight has shape {found}; expected {expected} ([d_ff, H_kv d_h] of the configuration)"
         )
 
 
-def state_from_official(
-    state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float] = (1.0, 1.0)
-) -> dict[str, Tensor]:
-    """Return our state dict for the official one of a whole model, given the configuration of
-    :func:`config_from_official`.
-
-    ``scales`` is ``flashmhf.convert.official_scales(official)``; K, U and V are multiplied by them.
-    """
-    outside, inside = _split_layers(state)
-    embedding = outside.get("model.embed_tokens.weight")
+def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float]) -> dict[str, Tensor]:
+    """Return our state dict for the official one of a whole model. K, U and V are multiplied by ``scales``."""
+    ours, networks = {}, {}
+    for name, tensor in state.items():
+        if name.startswith(_ANSWERING):
+            name = "model." + name.removeprefix(_ANSWERING)
+        prefix, mlp, rest = name.partition(".mlp.")
+        if mlp and config.ffn_type != "swiglu":  # a baseline's names are Llama's and ours
+            networks.setdefault(prefix + mlp, {})[rest] = tensor
+        else:
+            ours[name] = tensor
+    embedding = ours.get("model.embed_tokens.weight")
     if (
         embedding is not None
         and config.tie_word_embeddings
-        and not torch.equal(outside.pop("lm_head.weight", embedding), embedding)
+        and not torch.equal(ours.pop("lm_head.weight", embedding), embedding)
     ):
         raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
-    for prefix, official in inside.items():
-        if config.ffn_type == "swiglu":  # a baseline's names are Llama's and ours
-            outside.update({prefix + name: tensor for name, tensor in official.items()})
-            continue
-        ours = convert.from_official(
-            official,
-            config.ffn_num_heads,
-            config.ffn_num_subnets,
-            num_kv_heads=config.ffn_num_kv_heads,
-            skip_linear=config.ffn_skip_linear,
-            scales=scales,
-        )
+    sizes = {"num_kv_heads": config.ffn_num_kv_heads, "skip_linear": config.ffn_skip_linear}
+    for prefix, official in networks.items():
+        network = convert.from_official(official, config.ffn_num_heads, config.ffn_num_subnets, scales=scales, **sizes)
         _check_sizes(prefix, official, config)
         if not config.ffn_q_norm:
-            ours.pop("q_norm.weight", None)
-        outside.update({prefix + name: tensor for name, tensor in ours.items()})
-    return outside
-
-
-def state_to_official(state: Mapping[str, Tensor], config: FlashMHFConfig) -> dict[str, Tensor]:
-    """Return the official state dict for ours of a whole model, complete for a strict load there."""
-    outside, inside = _split_layers(state)
-    for prefix, ours in inside.items():
-        official = convert.to_official(ours)
-        _check_sizes(prefix, official, config)
-        official.setdefault("q_norm.weight", ours["k"].new_ones(config.ffn_num_heads, ours["k"].shape[-1]))
-        outside.update({prefix + name: tensor for name, tensor in official.items()})
-    if config.tie_word_embeddings:
-        outside.setdefault("lm_head.weight", outside["model.embed_tokens.weight"])
-    return outside
+            network.pop("q_norm.weight", None)
+        ours |= {prefix + name: tensor for name, tensor in network.items()}
+    return ours
 
 
 def _read_state(directory: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint directory, from one or several safetensors or PyTorch files."""
-    for pattern, load in (
-        ("*.safetensors", load_file),
-        ("pytorch_model*.bin", lambda path: torch.load(path, "cpu", weights_only=True)),
-    ):
-        files = sorted(directory.glob(pattern))
-        if files:
-            return {name: tensor for file in files for name, tensor in load(file).items()}
-    raise FileNotFoundError(f"{directory} has neither *.safetensors nor pytorch_model*.bin")
+    """Read the tensors of a checkpoint directory from the files that transformers would take:
+
+    one whole file, or those that an index names; safetensors before PyTorch's. Others are not opened.
+    """
+
+    def unpickle(file: Path) -> dict[str, Tensor]:
+        return torch.load(file, "cpu", weights_only=True)
+
+    ways = ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, load_file), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, unpickle))
+    for whole, index, read in ways:
+        if (directory / whole).is_file():
+            return read(directory / whole)
+        if (directory / index).is_file():
+            shards = set(json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"].values())
+            lacking = sorted(shard for shard in shards if not (directory / shard).is_file())
+            if lacking:
+                raise FileNotFoundError(f"{directory} lacks {lacking}, which {index} names")
+            return {name: tensor for shard in sorted(shards) for name, tensor in read(directory / shard).items()}
+    names = ", ".join(name for whole, index, _ in ways for name in (whole, index))
+    raise FileNotFoundError(f"{directory} has no weights; expected one of {names}")
 
 
 def load_official(
@@ -268,10 +187,12 @@ def load_official(
     dtype: torch.dtype | None = None,
     model_class: type[FlashMHFPreTrainedModel] = FlashMHFForCausalLM,
 ) -> FlashMHFPreTrainedModel:
-    """Load an official checkpoint directory (config.json and weights) as our model, in eval mode on the CPU.
+    """Load an official checkpoint directory as our model, in eval mode on the CPU.
 
     Args:
-        directory: the directory that holds config.json and the weights.
+        directory: the directory that holds config.json and the weights: model.safetensors, the files that
+            model.safetensors.index.json names, or pytorch_model.bin in the same two ways. generation_config.json is
+            carried over; other files are not read.
         dtype: the model's dtype; None for the stored one.
         model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering
             for the official models with those heads.
@@ -280,15 +201,11 @@ def load_official(
     :func:`config_from_official` and :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)
-    official = json.loads((directory / "config.json").read_text())
+    official = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = config_from_official(official)
     scales = (1.0, 1.0) if config.ffn_type == "swiglu" else convert.official_scales(official)
-    stored = {
-        name.replace(_ANSWERING, "model.", 1) if name.startswith(_ANSWERING) else name: w
-        for name, w in _read_state(directory).items()
-    }
     try:
-        state = state_from_official(stored, config, scales)
+        state = _converted(_read_state(directory), config, scales)
     except KeyError as error:
         raise ValueError(f"{directory} lacks weights of its model: {error.args[0]}") from error
     with torch.device("meta"):
@@ -299,27 +216,6 @@ def load_official(
     if unexpected:
         raise ValueError(f"{directory} does not fit its config.json: unexpected {unexpected}")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are in no checkpoint
+    if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.to(dtype or model.model.embed_tokens.weight.dtype).eval()
-
-
-def save_official(model: FlashMHFPreTrainedModel, directory: str | Path) -> None:
-    """Write config.json and model.safetensors as the official code reads them, for a language model or a model with
-    another head.
-    """
-    directory = Path(directory)
-    official = config_to_official(model.config)
-    language_model = official["architectures"][0]
-    official["architectures"] = [
-        language_model.removesuffix("ForCausalLM") + type(model).__name__.removeprefix("FlashMHF")
-    ]
-    official["torch_dtype"] = str(model.dtype).removeprefix("torch.")
-    state = {name: tensor.contiguous() for name, tensor in state_to_official(model.state_dict(), model.config).items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]  # safetensors stores no tensor twice; the official model ties it on loading
-    if isinstance(model, FlashMHFForQuestionAnswering):
-        state = {
-            name.replace("model.", _ANSWERING, 1) if name.startswith("model.") else name: w for name, w in state.items()
-        }
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(official, indent=2) + "\n")

@@ -8,12 +8,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from official import write_official  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
-from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, conversion, load, load_replaced  # noqa: E402
+from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, load, load_replaced  # noqa: E402
 from flashmhf.models.presets import preset  # noqa: E402
 from flashmhf_recipes import pretrained, tokenizer  # noqa: E402
 
@@ -53,7 +54,7 @@ def saved(tmp_path_factory):
     for kind in SAVED:
         model = made(kind)
         if kind == "official":
-            conversion.save_official(model, folder / kind)
+            write_official(model, folder / kind)
         else:
             model.save_pretrained(folder / kind)
         words.save_pretrained(folder / kind)

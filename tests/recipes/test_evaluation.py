@@ -19,10 +19,11 @@ pytest.importorskip("accelerate")
 
 import transformers
 from lm_runs import options
+from official import write_official
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import flashmhf
-from flashmhf.models import FFN_TYPES, conversion, decoding, generation
+from flashmhf.models import FFN_TYPES, generation
 from flashmhf_recipes import cli, evaluation, pretrained, training
 from flashmhf_recipes.errors import DataError
 
@@ -112,7 +113,7 @@ def test_what_can_be_loaded(runs, trained, tmp_path):
     (unfinished / "checkpoint-40").symlink_to(runs["flashmhf"] / "checkpoint-40")
     for path in (runs["flashmhf"] / "checkpoint-40", unfinished):
         assert torch.equal(pretrained.load(str(path), device="cpu")[0](ids).logits, expected)
-    conversion.save_official(model, tmp_path / "official")
+    write_official(model, tmp_path / "official")
     official, _ = pretrained.load(str(tmp_path / "official"), tokenizer_name=str(runs["flashmhf"]), device="cpu")
     torch.testing.assert_close(official(ids).logits, expected)
     (tmp_path / "nothing").mkdir()
@@ -145,20 +146,34 @@ def test_generation(trained):
 
 
 def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
-    """transformers' top_k of 50 and what a model's own files set did, too."""
+    """transformers' top_k of 50 and what a model's own files set did, too. The model is not written to, so that several
+    threads may call at once.
+    """
     model, tokenizer = trained
-    outputs, generate = [], model.generate
+    outputs, own = [], model.generation_config
+    kind, generate = type(model), type(model).generate
     monkeypatch.setattr(
-        model, "generate", lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1]
+        kind, "generate", lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1]
     )
     for name, value in {"repetition_penalty": 3.0, "min_p": 0.9, "no_repeat_ngram_size": 1}.items():
-        monkeypatch.setattr(model.generation_config, name, value)
-    own = model.generation_config.to_dict()
+        monkeypatch.setattr(own, name, value)
+    before, attributes = own.to_dict(), dict(vars(model))
+
+    class Look:
+        def put(self, _):
+            assert model.generation_config is own and vars(model).keys() == attributes.keys()
+
+        def end(self):
+            pass
+
     monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.linspace(1, 2, 300).expand(*x.shape[:-1], 300))
     for temperature in (0.0, 1e30):
-        generation.generate(model, tokenizer, "", temperature=temperature, top_p=1.0, seed=0)
+        generation.generate(model, tokenizer, "", temperature=temperature, top_p=1.0, seed=0, streamer=Look())
     likeliest, uniform = (set(out[0, 1:].tolist()) for out in outputs)
-    assert likeliest == {299} and len(uniform) > 60 and model.generation_config.to_dict() == own
+    assert likeliest == {299} and len(uniform) > 60
+    assert own.to_dict() == before and all(vars(model)[name] is value for name, value in attributes.items())
+    with pytest.raises(TypeError, match="model must be a transformers.PreTrainedModel, got Sequential"):
+        generation.generate(torch.nn.Sequential(model), tokenizer, "the cat")
 
 
 def test_generation_of_what_no_model_takes(trained, monkeypatch):
@@ -217,8 +232,10 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
     """Whoever reads the output sees the prompt and words before the model is done; a terminal does by default."""
     out, seen = io.StringIO(), []
     out.isatty = lambda: True
-    step = decoding.RefuseNotFinite.__call__
-    monkeypatch.setattr(decoding.RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args))
+    step = generation._RefuseNotFinite.__call__
+    monkeypatch.setattr(
+        generation._RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args)
+    )
     monkeypatch.setattr(sys, "stdout", out)
     assert (
         cli.main(["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "the cat", "--temperature", "0"]) == 0

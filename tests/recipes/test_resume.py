@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 from lm_runs import HELD_OUT, At, environment, interrupt, options, same_run
+from official import write_official
 from processes import run_python
 
-from flashmhf.models import conversion
 from flashmhf_recipes import cli, data, metrics, pretrained, training
 from flashmhf_recipes.errors import DataError, OptionError, TrainingError
 
@@ -551,7 +551,7 @@ def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
 
 def test_further_training_of_an_official_checkpoint(expected, other_text, tmp_path):
     model, _ = pretrained.load(str(expected), device="cpu")
-    conversion.save_official(model, tmp_path / "official")
+    write_official(model, tmp_path / "official")
     settings = dict(tokenizer=str(expected / "tokenizer"))
     official = training.start(further(tmp_path / "run", other_text, tmp_path / "official", **settings), bar=False)
     ours = training.start(further(tmp_path / "ours", other_text, expected), bar=False)
