@@ -1,5 +1,5 @@
 """The tools that every check of a result shares: random inputs, float64 references, the error measure, the limits,
-NaN-poisoned memory.
+NaN-poisoned memory, captures into CUDA graphs.
 
 The one numeric rule: the relative L2 error against float64 is at most that of the materialising PyTorch code in the
 same precision and, on the fused GPU back ends, at most LIMITS. An error below FLOOR always passes: summing in fp32
@@ -8,6 +8,7 @@ same precision and, on the fused GPU back ends, at most LIMITS. An error below F
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -247,3 +248,20 @@ def problem(
     q, k, u, v, grad_out = (x.to(dtype) for x in (q, k, u, v, normal(*leading, heads, head_dim)))
     # One sub-network under eps = 0 has weight 1 whatever w is, and dw = 0 has no relative error.
     return Problem(q, k, u, v, r, w.to(gate_dtype or dtype), grad_out, eps=0.25 if subnets == 1 else 1e-20)
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture as torch.cuda.graph(graph) does, without the cyclic garbage collector.
+
+    The collector may run at any allocation of a Python object. An older graph that it frees during a capture is reset,
+    which CUDA forbids then: the capture fails with "operation failed due to a previous error during capture".
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            yield
+    finally:
+        if enabled:
+            gc.enable()

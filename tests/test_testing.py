@@ -1,6 +1,8 @@
 """flashmhf.testing accepts the right result and rejects deliberately wrong kernels."""
 
+import gc
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from targets import RESULTS
 
 from flashmhf import reference
 from flashmhf.backends import eager
-from flashmhf.testing import assert_accurate, fixed_limit, limit, problem, relative_l2
+from flashmhf.testing import assert_accurate, capturing, fixed_limit, limit, problem, relative_l2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -98,3 +100,28 @@ def test_fixed_limit_is_the_limit_of_a_worse_baseline():
         exact = torch.randn(shape, dtype=torch.float64)
         for dtype in (torch.bfloat16, torch.float32):
             assert limit(exact * 1.01, exact, dtype, fixed_limits=True) >= fixed_limit(exact.numel(), dtype)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_during_a_capture(monkeypatch, enabled):
+    seen = []
+
+    @contextmanager
+    def graph(_):
+        seen.append(gc.isenabled())
+        yield
+        seen.append(gc.isenabled())
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    if not enabled:
+        gc.disable()
+    try:
+        with capturing(None):
+            pass
+        assert gc.isenabled() is enabled
+        with pytest.raises(ValueError, match="in the capture"), capturing(None):
+            raise ValueError("in the capture")
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert seen == [False, False, False]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from flashmhf.graphs import capturing
+from flashmhf.testing import capturing
 
 Pass = Callable[[], None]
 COLD = 4  # bytes that one pass reads, in units of the L2 cache

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TextStreamer,
+    set_seed,
+)
 
-from .decoding import RefuseNotFinite
-from .modeling import FlashMHFForCausalLM
+from .. import checks
 
 LOWEST_TEMPERATURE = 1e-6  # scores over much lower ones are infinite
 
 _DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
+
+class _RefuseNotFinite(LogitsProcessor):
+    """Raise ValueError for scores that are not finite:
+
+    the likeliest token of NaN is a token like any other, and drawing one ends in an assertion on the device.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not scores.isfinite().all():
+            raise ValueError(
+                "the model's logits are not finite: its weights are damaged, or its dtype has too small a range"
+            )
+        return scores
 
 
 class _Printer(TextStreamer):
@@ -29,7 +51,7 @@ class _Printer(TextStreamer):
 
 
 def printer(tokenizer) -> TextStreamer:
-    """Return a ``streamer`` for :func:`generate` that prints the continuation word by word, and a line's end after it."""
+    """Return a ``streamer`` for :func:`generate` that prints the continuation word by word, then ends the line."""
     return _Printer(tokenizer, skip_prompt=True, **_DECODING)
 
 
@@ -45,14 +67,16 @@ def generate(
     streamer: TextStreamer | None = None,
 ) -> str:
     """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token. The model's own
-    settings take no part.
+    settings take no part, and nothing is written to the model.
 
-    A model of this package on a GPU decodes with a static cache by CUDA graphs (flashmhf.models.decoding).
+    The cache grows with the text. ``model.generate(..., cache_implementation="static")`` compiles the model, which pays
+    from some thousand tokens on.
 
     An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`).
     Raises ValueError for settings out of range, a prompt that leaves no room, is not Unicode or has nothing to start
-    after, and probabilities not finite.
+    after, and probabilities not finite; TypeError for a model that is not transformers'.
     """
+    checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"temperature is {temperature}; supported: 0, and finite numbers from {LOWEST_TEMPERATURE} on")
     if not 0 < top_p <= 1:
@@ -67,9 +91,7 @@ def generate(
         raise ValueError("prompt is not Unicode: it holds surrogates") from error
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     if ids == [None]:
-        raise ValueError(
-            "prompt is empty, and the tokenizer has no end-of-text token to start after; supported: a prompt of some tokens"
-        )
+        raise ValueError("prompt is empty, and the tokenizer has no end-of-text token to start after; give some tokens")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
@@ -88,19 +110,16 @@ def generate(
         pad_token_id=tokenizer.eos_token_id,
         **sampling,
     )
-    if model.device.type == "cuda" and isinstance(model, FlashMHFForCausalLM):
-        settings.cache_implementation = "static"
+    # transformers would take what ``settings`` leaves open from the model's files, such as beams or a penalty. The view
+    # shares the model's modules.
+    view = copy.copy(model)
+    view.generation_config = GenerationConfig()
     inputs = torch.tensor([ids], device=model.device)
-    # transformers would take what ``settings`` leaves open from the model's files, such as beams or a penalty.
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        out = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            generation_config=settings,
-            streamer=streamer,
-            logits_processor=LogitsProcessorList([RefuseNotFinite()]),
-        )
-    finally:
-        model.generation_config = own
+    out = view.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        generation_config=settings,
+        streamer=streamer,
+        logits_processor=LogitsProcessorList([_RefuseNotFinite()]),
+    )
     return tokenizer.decode(out[0], **_DECODING)[len(tokenizer.decode(ids, **_DECODING)) :]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from torch import nn
+from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -28,7 +28,6 @@ from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
 from ..nn.init import Projection, Scheme
 from ..nn.multihead import HeadRMSNorm
 from ..nn.network import FixedDtypes, Network
-from . import decoding
 from .configuration import FlashMHFConfig
 
 
@@ -84,19 +83,6 @@ class FlashMHFRotaryEmbedding(FixedDtypes, LlamaRotaryEmbedding):
     fixed = property(lambda self: tuple(self._buffers))
 
 
-class FlashMHFRMSNorm(LlamaRMSNorm):
-    """Llama's norm.
-
-    Eager inference takes PyTorch's one kernel instead of six and rounds once. Training keeps Llama's arithmetic.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., hidden_size] normalised."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype != self.weight.dtype:
-            return super().forward(x)
-        return torch.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-
-
 class FlashMHFDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: FlashMHFConfig, layer_idx: int):
         GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
@@ -105,9 +91,9 @@ class FlashMHFDecoderLayer(LlamaDecoderLayer):
         self.mlp = feed_forward(config)
         scheme = Scheme(config.ffn_init, config.initializer_range, config.num_hidden_layers, config.official_init)
         self.mlp.set_scheme(scheme)  # for whichever of its weights a checkpoint leaves out
-        self.input_layernorm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = (
-            FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
+            LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
         )
 
 
@@ -144,13 +130,13 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = FlashMHFRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = FlashMHFRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
 
-class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
+class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM, GenerationMixin):
     """Predict the next token:
 
     input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in nats per token.
@@ -163,28 +149,12 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _sample(
-        self,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        synced_gpus=False,
-        streamer=None,
-        **model_kwargs,
-    ):
-        """Run transformers' loop over tokens, or with a static cache :func:`flashmhf.models.decoding.decode`."""
-        given = (logits_processor, stopping_criteria, generation_config)
-        if decoding.takes(self, FlashMHFForCausalLM, *given, synced_gpus, model_kwargs):
-            return decoding.decode(self, input_ids, *given, streamer, model_kwargs)
-        return super()._sample(input_ids, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-
     def _valid_auto_compile_criteria(self, *given) -> bool:
-        """Return whether transformers' own loops compile the model:
-
-        the CUDA graphs of one whose frequencies vary end in an error.
+        """Return whether transformers compiles the model for a static cache: not if the host chooses the rotary
+        frequencies by the positions, since no CUDA graph then serves all tokens.
         """
-        return not decoding.varies(self) and super()._valid_auto_compile_criteria(*given)
+        varies = self.model.rotary_emb.rope_type in ("dynamic", "longrope")
+        return not varies and super()._valid_auto_compile_criteria(*given)
 
 
 class FlashMHFForSequenceClassification(GenericForSequenceClassification, FlashMHFPreTrainedModel):

@@ -7,8 +7,7 @@ from torch import nn
 
 import flashmhf
 from flashmhf.backends import hopper
-from flashmhf.graphs import capturing
-from flashmhf.testing import poisoned_memory, relative_l2
+from flashmhf.testing import capturing, poisoned_memory, relative_l2
 
 DTYPES = [torch.bfloat16, torch.float16]
 MOST_TOKENS = 384

@@ -38,10 +38,10 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf.distributed import parallelize, shard_placement  # noqa: E402
-from flashmhf.graphs import capturing  # noqa: E402
 from flashmhf.integrations.peft import stack_weights  # noqa: E402
 from flashmhf.integrations.shards import Rank, shard  # noqa: E402
 from flashmhf.quantize import to_fp8  # noqa: E402
+from flashmhf.testing import capturing  # noqa: E402
 
 DEVICE = os.environ.get("DISTRIBUTED_DEVICE", "cpu")
 OPS = torch.ops.flashmhf

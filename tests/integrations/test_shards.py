@@ -17,8 +17,8 @@ import torch
 
 import flashmhf
 from flashmhf import quantize
-from flashmhf.graphs import capturing
 from flashmhf.integrations.shards import Rank, shard
+from flashmhf.testing import capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 D_MODEL, HEADS = 256, 4

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from processes import run_python
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from flashmhf import models as lm
 from flashmhf import quantize
@@ -211,6 +211,84 @@ def test_generation_with_and_without_cache(ffn):
             cache = out.past_key_values
             pieces.append(out.logits)
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+def in_16_bits(ffn: str, **overrides) -> FlashMHFForCausalLM:
+    """A model whose norms' weights are not 1, as training leaves them."""
+    model = tiny(ffn, **overrides).bfloat16().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else torch.randn_like(weight) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("ffn", FFN_TYPES)
+def test_no_mode_changes_the_arithmetic(ffn, device):
+    """bf16 logits, bit for bit, of whole texts and by pieces with a cache; the baseline's are transformers' own."""
+    model = in_16_bits(ffn, **({"ffn_q_norm": True} if ffn == "flashmhf" else {})).to(device)
+    ids = tokens(2, 300).to(device)  # more tokens than small batches have on any back end
+
+    def logits() -> dict[str, torch.Tensor]:
+        found = {"whole": model(ids, use_cache=False).logits, "short": model(ids[:, :9]).logits}
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
+            pieces = [model(piece, past_key_values=cache).logits for piece in ids[:, :12].split([9, 1, 2], 1)]
+            found[type(cache).__name__] = torch.cat(pieces, 1)
+        return {name: each.detach() for name, each in found.items()}
+
+    expected = logits()
+    assert expected["whole"].float().std() > 0.1
+    model.train()
+    modes = {"training": logits()}
+    model.eval()
+    for name, mode in {"no_grad": torch.no_grad, "inference": torch.inference_mode}.items():
+        with mode():
+            modes[name] = logits()
+    model.requires_grad_(False)
+    modes["frozen"] = logits()
+    for mode, found in modes.items():
+        for name, each in found.items():
+            assert torch.equal(each, expected[name]), (mode, name)
+    if ffn == "swiglu":
+        config = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).bfloat16().to(device)
+        llama.load_state_dict(model.state_dict())
+        llama.model.rotary_emb = model.model.rotary_emb  # its frequencies would be bf16
+        assert torch.equal(llama(ids, use_cache=False).logits, expected["whole"])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("ffn", FFN_TYPES)
+def test_probabilities_of_generation_are_those_of_a_forward_pass(ffn, static, device):
+    """To what another number of tokens at a time changes in bf16, as for transformers' Llama."""
+    model, prompt = in_16_bits(ffn).to(device), tokens(2, 9).to(device)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(prompt, **settings, **({"cache_implementation": "static"} if static else {}))
+    chosen = out.sequences[:, 9:, None]
+    generated = torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, chosen)
+    forward = model(out.sequences).logits[:, 8:-1].detach().float().log_softmax(-1).gather(2, chosen)
+    exact = in_16_bits(ffn).float().to(device)
+    exact.load_state_dict({name: w.float() for name, w in model.state_dict().items()})
+    reference = exact(out.sequences).logits[:, 8:-1].detach().log_softmax(-1).gather(2, chosen)
+    assert (generated - forward).norm() <= 2 * (forward - reference).norm() + 1e-3
+
+
+@pytest.mark.parametrize("ffn", FFN_TYPES)
+def test_a_static_cache_gives_the_same_tokens(ffn, device):
+    """On a GPU transformers compiles the model for it, but not where the host chooses frequencies by the positions."""
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}}
+    for overrides in ({}, dynamic | {"max_position_embeddings": 12} if ffn == "flashmhf" else {}):
+        model, ids = tiny(ffn, tie_word_embeddings=False, **overrides).eval().to(device), tokens(3, 9).to(device)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        expected = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
+        assert len(expected[:, 9:].unique()) > 5
+
+
+def test_transformers_finds_what_generates():
+    assert transformers.GenerationMixin in FlashMHFForCausalLM.__bases__
 
 
 def test_a_device_map_never_tears_a_block_apart():

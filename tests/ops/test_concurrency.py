@@ -22,8 +22,7 @@ from targets import RESULTS, call
 
 import flashmhf
 from flashmhf.backends import driver
-from flashmhf.graphs import capturing
-from flashmhf.testing import assert_accurate, problem
+from flashmhf.testing import assert_accurate, capturing, problem
 
 ops = torch.ops.flashmhf
 THREADS, ROUNDS, BACKWARDS = 8, 20, ("backward", "gated_backward")
