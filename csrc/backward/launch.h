@@ -37,7 +37,7 @@ BackwardTask backward_task(const BackwardProblem &problem);
 BackwardLaunch prepare_backward(const BackwardProblem &problem, const BackwardPlan &plan, float *workspace);
 cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch, cudaStream_t stream);
 
-// One instance for each head dimension, in instances/.
+// One instance for each head dimension, in a file that CMake writes (cmake/instances.cmake).
 template <int d_h> cudaError_t launch_backward(const HeadGroupLaunch &launch, cudaStream_t stream);
 
 }  // namespace flashmhf

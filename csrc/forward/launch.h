@@ -27,7 +27,7 @@ int64_t workspace_of(const ForwardProblem &problem, const ForwardPlan &plan);
 ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace);
 cudaError_t launch_forward(int head_dim, const ForwardLaunch &launch, cudaStream_t stream);
 
-// One instance for each format and head dimension, in instances/.
+// One instance for each format and head dimension, in a file that CMake writes (cmake/instances.cmake).
 template <WeightFormat format, int d_h> cudaError_t launch_forward(const ForwardLaunch &launch, cudaStream_t stream);
 // Adds the parts of split items in a kernel of its own. In the instances of 16 bits, for both formats.
 template <int d_h> cudaError_t combine_parts(bool bf16, const ForwardPlan &plan, const ForwardParams &params, cudaStream_t stream);

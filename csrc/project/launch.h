@@ -1,4 +1,4 @@
-// Launches the projection of few tokens. Defined once per element type, in instances/.
+// Launches the projection of few tokens. Defined once per element type, in a file that CMake writes (cmake/instances.cmake).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -76,7 +76,7 @@ def test_the_kernels_compile_with_upstream_headers(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     for instance in instances:
-        folder = "CMakeFiles/flashmhf_kernels.dir/csrc/instances"
+        folder = "CMakeFiles/flashmhf_kernels.dir/instances"
         assert (tmp_path / folder / f"{instance}.cu.o").exists(), instance
         dependencies = subprocess.run(
             ["ninja", "-C", tmp_path, "-t", "deps", f"{folder}/{instance}.cu.o"], capture_output=True, text=True

@@ -1,0 +1,61 @@
+# Writes the files that instantiate the kernels' launches, one for each direction and head dimension, so that they compile in parallel and a
+# change of the backward rebuilds the backward only. The head dimensions are those of csrc/common/head_dims.h.
+set(HEAD_DIMS_FILE ${CMAKE_CURRENT_SOURCE_DIR}/csrc/common/head_dims.h)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${HEAD_DIMS_FILE})
+
+# The head dimensions of `using <name> = HeadDims<64, ...>;`.
+function(head_dims out name)
+  file(STRINGS ${HEAD_DIMS_FILE} line REGEX "^using ${name} = HeadDims<[0-9, ]+>;$")
+  string(REGEX REPLACE "^.*<" "" line "${line}") # a name may hold a digit
+  string(REGEX MATCHALL "[0-9]+" dims "${line}")
+  if(NOT dims)
+    message(FATAL_ERROR "${HEAD_DIMS_FILE} has no line `using ${name} = HeadDims<...>;`")
+  endif()
+  set(${out} ${dims} PARENT_SCOPE)
+endfunction()
+
+# Appends to INSTANCES the file <name>.cu, which instantiates the functions in ARGN of csrc/<folder>/launch.cuh. Where FLASHMHF_INSTANCES
+# names others only: <name>.cpp, with the same functions without kernels, whose launch returns an error.
+function(add_instance name folder)
+  set(text "#include \"${folder}/launch.cuh\"\n\nnamespace flashmhf {\n")
+  set(extension cu)
+  if(FLASHMHF_INSTANCES AND NOT name IN_LIST FLASHMHF_INSTANCES)
+    string(REPLACE "launch.cuh" "launch.h" text "${text}")
+    set(extension cpp)
+  endif()
+  foreach(function ${ARGN})
+    if(extension STREQUAL "cu")
+      string(APPEND text "template cudaError_t ${function};\n")
+    else()
+      string(APPEND text "template <> cudaError_t ${function} { return cudaErrorNotSupported; }\n")
+    endif()
+  endforeach()
+  set(file ${CMAKE_CURRENT_BINARY_DIR}/instances/${name}.${extension})
+  file(CONFIGURE OUTPUT ${file} CONTENT "${text}}  // namespace flashmhf\n" @ONLY)
+  set(INSTANCES ${INSTANCES} ${file} PARENT_SCOPE)
+endfunction()
+
+head_dims(dims ForwardHeadDims)
+foreach(d_h ${dims})
+  add_instance(forward_${d_h} forward "launch_forward<WeightFormat::same, ${d_h}>(const ForwardLaunch &, cudaStream_t)"
+               "combine_parts<${d_h}>(bool, const ForwardPlan &, const ForwardParams &, cudaStream_t)")
+endforeach()
+head_dims(dims ForwardFp8HeadDims)
+foreach(d_h ${dims})
+  add_instance(forward_fp8_${d_h} forward "launch_forward<WeightFormat::e4m3, ${d_h}>(const ForwardLaunch &, cudaStream_t)")
+endforeach()
+head_dims(dims BackwardHeadDims)
+foreach(d_h ${dims})
+  add_instance(backward_${d_h} backward "launch_backward<${d_h}>(const HeadGroupLaunch &, cudaStream_t)")
+endforeach()
+set(types true false) # bf16, or fp16
+set(functions "")
+foreach(bf16 ${types})
+  list(APPEND functions "launch_project<${bf16}>(const ProjectPlan &, const ProjectParams &, cudaStream_t)")
+endforeach()
+add_instance(project project ${functions})
+set(functions "")
+foreach(bf16 ${types})
+  list(APPEND functions "launch_q_norm<${bf16}>(int, const QNormParams &, cudaStream_t)")
+endforeach()
+add_instance(q_norm layer ${functions})
