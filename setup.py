@@ -1,5 +1,5 @@
-"""Builds the op library libflashmhf_hopper.so (CMake, where nvcc is) and the optional launch-planner module
-flashmhf._plan.
+"""Builds the op library libflashmhf_hopper.so, by CMake where nvcc is, and the optional launch-planner module
+flashmhf._plan. A library that fails to compile is an error: it is left out only where there is no CUDA toolkit.
 
 FLASHMHF_WHEEL=1 builds what a release ships (tools/build_wheel.py): one wheel for every Python, hence without
 flashmhf._plan, whose library runs on manylinux_2_28. A wheel of another CUDA than 13 has it in its version
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
@@ -29,20 +30,26 @@ RELEASE = toolchain.flag("FLASHMHF_WHEEL")
 NO_LIBRARY = "_no_library.txt"  # says in the installed package why the library is not there
 
 
-def cmake_build(build_dir: Path, version: str) -> Path:
-    """Builds the op library and returns where it lies, with what ptxas says about its kernels beside it."""
+def cmake_build(version: str) -> Path:
+    """Builds the op library and returns where it lies, with what ptxas says about its kernels beside it.
+
+    Its folder is not setuptools' build_temp, which an editable installation deletes. Raises RuntimeError if it fails.
+    """
+    build_dir = ROOT / "build" / f"cmake-{toolchain.fingerprint(str(ROOT))}"
     torch_root = toolchain.torch_root()
     if torch_root is None:
         raise RuntimeError(
-            f"no {toolchain.TORCH_REQUIREMENT} to take headers from; install it first, or build with isolation"
+            f"there is no {toolchain.TORCH_REQUIREMENT} to take headers from; install it first, or build with isolation"
         )
-    for tool in ("cmake", "ninja"):
-        if shutil.which(tool) is None:
-            raise RuntimeError(f"{tool} was not found; pip install {tool}, or build with isolation")
+    tools = {"cmake>=3.24": toolchain.cmake(), "ninja": shutil.which("ninja")}
+    for requirement, found in tools.items():
+        if found is None:
+            raise RuntimeError(f"there is no {requirement}; pip install '{requirement}', or build with isolation")
     nvcc_threads = toolchain.count("NVCC_THREADS") or 1
     configure = [
         "cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir),
         "-DCMAKE_BUILD_TYPE=Release",
+        f"-DCMAKE_MAKE_PROGRAM={tools['ninja']}",  # CMake remembers the ninja of pip's last build, which is gone
         f"-DCMAKE_CUDA_COMPILER={toolchain.nvcc()}",
         f"-DTORCH_ROOT={torch_root}",
         f"-DFLASHMHF_VERSION={version}",
@@ -50,17 +57,18 @@ def cmake_build(build_dir: Path, version: str) -> Path:
         f"-DFLASHMHF_MANYLINUX={'ON' if RELEASE else 'OFF'}",
         f"-DTHUNDERKITTENS_ROOT={os.environ.get('THUNDERKITTENS_ROOT', '')}",
     ]  # fmt: skip
-    ccache = shutil.which("ccache")
-    if ccache:
-        configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
+    ccache = shutil.which("ccache") or ""  # empty, too: CMake remembers one that is gone
+    configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
     build = ["cmake", "--build", str(build_dir), "--target", "flashmhf_hopper", "-j", str(toolchain.jobs(nvcc_threads))]
     for step, command in (("configuring", configure), ("compiling", build)):
         if subprocess.run(command).returncode:
-            raise RuntimeError(f"{step} it with CMake failed; pip install -v shows the messages")
+            raise RuntimeError(
+                f"{step} it failed, as said above (if a compiler was killed: MAX_JOBS=1 takes less memory)"
+            )
     headers = "upstream" if os.environ.get("THUNDERKITTENS_ROOT") else "bundled"
     nvcc = ".".join(map(str, toolchain.nvcc_version()))
     resources = {"thunderkittens": headers, "nvcc": nvcc} | kernel_resources.collect(build_dir)
-    (build_dir / kernel_resources.FILE).write_text(json.dumps(resources, indent=1) + "\n")
+    (build_dir / kernel_resources.FILE).write_text(json.dumps(resources, indent=1) + "\n", encoding="utf-8")
     return build_dir / LIBRARY
 
 
@@ -71,34 +79,36 @@ class BuildExtensions(build_ext):
         super().run()
         package = ROOT / "flashmhf" if self.inplace else Path(self.build_lib) / "flashmhf"
         package.mkdir(parents=True, exist_ok=True)
-        try:
-            library = self.library()
-            shutil.copy2(library, package / LIBRARY)
-            (package / kernel_resources.FILE).unlink(missing_ok=True)
-            if (resources := library.parent / kernel_resources.FILE).exists():
-                shutil.copy2(resources, package / kernel_resources.FILE)
-            (package / NO_LIBRARY).unlink(missing_ok=True)
-            return
-        except RuntimeError as error:
-            reason = str(error)
-        if RELEASE or toolchain.flag("FLASHMHF_FORCE_CUDA_BUILD"):
+        library, reason = self.library()
+        if library is None and (RELEASE or toolchain.flag("FLASHMHF_FORCE_CUDA_BUILD")):
             raise RuntimeError(f"flashmhf: the CUDA library was not built: {reason}")
-        for name in (LIBRARY, kernel_resources.FILE):
+        for name in (LIBRARY, kernel_resources.FILE, NO_LIBRARY):
             (package / name).unlink(missing_ok=True)
-        (package / NO_LIBRARY).write_text(reason + "\n")
-        print(f"flashmhf: installed without its CUDA library: {reason}", file=sys.stderr)
+        if library is None:
+            (package / NO_LIBRARY).write_text(f"{reason}\n", encoding="utf-8")
+            print(f"flashmhf: installed without its CUDA library: {reason}", file=sys.stderr)
+            return
+        for source in (library, library.parent / kernel_resources.FILE):
+            if source.exists():
+                shutil.copy2(source, package / (LIBRARY if source is library else kernel_resources.FILE))
 
-    def library(self) -> Path:
-        """The op library:
+    def library(self) -> tuple[Path | None, str | None]:
+        """The op library: $FLASHMHF_LIBRARY (compiled before), else built here; or None and why this machine has none.
 
-        $FLASHMHF_LIBRARY (compiled before), else built here. Raises RuntimeError with the reason why there is none.
+        What fails on a machine that has a CUDA toolkit raises RuntimeError: it is no reason to install without.
         """
-        if os.environ.get("FLASHMHF_LIBRARY"):
-            return Path(os.environ["FLASHMHF_LIBRARY"])
+        if named := os.environ.get("FLASHMHF_LIBRARY"):
+            if not Path(named).is_file():
+                raise RuntimeError(f"FLASHMHF_LIBRARY is {named!r}; supported: the path of a {LIBRARY}")
+            return Path(named), None
         reason = toolchain.no_cuda_reason()
         if reason is not None:
-            raise RuntimeError(reason)
-        return cmake_build(Path(self.build_temp).resolve() / "cmake", self.distribution.get_version().partition("+")[0])
+            return None, reason
+        try:
+            return cmake_build(self.distribution.get_version().partition("+")[0]), None
+        except RuntimeError as error:
+            hint = "FLASHMHF_SKIP_CUDA_BUILD=1 installs without it"
+            raise RuntimeError(f"flashmhf: the CUDA library was not built: {error}; {hint}") from None
 
     def get_outputs(self):
         if self.inplace:
@@ -107,6 +117,16 @@ class BuildExtensions(build_ext):
         return super().get_outputs() + [
             str(path) for name in (LIBRARY, kernel_resources.FILE, NO_LIBRARY) if (path := package / name).exists()
         ]
+
+
+class BuildPython(build_py):
+    """Modules that an earlier build left in build/lib, and that the sources no longer have, are not installed."""
+
+    def run(self):
+        for package in ("flashmhf", "flashmhf_recipes"):
+            for path in (Path(self.build_lib) / package).rglob("*.py"):
+                path.unlink()
+        super().run()
 
 
 def plan_extension() -> Extension:
@@ -142,11 +162,12 @@ def release_commands() -> dict[str, type]:
         def get_tag(self):
             return ("py3", "none", super().get_tag()[2])
 
-    return {"build_ext": BuildExtensions, "bdist_wheel": ReleaseWheel}
+    return COMMANDS | {"bdist_wheel": ReleaseWheel}
 
 
+COMMANDS = {"build_ext": BuildExtensions, "build_py": BuildPython}
 if RELEASE:
     label = {"egg_info": {"tag_build": toolchain.release_label()}}
     setup(cmdclass=release_commands(), distclass=ReleaseDistribution, options=label)
 else:
-    setup(ext_modules=[plan_extension()], cmdclass={"build_ext": BuildExtensions})
+    setup(ext_modules=[plan_extension()], cmdclass=COMMANDS)

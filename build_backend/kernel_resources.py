@@ -46,7 +46,7 @@ def collect(build_folder: Path) -> dict:
     kernels: dict[str, dict[str, int]] = {}
     remarks: list[str] = []
     for log in sorted(build_folder.rglob("*.cu.o.log")):
-        found, said = parse(log.read_text(errors="replace"))
+        found, said = parse(log.read_text(encoding="utf-8", errors="replace"))
         kernels |= found
         remarks += said
     if not kernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -13,6 +14,7 @@ import sysconfig
 from pathlib import Path
 
 MINIMUM_NVCC = (12, 4)
+MINIMUM_CMAKE = (3, 24)  # as in CMakeLists.txt
 RELEASE_CUDA = 13  # major version of the wheel without a label
 TORCH_REQUIREMENT = "torch>=2.10"
 STABLE_HEADER = "include/torch/csrc/stable/library.h"
@@ -43,12 +45,28 @@ def nvcc() -> Path | None:
     return next((Path(path) for path in found if path), None)
 
 
+def _says(program: Path | str) -> str:
+    """What ``program --version`` prints."""
+    done = subprocess.run([program, "--version"], capture_output=True, encoding="utf-8", errors="replace")
+    return done.stdout
+
+
 @functools.cache
 def nvcc_version() -> tuple[int, int]:
     """(0, 0) of a program that is no nvcc."""
-    text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"release (\d+)\.(\d+)", text)
+    release = re.search(r"release (\d+)\.(\d+)", _says(nvcc()))
     return tuple(map(int, release.groups())) if release else (0, 0)
+
+
+def fingerprint(*more: str) -> str:
+    """Names ``more`` and the compilers, which CMake looks at only once in a build folder.
+
+    Another toolkit behind the same path, and other flags of the environment, need another folder.
+    """
+    real, host = nvcc().resolve(), shutil.which(os.environ.get("CXX") or "c++")
+    found = [*more, str(real), str(real.stat().st_mtime_ns), _says(nvcc()), _says(host) if host else ""]
+    found += [os.environ.get(name, "") for name in ("CXX", "CUDAHOSTCXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")]
+    return hashlib.sha256("\0".join(found).encode()).hexdigest()[:12]
 
 
 def release_label() -> str:
@@ -60,21 +78,27 @@ def release_label() -> str:
 
 
 def no_cuda_reason() -> str | None:
-    """None when the CUDA library should be built, else why it is left out."""
+    """None when the CUDA library should be built, else why it is left out.
+
+    Raises RuntimeError where CUDACXX names a compiler that cannot build it.
+    """
     if flag("FLASHMHF_SKIP_CUDA_BUILD"):
         return "FLASHMHF_SKIP_CUDA_BUILD was set"
     if not sys.platform.startswith("linux"):
         return f"the platform is {sys.platform}; supported: linux"
-    named = os.environ.get("CUDACXX")
+    named, reason = os.environ.get("CUDACXX"), None
+    supported = f"nvcc {'.'.join(map(str, MINIMUM_NVCC))} and later"
     if named and shutil.which(named) is None:
-        return f"CUDACXX is {named!r}; supported: the path of nvcc"
-    if nvcc() is None:
-        return "nvcc was not found (looked at CUDACXX, CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
-    if nvcc_version() == (0, 0):
-        return f"{nvcc()} --version names no release of CUDA; supported: nvcc"
-    if nvcc_version() < MINIMUM_NVCC:
-        return f"{nvcc()} has version {'.'.join(map(str, nvcc_version()))}; supported: {'.'.join(map(str, MINIMUM_NVCC))} and later"
-    return None
+        reason = f"CUDACXX is {named!r}; supported: the path of nvcc"
+    elif nvcc() is None:
+        reason = "nvcc was not found (looked at CUDACXX, CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
+    elif nvcc_version() == (0, 0):
+        reason = f"{nvcc()} --version names no release of CUDA; supported: {supported}"
+    elif nvcc_version() < MINIMUM_NVCC:
+        reason = f"{nvcc()} has version {'.'.join(map(str, nvcc_version()))}; supported: {supported}"
+    if named and reason is not None:
+        raise RuntimeError(f"{reason} (unset CUDACXX, or set FLASHMHF_SKIP_CUDA_BUILD=1)")
+    return reason
 
 
 def torch_root() -> Path | None:
@@ -100,24 +124,44 @@ def _has_stable_abi(root: Path) -> bool:
 
 def torch_version(root: Path) -> tuple[int, int]:
     path = root / "version.py"
-    match = re.search(r"__version__ = ['\"](\d+)\.(\d+)", path.read_text()) if path.exists() else None
+    match = re.search(r"__version__ = ['\"](\d+)\.(\d+)", path.read_text(encoding="utf-8")) if path.exists() else None
     return tuple(map(int, match.groups())) if match else (0, 0)
 
 
 def build_requirements() -> list[str]:
     if os.environ.get("FLASHMHF_LIBRARY") or no_cuda_reason() is not None:
         return []
-    missing = [
-        requirement
-        for tool, requirement in (("cmake", "cmake>=3.24"), ("ninja", "ninja"))
-        if shutil.which(tool) is None
-    ]
-    return missing + ([TORCH_REQUIREMENT] if torch_root() is None else [])
+    needed = [("cmake>=3.24", cmake() is None), ("ninja", shutil.which("ninja") is None)]
+    return [name for name, is_missing in (*needed, (TORCH_REQUIREMENT, torch_root() is None)) if is_missing]
+
+
+def cmake() -> str | None:
+    """The first cmake of the PATH, unless it is too old for CMakeLists.txt."""
+    found = shutil.which("cmake")
+    version = re.search(r"version (\d+)\.(\d+)", _says(found)) if found else None
+    return found if version and tuple(map(int, version.groups())) >= MINIMUM_CMAKE else None
+
+
+def memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may use: the machine's, or fewer if its control group (v1 or v2) has a limit."""
+    least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        # A container sees its own group at the top, whatever its path on the host is.
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            limit = root / "sys/fs/cgroup" / top / folder / name
+            text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
+            least = least if text == "max" else min(least, int(text))
+    return least
 
 
 def jobs(nvcc_threads: int) -> int:
     """$MAX_JOBS, else as many compilers as there are cores and memory for."""
     if named := count("MAX_JOBS"):
         return named
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // (BYTES_PER_JOB * nvcc_threads)))
+    return max(1, min(len(os.sched_getaffinity(0)), memory() // (BYTES_PER_JOB * nvcc_threads)))

@@ -1,7 +1,6 @@
-"""What is installed: the op library's ABI and needs, and how the build finds its tools."""
+"""What is installed: the op library's ABI and needs, and the files of the package."""
 
 import importlib.metadata
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, run_python, script
+from processes import ROOT, run_python
 
 import flashmhf
 from flashmhf.backends import hopper
@@ -92,109 +91,6 @@ def test_sdist_holds_every_tracked_file(tmp_path):
     with tarfile.open(next(tmp_path.glob("*.tar"))) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert sorted(name for name in tracked - held if not name.startswith((".ci", ".git"))) == []
-
-
-# The build's search for its tools
-
-
-@pytest.fixture
-def toolchain(monkeypatch):
-    if not (ROOT / "build_backend").exists() or not sys.platform.startswith("linux"):
-        pytest.skip("the sources are not here, or this is not Linux, where the CUDA library is built")
-    for name in (
-        "CUDACXX",
-        "CUDA_HOME",
-        "CUDA_PATH",
-        "MAX_JOBS",
-        "TORCH_ROOT",
-        "FLASHMHF_SKIP_CUDA_BUILD",
-        "FLASHMHF_FORCE_CUDA_BUILD",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    return script("build_backend/toolchain.py")
-
-
-@pytest.mark.parametrize(
-    ("version", "usable", "label"),
-    [("12.3", False, "+cu12"), ("12.4", True, "+cu12"), ("12.9", True, "+cu12"), ("13.0", True, "")],
-)
-def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, usable, label):
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.0'\n")
-    nvcc.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert toolchain.nvcc() == nvcc and toolchain.release_label() == label
-    reason = toolchain.no_cuda_reason()
-    assert reason is None if usable else "supported: 12.4 and later" in reason
-
-
-@pytest.mark.parametrize(
-    ("named", "message"), [("/no/such/nvcc", "CUDACXX is '/no/such/nvcc'"), ("true", "names no release of CUDA")]
-)
-def test_a_compiler_that_is_no_nvcc_is_named(toolchain, monkeypatch, named, message):
-    monkeypatch.setenv("CUDACXX", named)
-    assert message in toolchain.no_cuda_reason()
-
-
-def test_without_nvcc_nothing_is_required(toolchain, monkeypatch):
-    monkeypatch.setattr(toolchain, "nvcc", lambda: None)
-    assert "nvcc was not found" in toolchain.no_cuda_reason()
-    assert toolchain.build_requirements() == []
-
-
-@pytest.mark.parametrize(("value", "skipped"), [("1", True), ("0", False), ("", False), ("off", False)])
-def test_skip_flag(toolchain, monkeypatch, value, skipped):
-    monkeypatch.setenv("FLASHMHF_SKIP_CUDA_BUILD", value)
-    assert (toolchain.no_cuda_reason() == "FLASHMHF_SKIP_CUDA_BUILD was set") is skipped
-
-
-def torch_folder(root: Path, version: str, stable: bool = True) -> Path:
-    folder = root / "torch"
-    header = folder / "include/torch/csrc/stable/library.h"
-    header.parent.mkdir(parents=True)
-    if stable:
-        header.touch()
-    (folder / "version.py").write_text(f"__version__ = '{version}'\n")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("version", "stable", "used"),
-    [("2.9.1", True, False), ("2.10.0", True, True), ("2.13.0+cpu", True, True), ("2.13.0", False, False)],
-)
-def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, version, stable, used):
-    """Under build isolation torch is not importable, but the target's site-packages still has its headers."""
-    folder = torch_folder(tmp_path, version, stable)
-    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
-    assert toolchain.torch_root() == (folder if used else None)
-    assert ("torch>=2.10" in toolchain.build_requirements()) is not used
-
-
-def test_a_named_torch_comes_first(toolchain, monkeypatch, tmp_path):
-    """tools/build_wheel.py names the torch of its own environment, which an isolated build cannot see and would
-    download again.
-    """
-    folder = torch_folder(tmp_path, "2.13.0+cpu")
-    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
-    monkeypatch.setenv("TORCH_ROOT", str(folder))
-    assert toolchain.torch_root() == folder
-    assert "torch>=2.10" not in toolchain.build_requirements()
-    monkeypatch.setenv("TORCH_ROOT", str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"TORCH_ROOT={tmp_path} holds no torch>=2.10"):
-        toolchain.torch_root()
-
-
-def test_jobs(toolchain, monkeypatch):
-    assert 1 <= toolchain.jobs(1) <= len(os.sched_getaffinity(0))
-    assert toolchain.jobs(10**6) == 1
-    monkeypatch.setenv("MAX_JOBS", "7")
-    assert toolchain.jobs(1) == 7
-    monkeypatch.setenv("MAX_JOBS", "all")
-    with pytest.raises(ValueError, match="MAX_JOBS is 'all'; supported: a whole number"):
-        toolchain.jobs(1)
 
 
 def test_setup_parses_without_torch(tmp_path):

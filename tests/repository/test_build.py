@@ -1,0 +1,244 @@
+"""The build of the CUDA library: how it finds its tools, and that it yields a library or fails.
+
+The tools are stubs. That of CMake does what matters here: it remembers the ninja of the first call, as CMake does.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT, script
+
+LINUX = pytest.mark.skipif(
+    not (ROOT / "build_backend").exists() or not sys.platform.startswith("linux"),
+    reason="the sources are not here, or this is not Linux, where the CUDA library is built",
+)
+pytestmark = LINUX
+VARIABLES = "CUDACXX CUDA_HOME CUDA_PATH CXX MAX_JOBS TORCH_ROOT".split()
+VARIABLES += ["FLASHMHF_SKIP_CUDA_BUILD", "FLASHMHF_FORCE_CUDA_BUILD", "FLASHMHF_LIBRARY", "FLASHMHF_WHEEL"]
+
+NVCC = "echo 'Cuda compilation tools, release {0}, V{0}.1'"
+CMAKE = r"""
+case "$1" in
+--version) echo "cmake version 3.30.1"; exit;;
+--build) cd "$2"; test -f broken && { cat broken; exit 1; }
+    mkdir -p objects; cp ptxas.log objects/kernel.cu.o.log; echo $(cat builds) library > libflashmhf_hopper.so; exit;;
+esac
+for argument; do case "$argument" in -DCMAKE_MAKE_PROGRAM=*) ninja="${argument#*=}";; esac; done
+while [ "$1" != -B ]; do shift; done
+mkdir -p "$2"; cd "$2"
+cached=$(cat CMakeCache.txt 2>/dev/null || command -v ninja); ninja="${ninja:-$cached}"
+"$ninja" --version || { echo "CMake Error: Running '$ninja' '--version' failed"; exit 1; }
+echo "$ninja" > CMakeCache.txt; echo build >> builds; cp "$PTXAS_LOG" ptxas.log; cp "$BROKEN" broken 2>/dev/null; true
+"""
+PTXAS_LOG = """ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+"""
+
+
+def program(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A function that builds a copy of the sources as pip does, with tools in a folder that is gone afterwards.
+
+    It returns the exit status and what was printed; the package is in build/lib.
+    """
+    pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
+    tree = tmp_path / "tree"
+    for name in ("build_backend", "flashmhf", "flashmhf_recipes"):
+        left_out = shutil.ignore_patterns("*.so", "__pycache__", "_no_library.txt", "kernel_resources.json")
+        shutil.copytree(ROOT / name, tree / name, ignore=left_out)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tmp_path / "ptxas.log").write_text(PTXAS_LOG, encoding="utf-8")
+    nvcc = program(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("13.0"))
+    folders = iter(range(100))
+
+    def run(*command: str, cmake: str = CMAKE, **variables: str) -> tuple[int, str]:
+        tools = tmp_path / f"pip-build-env-{next(folders)}"
+        program(tools / "cmake", cmake), program(tools / "ninja", "echo 1.11")
+        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_HOME": str(nvcc.parents[1]), "BROKEN": "none"}
+        environment |= {"PTXAS_LOG": str(tmp_path / "ptxas.log"), "CXX": "false"} | variables  # no planner: seconds
+        command = [sys.executable, "setup.py", "-q", *(command or ("build", "--build-lib", "build/lib"))]
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, encoding="utf-8")
+        shutil.rmtree(tools)
+        return done.returncode, done.stdout + done.stderr
+
+    run.tree, run.nvcc, run.library = tree, nvcc, tree / "build/lib/flashmhf/libflashmhf_hopper.so"
+    return run
+
+
+def ends_well(result: tuple[int, str]) -> None:
+    assert result[0] == 0, result[1]
+
+
+def test_a_second_installation_has_the_library_too(build):
+    """pip deletes the ninja and the cmake that it brought, and CMake remembers where they were."""
+    for _ in range(2):
+        ends_well(build())
+        assert build.library.read_text(encoding="utf-8")
+        build.library.unlink()
+    (build.tree / "build/lib/flashmhf/gone.py").touch()  # of an older version
+    ends_well(build(FLASHMHF_SKIP_CUDA_BUILD="1"))
+    assert not build.library.exists() and not (build.tree / "build/lib/flashmhf/gone.py").exists()
+    reason = build.library.with_name("_no_library.txt").read_text(encoding="utf-8")
+    assert reason == "FLASHMHF_SKIP_CUDA_BUILD was set\n"
+
+
+def test_an_editable_installation_is_incremental(build):
+    for folder in ("first", "second"):
+        ends_well(build("build_ext", "--inplace", "--build-temp", str(build.tree / folder)))
+    assert (build.tree / "flashmhf/libflashmhf_hopper.so").read_text(encoding="utf-8") == "build build library\n"
+
+
+def test_another_toolkit_behind_the_same_path_builds_anew(build):
+    for version in ("13.0", "13.1"):
+        program(build.nvcc, NVCC.format(version))
+        ends_well(build())
+        assert build.library.read_text(encoding="utf-8") == "build library\n", version
+
+
+@pytest.mark.parametrize("step", ["compiling", "configuring", "an old cmake", "FLASHMHF_LIBRARY"])
+def test_a_build_that_fails_is_an_error_and_keeps_the_library_that_was(build, step, tmp_path):
+    ends_well(build())
+    before = build.library.read_text(encoding="utf-8")
+    broken, cmake, message, variables = tmp_path / "broken", CMAKE, "kernel.cuh(7): error: expected a ';'", {}
+    if step == "compiling":
+        broken.write_text(message, encoding="utf-8")
+    elif step == "configuring":
+        cmake = CMAKE.replace('mkdir -p "$2"', f'echo "{message}"; exit 1')
+    elif step == "an old cmake":
+        cmake, message = CMAKE.replace("3.30.1", "3.22.1"), "there is no cmake>=3.24; pip install 'cmake>=3.24'"
+    else:
+        variables, message = {"FLASHMHF_LIBRARY": "/no/such.so"}, "FLASHMHF_LIBRARY is '/no/such.so'; supported"
+    status, printed = build(cmake=cmake, BROKEN=str(broken), **variables)
+    assert status != 0 and message in printed
+    assert step == "FLASHMHF_LIBRARY" or "FLASHMHF_SKIP_CUDA_BUILD=1 installs without it" in printed
+    assert build.library.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize(("version", "required"), [("3.22.1", ["cmake>=3.24"]), ("3.24.0", []), ("4.1.2", [])])
+def test_cmake_is_required_by_version(toolchain, monkeypatch, tmp_path, version, required):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program(tmp_path / "cmake", f"echo cmake version {version}"), program(tmp_path / "ninja", "echo 1.11")
+    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
+    monkeypatch.setattr(toolchain, "torch_root", lambda: tmp_path)
+    assert toolchain.build_requirements() == required
+
+
+@pytest.mark.parametrize(
+    ("group", "file", "limit"),
+    [
+        ("0::/docker/abc", "memory.max", "4294967296\n"),  # version 2; the container sees its own group at the top
+        ("0::/slice/job", "slice/memory.max", "4294967296\n"),  # the limit of the group above
+        ("4:memory:/docker/abc", "memory/memory.limit_in_bytes", "4294967296\n"),  # version 1
+        ("0::/", "memory.max", "max\n"),
+        ("3:cpu:/", "memory.max", "1\n"),
+    ],
+)
+def test_the_memory_of_a_control_group_bounds_the_compilers(toolchain, tmp_path, group, file, limit):
+    for path, text in (("proc/self/cgroup", f"1:name=systemd:/\n{group}\n"), (f"sys/fs/cgroup/{file}", limit)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert toolchain.memory(tmp_path) == (min(machine, 1 << 32) if limit[0] == "4" else machine)
+
+
+@pytest.fixture
+def toolchain(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return script("build_backend/toolchain.py")
+
+
+@pytest.mark.parametrize(
+    ("version", "usable", "label"),
+    [("12.3", False, "+cu12"), ("12.4", True, "+cu12"), ("12.9", True, "+cu12"), ("13.0", True, "")],
+)
+def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, usable, label):
+    nvcc = program(tmp_path / "bin" / "nvcc", NVCC.format(version))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert toolchain.nvcc() == nvcc and toolchain.release_label() == label
+    reason = toolchain.no_cuda_reason()
+    assert reason is None if usable else "supported: nvcc 12.4 and later" in reason
+
+
+@pytest.mark.parametrize(
+    ("named", "message"), [("/no/such/nvcc", "CUDACXX is '/no/such/nvcc'"), ("true", "names no release of CUDA")]
+)
+def test_a_named_compiler_that_is_no_nvcc_is_an_error(toolchain, monkeypatch, named, message):
+    monkeypatch.setenv("CUDACXX", named)
+    with pytest.raises(RuntimeError, match=f"{message}.*unset CUDACXX"):
+        toolchain.build_requirements()
+
+
+def test_without_nvcc_nothing_is_required(toolchain, monkeypatch):
+    monkeypatch.setattr(toolchain, "nvcc", lambda: None)
+    assert "nvcc was not found" in toolchain.no_cuda_reason()
+    assert toolchain.build_requirements() == []
+
+
+@pytest.mark.parametrize(("value", "skipped"), [("1", True), ("0", False), ("", False), ("off", False)])
+def test_skip_flag(toolchain, monkeypatch, value, skipped):
+    monkeypatch.setenv("FLASHMHF_SKIP_CUDA_BUILD", value)
+    assert (toolchain.no_cuda_reason() == "FLASHMHF_SKIP_CUDA_BUILD was set") is skipped
+
+
+def torch_folder(root: Path, version: str, stable: bool = True) -> Path:
+    folder = root / "torch"
+    header = folder / "include/torch/csrc/stable/library.h"
+    header.parent.mkdir(parents=True)
+    if stable:
+        header.touch()
+    (folder / "version.py").write_text(f"__version__ = '{version}'\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "stable", "used"),
+    [("2.9.1", True, False), ("2.10.0", True, True), ("2.13.0+cpu", True, True), ("2.13.0", False, False)],
+)
+def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, version, stable, used):
+    """Under build isolation torch is not importable, but the target's site-packages still has its headers."""
+    folder = torch_folder(tmp_path, version, stable)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
+    assert toolchain.torch_root() == (folder if used else None)
+    assert ("torch>=2.10" in toolchain.build_requirements()) is not used
+
+
+def test_a_named_torch_comes_first(toolchain, monkeypatch, tmp_path):
+    """tools/build_wheel.py names the torch of its own environment, which an isolated build cannot see and would
+    download again.
+    """
+    folder = torch_folder(tmp_path, "2.13.0+cpu")
+    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
+    monkeypatch.setenv("TORCH_ROOT", str(folder))
+    assert toolchain.torch_root() == folder
+    assert "torch>=2.10" not in toolchain.build_requirements()
+    monkeypatch.setenv("TORCH_ROOT", str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"TORCH_ROOT={tmp_path} holds no torch>=2.10"):
+        toolchain.torch_root()
+
+
+def test_jobs(toolchain, monkeypatch):
+    assert 1 <= toolchain.jobs(1) <= len(os.sched_getaffinity(0))
+    assert toolchain.jobs(10**6) == 1
+    monkeypatch.setenv("MAX_JOBS", "7")
+    assert toolchain.jobs(1) == 7
+    monkeypatch.setenv("MAX_JOBS", "all")
+    with pytest.raises(ValueError, match="MAX_JOBS is 'all'; supported: a whole number"):
+        toolchain.jobs(1)
