@@ -20,6 +20,16 @@ std::string build_info() {
            "]}, {\"name\": \"backward\", \"d_h\": [" + flashmhf::BackwardHeadDims::names() + "]}]}";
 }
 
+// An operator of a compiled graph, where what the kernels read was known when the graph was made, and a result has to be a tensor.
+template <auto op> struct OfGraph;
+template <typename... Args, std::optional<flashmhf::Tensor> (*op)(Args...)> struct OfGraph<op> {
+    static flashmhf::Tensor call(Args... args) {
+        std::optional<flashmhf::Tensor> result = op(args...);
+        STD_TORCH_CHECK(result.has_value(), "layer: a tensor's dtype, shape, device or layout is not the one that the graph was compiled for");
+        return *result;
+    }
+};
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
@@ -29,11 +39,17 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("fp8_forward(Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor? r, Tensor? w, float eps) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias) -> Tensor");
     m.def(
-        "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v, Tensor w, float eps,"
-        " Tensor out_w, Tensor? out_bias) -> Tensor?");
+        "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v,"
+        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
     m.def(
-        "fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8,"
-        " Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
+        "fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8, Tensor scales,"
+        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
+    m.def(
+        "graph_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v,"
+        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor");
+    m.def(
+        "graph_fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8, Tensor scales,"
+        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor");
     m.def(
         "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
         "needs_weights)"
@@ -57,6 +73,8 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("project", TORCH_BOX(&flashmhf::project));
     m.impl("layer", TORCH_BOX(&flashmhf::layer));
     m.impl("fp8_layer", TORCH_BOX(&flashmhf::fp8_layer));
+    m.impl("graph_layer", TORCH_BOX(&OfGraph<&flashmhf::layer>::call));
+    m.impl("graph_fp8_layer", TORCH_BOX(&OfGraph<&flashmhf::fp8_layer>::call));
     m.impl("backward", TORCH_BOX(&flashmhf::backward));
     m.impl("gated_backward", TORCH_BOX(&flashmhf::gated_backward));
     m.impl("backward_accumulate_", TORCH_BOX(&flashmhf::backward_accumulate_));

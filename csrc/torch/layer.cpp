@@ -12,13 +12,11 @@
 namespace flashmhf {
 namespace {
 
-// x [T, K] W^T + bias by cuBLAS, as torch.nn.functional.linear calls it, but not through the dispatcher.
-Tensor linear(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
-    const Tensor out = new_dense(x, std::array{x.size(0), w.size(0)});
+// out = x [T, K] W^T + bias by cuBLAS, as torch.nn.functional.linear calls it, but not through the dispatcher.
+void linear(const Tensor &out, const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
     const Tensor transposed = strided_view(w, std::array{w.size(1), w.size(0)}, std::array{int64_t{1}, w.size(1)});
     TORCH_ERROR_CODE_CHECK(bias ? aoti_torch_cuda_addmm_out(out.get(), bias->get(), x.get(), transposed.get(), 1., 1.)
                                 : aoti_torch_cuda_mm_out(out.get(), x.get(), transposed.get()));
-    return out;
 }
 
 // What the kernels read as it is: contiguous, aligned, on x's device, of this type.
@@ -29,6 +27,11 @@ bool reads(const Tensor &x, const Tensor &operand, std::initializer_list<int64_t
 // The same in x's type or in fp32.
 bool reads_either(const Tensor &x, const Tensor &operand, std::initializer_list<int64_t> sizes) {
     return reads(x, operand, sizes, x.scalar_type()) || reads(x, operand, sizes, ScalarType::Float);
+}
+
+Tensor some_rows(const Tensor &x, int64_t first, int64_t count) {
+    if (count == x.size(0)) return x;
+    return strided_view(x, std::array{count, x.size(1)}, std::array{x.stride(0), x.stride(1)}, first * x.stride(0));
 }
 
 // The rows of x in place where they have one stride; a copy of them otherwise.
@@ -67,7 +70,7 @@ struct Frame {
 };
 
 bool takes_shapes(const Tensor &x, const Tensor &k, const Tensor &w, const Tensor &out_w) {
-    if (!x.is_cuda() || x.dim() < 1 || x.numel() == 0 || k.dim() != 4 || w.dim() != 3 || out_w.dim() != 2) return false;
+    if (!x.is_cuda() || x.dim() < 1 || x.size(x.dim() - 1) == 0 || k.dim() != 4 || w.dim() != 3 || out_w.dim() != 2) return false;
     return x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half;
 }
 
@@ -89,24 +92,42 @@ bool takes_few(int64_t tokens, const Projection &p, const Device &device) {
     return features % project_multiple == 0 && p.w.size(1) % project_multiple == 0 && projects_faster(tokens, features, device);
 }
 
-// mix: Q [T, H, d_h] -> S.
+constexpr int64_t chunk_tokens = 16384;
+
+// mix: Q [T, H, d_h] -> S. More than chunk_tokens tokens run in equal chunks of at most so many, so that the peak memory beyond x is the
+// result and S of one chunk.
 template <typename Mix> Tensor run(const Frame &f, Mix mix) {
     const DeviceScope scope(f.x.get_device_index(), "flashmhf layer");
+    const int64_t features = f.out.w.size(0);
+    std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
+    sizes.back() = features;
+    if (f.x.numel() == 0) return new_dense(f.x, sizes);
+
     const Tensor rows = rows_of(f.x, f.in.w.size(1));
     const int64_t tokens = rows.size(0);
     const Device device = describe_current_device();
-    // The projection kernel, which reads x by TMA, takes both projections or none.
-    const bool few = readable_rows(rows) && takes_few(tokens, f.in, device) && takes_few(tokens, f.out, device);
-    const Tensor mixed = [&] {  // Q is released before out_proj takes memory
-        const Tensor q = few ? project(rows, f.in.w, f.in.bias) : linear(rows, f.in.w, f.in.bias);
+    auto mixed = [&](const Tensor &q) {
         if (f.norm) normalise(q, *f.norm, f.norm_eps);
-        return mix(dense_view(q, std::array{tokens, f.heads(), f.head_dim()}));
-    }();
-    const Tensor inner = dense_view(mixed, std::array{tokens, f.inner()});
-    const Tensor y = few ? project_behind_forward(inner, f.out.w, f.out.bias) : linear(inner, f.out.w, f.out.bias);
-    std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
-    sizes.back() = f.out.w.size(0);
-    return dense_view(y, sizes);
+        return dense_view(mix(dense_view(q, std::array{q.size(0), f.heads(), f.head_dim()})), std::array{q.size(0), f.inner()});
+    };
+    // The projection kernel, which reads x by TMA, takes both projections or none.
+    if (readable_rows(rows) && takes_few(tokens, f.in, device) && takes_few(tokens, f.out, device))
+        return dense_view(project_behind_forward(mixed(project(rows, f.in.w, f.in.bias)), f.out.w, f.out.bias), sizes);
+
+    const Tensor out = new_dense(f.x, sizes), out_rows = dense_view(out, std::array{tokens, features});
+    const int64_t chunks = ceil_div(tokens, chunk_tokens);
+    for (int64_t chunk = 0, first = 0; chunk < chunks; ++chunk) {
+        const int64_t count = tokens / chunks + (chunk < tokens % chunks);
+        const Tensor x = some_rows(rows, first, count), y = some_rows(out_rows, first, count);
+        const Tensor inner = [&] {  // Q lies where the result will, if it is as wide, or is released before out_proj takes memory
+            const Tensor q = f.inner() == features ? y : new_dense(x, std::array{count, f.inner()});
+            linear(q, x, f.in.w, f.in.bias);
+            return mixed(q);
+        }();
+        linear(y, inner, f.out.w, f.out.bias);
+        first += count;
+    }
+    return out;
 }
 
 }  // namespace

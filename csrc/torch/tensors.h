@@ -33,10 +33,10 @@ inline Tensor new_dense(const Tensor &x, Sizes sizes) {
     return new_dense(x, sizes, dtype);
 }
 
-// x's memory from its first element on, with other sizes and strides. The shim's argument storage_offset counts from x's own offset.
-inline Tensor strided_view(const Tensor &x, Sizes sizes, Sizes strides) {
+// x's memory from element `first` on, with other sizes and strides. The shim's argument storage_offset counts from x's own offset.
+inline Tensor strided_view(const Tensor &x, Sizes sizes, Sizes strides, int64_t first = 0) {
     AtenTensorHandle made;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), 0, &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), first, &made));
     return Tensor(made);
 }
 inline Tensor dense_view(const Tensor &x, Sizes sizes) { return strided_view(x, sizes, dense_strides(sizes)); }
