@@ -25,7 +25,7 @@ template <auto op> struct OfGraph;
 template <typename... Args, std::optional<flashmhf::Tensor> (*op)(Args...)> struct OfGraph<op> {
     static flashmhf::Tensor call(Args... args) {
         std::optional<flashmhf::Tensor> result = op(args...);
-        STD_TORCH_CHECK(result.has_value(), "layer: a tensor's dtype, shape, device or layout is not the one that the graph was compiled for");
+        STD_TORCH_CHECK(result.has_value(), "layer: a tensor has another dtype, shape, device or layout than the graph was compiled for");
         return *result;
     }
 };
@@ -42,14 +42,14 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
         "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v,"
         " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
     m.def(
-        "fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8, Tensor scales,"
-        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
+        "fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8,"
+        " Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
     m.def(
         "graph_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v,"
         " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor");
     m.def(
-        "graph_fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8, Tensor scales,"
-        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor");
+        "graph_fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8,"
+        " Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor");
     m.def(
         "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
         "needs_weights)"

@@ -28,7 +28,7 @@ Tensor project_behind_forward(const Tensor &x, const Tensor &w, const std::optio
 
 // The whole layer at inference, x [..., d_model] -> [..., d_out]: linear, split heads, RMS normalisation with weight q_norm [H, d_h] where
 // given, gated_forward, linear. in_w [H d_h, d_model], out_w [d_out, H d_h]. Nothing for tensors of other dtypes, shapes or layouts than
-// the kernels read: the caller then takes the parts, which name what is wrong or copy. A compiled graph has graph_layer, which refuses them.
+// the kernels read: the caller then takes the parts, which name what is wrong or copy. The operator of compiled graphs refuses them.
 std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm,
                             double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
                             const Tensor &out_w, const std::optional<Tensor> &out_bias);
