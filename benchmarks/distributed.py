@@ -381,7 +381,7 @@ def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[st
     except BaseException as error:
         traceback.print_exc()
         # another's failure may follow from this
-        with contextlib.suppress(FileExistsError), open(folder / "error.txt", "x") as file:
+        with contextlib.suppress(FileExistsError), open(folder / "error.txt", "x", encoding="utf-8") as file:
             file.write(environment.brief(error))
         os._exit(1)  # the other processes wait in a collective, and so would this one's end
     dist.destroy_process_group()

@@ -131,7 +131,7 @@ def read_queue(path: Path) -> list[Entry]:
 
     raises ValueError for names that are not unique and unknown settings.
     """
-    queue = json.loads(path.read_text())
+    queue = json.loads(path.read_text(encoding="utf-8"))
     short, known = {"learning_rate": "lr", "weight_decay": "wd"}, {each.name for each in dataclasses.fields(Run)}
     entries = []
     for entry in queue["runs"]:
@@ -162,7 +162,7 @@ def read_queue(path: Path) -> list[Entry]:
 
 def read_runs(path: Path) -> list[dict]:
     """The finished runs of a file, a line each, as ``record`` wrote them."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def finished_runs(files: Iterable[Path]) -> dict[str, dict]:
@@ -629,14 +629,14 @@ def record(run: Run, result: dict[str, object], device: str, commit: str, tokens
 
 def write_lines(path: Path, lines: Iterable[dict]) -> None:
     """Append a line a run, at once."""
-    with path.open("a") as stream:
+    with path.open("a", encoding="utf-8") as stream:
         stream.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
 @contextmanager
 def _lock(path: Path, wait: bool) -> Iterator[bool]:
     """Whether the file's lock is held. It ends with the process that holds it, however that ends."""
-    with path.open("a") as stream:
+    with path.open("a", encoding="utf-8") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -497,7 +497,7 @@ def tokenise(parts: dict[str, Iterable[str]], tokenizer: Path, out: Path, proces
     result = json.loads(stored.read_text()) if stored.exists() else {"tokenizer_sha256": sha256(tokenizer), "parts": {}}
     if result["tokenizer_sha256"] != sha256(tokenizer):
         raise SystemExit(f"{out} holds tokens of another tokenizer than {tokenizer}")
-    result["vocabulary"] = len(json.loads(tokenizer.read_text())["model"]["vocab"])
+    result["vocabulary"] = len(json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"])
     with get_context("spawn").Pool(processes, _start, (str(tokenizer),)) as pool:
         for name, found in parts.items():
             partial = out / f"{name}.partial"

@@ -98,7 +98,7 @@ class Stream:
 
     def __init__(self, stream: typing.TextIO | None):
         self.error = None if stream else OSError(errno.EBADF, os.strerror(errno.EBADF))
-        self._stream = stream or open(os.devnull, "w")
+        self._stream = stream or open(os.devnull, "w", encoding="utf-8")
         self._encoding = getattr(self._stream, "encoding", None) or "utf-8"
 
     def __getattr__(self, name: str):

@@ -364,7 +364,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
             print(f"average acc: {average:.4f}")
     if args.json:
         valid = json.loads(json.dumps(figures), parse_constant=lambda _: None)  # JSON has no NaN and no infinity
-        Path(args.json).write_text(json.dumps(valid, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(valid, indent=1) + "\n", "utf-8")
     return 0
 
 

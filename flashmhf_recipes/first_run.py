@@ -220,7 +220,7 @@ def _peak(run: Callable[[], None], device: torch.device) -> float:
     """
 
     def high_water() -> int:
-        return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+        return 1024 * int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0])
 
     run()
     if device.type == "cuda":
@@ -230,7 +230,7 @@ def _peak(run: Callable[[], None], device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) - before
     try:
         ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
         before = high_water()
     except (OSError, AttributeError):
         return float("nan")
@@ -316,7 +316,7 @@ def train(text: bytes, device: torch.device, steps: int | None = None, bar: bool
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "text.txt"
         wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + budget["length"]  # more would only be tokenised
-        file.write_text(text[:wanted].decode(errors="replace"))
+        file.write_text(text[:wanted].decode(errors="replace"), "utf-8")
         for name, sizes in (("SwiGLU", swiglu), ("FlashMHF", ours)):
             # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
             model = sizes | {

@@ -26,7 +26,7 @@ def read_rows(output: Path) -> list[dict]:
     """The rows of a run's metrics.jsonl; a last line torn by a kill is left out."""
     rows = []
     path = output / FILE
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
@@ -88,7 +88,7 @@ class MetricsCallback(TrainerCallback):
                 )
         if "loss" in logs:
             row |= self._speed(args, step)
-        with (self.output / FILE).open("a") as out:
+        with (self.output / FILE).open("a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
         forms = {"loss": ".3f", "tokens_per_second": ",.0f", "mfu": ".2f"}
         if shown := {name: f"{row[name]:{form}}" for name, form in forms.items() if name in row}:

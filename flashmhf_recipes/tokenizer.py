@@ -64,7 +64,7 @@ def chat_template(name: str) -> str:
         return _PLAIN_TEMPLATE
     message = [{"role": "user", "content": "a message"}]
     try:
-        text = Path(name).read_text()
+        text = Path(name).read_text("utf-8")
         probe = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(models.BPE()), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
         )

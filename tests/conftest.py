@@ -54,7 +54,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "skip_reasons": skipped,
         "failures": [report.nodeid for name in ("failed", "error") for report in terminalreporter.stats.get(name, ())],
     }
-    pathlib.Path(config.getoption("--record")).write_text(json.dumps(record, indent=1) + "\n")
+    pathlib.Path(config.getoption("--record")).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def pytest_configure(config):

@@ -110,7 +110,7 @@ class FlashMHFConfig(LlamaConfig):
         """Write config.json as transformers does, with an ``auto_map`` and, beside it, the module that this names."""
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{_AUTO_MODULE}.py").write_text(_AUTO_SOURCE)
+        (directory / f"{_AUTO_MODULE}.py").write_text(_AUTO_SOURCE, "utf-8")
         self.auto_map = {auto: f"{_AUTO_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
         super().save_pretrained(save_directory, **kwargs)
 

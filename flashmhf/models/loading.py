@@ -26,7 +26,7 @@ def is_official(directory: str | Path) -> bool:
     by the ``model_type`` of its config.json.
     """
     config = Path(directory) / "config.json"
-    return config.exists() and json.loads(config.read_text()).get("model_type") in PREFIXES
+    return config.exists() and json.loads(config.read_text("utf-8")).get("model_type") in PREFIXES
 
 
 def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:

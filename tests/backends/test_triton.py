@@ -209,4 +209,4 @@ def test_tensor_maps_of_tokens_end_at_32_bits(stride, taken):
 def test_table_has_every_row_and_survives_rewriting():
     assert set(configs.TABLE) == {(a, b, d) for a in ("sm90", "other") for b in (16, 32) for d in back_end.HEAD_DIMS}
     assert all(set(row) == set(tune.KERNELS) for row in configs.TABLE.values())
-    assert tune.rewrite(configs.TABLE) == pathlib.Path(configs.__file__).read_text()
+    assert tune.rewrite(configs.TABLE) == pathlib.Path(configs.__file__).read_text(encoding="utf-8")

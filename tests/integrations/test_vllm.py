@@ -56,7 +56,7 @@ def models(tmp_path_factory) -> Path:
     """A model of every ffn_type, one in FP8 and a changed Llama, with one tokenizer that has a chat template."""
     torch.set_num_threads(1)  # the operations are tiny; more threads wait for each other, for minutes beside other work
     folder = tmp_path_factory.mktemp("models")
-    words = tokenizer.train([Path(__file__).read_text()], 512)
+    words = tokenizer.train([Path(__file__).read_text(encoding="utf-8")], 512)
     words.chat_template = tokenizer.chat_template("plain")
     sizes = {
         "hidden_size": 128,
@@ -116,7 +116,7 @@ def run_engine(directory: str, out: str, settings: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     outputs = model.generate([{"prompt_token_ids": ids} for ids in IDS], sampling)
     shapes = [] if given.get("model_impl") else model.apply_model(shapes_of)
-    Path(out).write_text(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], shapes]))
+    Path(out).write_text(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], shapes]), encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [*FFN_TYPES, FP8])

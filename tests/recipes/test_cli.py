@@ -206,12 +206,15 @@ def test_characters_that_an_encoding_lacks_are_escaped(tmp_path):
     assert (tmp_path / "out").read_bytes() == b"caf\xe9 \xd7 \\u65e5\\u672c\n" and stream.error is None
 
 
-def test_nothing_depends_on_asserts_and_docstrings():
-    """python -O leaves assert statements out, -OO docstrings, too."""
+def test_nothing_depends_on_asserts_docstrings_and_the_locale():
+    """python -O leaves assert statements out, -OO docstrings, too. Text is UTF-8, also where the linter does not see
+    that an object is a path."""
     for path in (path for package in ("flashmhf", "flashmhf_recipes") for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             name = getattr(node, "id", getattr(node, "attr", None))
             assert not isinstance(node, ast.Assert) and name != "__doc__", f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("read_text", "write_text"):
+                assert "utf-8" in ast.unparse(node), f"{path}:{node.lineno}"
 
 
 def test_info_and_what_is_set_before_torch_and_matplotlib_are_imported():

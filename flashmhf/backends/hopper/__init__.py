@@ -35,7 +35,7 @@ def library() -> str | None:
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
     if not LIBRARY.exists():
-        reason = NO_LIBRARY.read_text().strip() if NO_LIBRARY.exists() else "it was not built"
+        reason = NO_LIBRARY.read_text("utf-8").strip() if NO_LIBRARY.exists() else "it was not built"
         return f"flashmhf was installed without its CUDA library: {reason}"
     try:
         torch.ops.load_library(str(LIBRARY))
