@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from .documents import find_files, read
+from .documents import check_column, find_files, read, text_of
 from .errors import DataError
 from .tokenizer import token_numbers
 
@@ -36,16 +37,14 @@ class Documents:
     """Texts in the order in which a run takes them, and what there is to say of them."""
 
     records: Iterable[dict]  # iterated once for the tokenizer and once for the tokens
-    field: str  # of a record, that holds the text
     origin: str  # what the records are
     left_out: Counter  # what was not read; documents without text are counted while they are read
 
     def __iter__(self) -> Iterator[str]:
         self.left_out["documents without text"] = 0
         for record in self.records:
-            text = record.get(self.field)
-            if isinstance(text, str) and text.strip():
-                yield text
+            if (record["text"] or "").strip():
+                yield record["text"]
             else:
                 self.left_out["documents without text"] += 1
 
@@ -76,25 +75,43 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
         causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
         raise next((cause for cause in causes if isinstance(cause, DataError | OSError)), error) from None
     origin = f"read {len(files):,} files, {len(table):,} documents, in an order drawn with seed {seed}"
-    return Documents(table.shuffle(seed=seed), "text", origin, left_out)
+    return Documents(table.shuffle(seed=seed), origin, left_out)
 
 
 def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
     """Return a data set of the ``datasets`` library, "name" or "name:config", streamed: its files and the records
     nearby are shuffled.
 
-    Raises DataError where it cannot be read.
+    Raises DataError for one that cannot be read and, with the columns that there are, without the column; while it is
+    iterated, for broken files and values that are not text, as :func:`read` does.
     """
-    import datasets
+    next(iter(_Hosted(name, split, text_field, None)), None)  # before a buffer of records is read
+    return Documents(_Hosted(name, split, text_field, seed), f"read data set {name}", Counter())
 
-    path, _, config = name.partition(":")
-    try:
-        stream = datasets.load_dataset(path, config or None, split=split, streaming=True)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"data set {name!r} cannot be read: {error}") from error
-    return Documents(
-        stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS), text_field, f"read data set {name}", Counter()
-    )
+
+@dataclass
+class _Hosted:
+    name: str
+    split: str
+    field: str
+    seed: int | None  # None: not shuffled
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        import datasets
+
+        path, _, config = self.name.partition(":")
+        try:
+            stream = datasets.load_dataset(path, config or None, split=self.split, streaming=True)
+            if self.seed is not None:
+                stream = stream.shuffle(seed=self.seed, buffer_size=BUFFERED_RECORDS)
+            for record in stream:
+                check_column(self.field, record)
+                yield {"text": text_of(record[self.field], self.field)}
+        except Exception as error:  # the library raises whatever its parsers do, without the file's name
+            frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+            file = next((found for at in reversed(frames) if isinstance(found := at.get("file"), str)), "")
+            what = f"data set {self.name!r} cannot be read{file and f', file {file}'}"
+            raise DataError(f"{what}: {' '.join(str(error).split())}") from error
 
 
 def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
@@ -152,7 +169,7 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
         else f"using {count:,} tokens; the documents after them are left out"
     )
     manifest = {"tokens": count, "dtype": dtype.name, "report": f"{documents}; {used}"}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
     return manifest["report"]
 
 
@@ -183,7 +200,7 @@ def load(directory: Path) -> Tokens:
     """Return the stored tokens. Raises DataError where they are damaged."""
     path, tokens = directory / MANIFEST, directory / TOKENS
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text("utf-8"))
         dtype, count = np.dtype(manifest["dtype"]), int(manifest["tokens"])
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error!r}") from error

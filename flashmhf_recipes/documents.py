@@ -58,16 +58,36 @@ def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, 
     record's ``text_field``.
 
     A record without a text yields "". Raises DataError that names the file for one that cannot be read, that is
-    damaged, binary or not UTF-8, with a line that is not JSON, or without the column.
+    damaged, binary or not UTF-8, with a line that is not a JSON object, or without texts in that field.
     """
     import pyarrow
 
     for path in files:
         try:
             for value in reader(path)(path, text_field):
-                yield {"text": value if isinstance(value, str) and not _UNPAIRED_SURROGATE.search(value) else ""}
-        except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
+                yield {"text": text_of(value, text_field)}
+        except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def text_of(value: object, field: str) -> str:
+    """Return the text that a record has in ``field``, "" for None and for text that no tokenizer takes.
+
+    Bytes are decoded as UTF-8: Impala and old versions of Spark write text so. Raises ValueError for other types.
+    """
+    if isinstance(value, bytes):
+        value = value.decode("utf-8")
+    if not isinstance(value, str | None):
+        raise ValueError(f"{field!r} holds a value of type {type(value).__name__}; supported: text")
+    return value if value and not _UNPAIRED_SURROGATE.search(value) else ""
+
+
+def check_column(field: str, names: Iterable[str]) -> None:
+    """Raise ValueError, with the columns that there are, unless ``field`` is one of them, and once."""
+    if (found := list(names).count(field)) != 1:
+        raise ValueError(
+            f"it has {f'{found} columns' if found else 'no column'} {field!r}; columns: {', '.join(names)}"
+        )
 
 
 def _text(path: Path, text_field: str) -> Iterator[str]:
@@ -79,21 +99,28 @@ def _text(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _json_lines(path: Path, text_field: str) -> Iterator[object]:
+    names: dict[str, None] = {}
     with _opened(path) as stream:
         for number, line in enumerate(stream, 1):
-            if not line.isspace():
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-                    raise ValueError(f"line {number} is not JSON: {error}") from error
-                yield record.get(text_field) if isinstance(record, dict) else None
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+                raise ValueError(f"line {number} is not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"line {number} is not a JSON object")
+            names |= dict.fromkeys(record)
+            yield record.get(text_field)
+    if names:  # a field that no record has is a mistake; one that some do not have is a document without text
+        check_column(text_field, names)
 
 
 def _csv(path: Path, text_field: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
     with _opened(path) as stream:
         rows = csv.DictReader(stream, strict=True)
-        _check_column(text_field, rows.fieldnames or ())
+        check_column(text_field, rows.fieldnames or ())
         for row in rows:
             if None in row:  # DictReader's key of surplus fields: most often of text whose comma is not quoted
                 raise ValueError(f"line {rows.line_num} has more fields than there are columns")
@@ -109,32 +136,13 @@ def _opened(path: Path) -> TextIO:
     return io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
 
 
-def _check_column(text_field: str, names: Iterable[str]) -> None:
-    if (found := list(names).count(text_field)) != 1:
-        raise ValueError(
-            f"it has {f'{found} columns' if found else 'no column'} {text_field!r}; columns: {', '.join(names)}"
-        )
-
-
 def _parquet(path: Path, text_field: str) -> Iterator[object]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        _check_column(text_field, file.schema_arrow.names)
+        check_column(text_field, file.schema_arrow.names)
         for batch in file.iter_batches(1024, columns=[text_field]):
             yield from batch.column(0).to_pylist()
-
-
-def _arrow(path: Path, text_field: str) -> Iterator[object]:
-    """Both of Arrow's formats: with an index, and the stream in which the datasets library stores."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as source, path.open("rb") as start:
-        indexed = start.read(6) == b"ARROW1"
-        with (pyarrow.ipc.open_file if indexed else pyarrow.ipc.open_stream)(source) as reader:
-            _check_column(text_field, reader.schema.names)
-            for batch in map(reader.get_batch, range(reader.num_record_batches)) if indexed else reader:
-                yield from batch.column(reader.schema.get_field_index(text_field)).to_pylist()
 
 
 _TEXT_READERS = {
@@ -143,7 +151,7 @@ _TEXT_READERS = {
     ".csv": _csv,
 }
 READERS = {suffix + compression: read for suffix, read in _TEXT_READERS.items() for compression in ("", *COMPRESSED)}
-READERS |= {".parquet": _parquet, ".arrow": _arrow}
+READERS |= {".parquet": _parquet}
 
 
 def reader(path: Path):
