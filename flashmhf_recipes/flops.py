@@ -8,7 +8,10 @@ from transformers import PreTrainedModel
 from flashmhf.nn.multihead import GroupedHeads
 
 # Dense bf16 tensor-core peaks, FLOP/s, by the device's name; the first that the name contains.
-PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "B200": 2250e12}
+PEAKS = {
+    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989.4e12, "H200": 989.4e12},
+    **{"A100": 312e12, "GB200": 2500e12, "B200": 2250e12},
+}
 
 
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
@@ -32,8 +35,6 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak, or None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    """Return the device's dense bf16 peak, or None where it is not known, as for a part (MIG) of a GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return None if " MIG " in name else next((peak for part, peak in PEAKS.items() if part in name), None)

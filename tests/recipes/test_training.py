@@ -20,7 +20,7 @@ import flashmhf
 from flashmhf.models.presets import preset
 from flashmhf_recipes import checkpoints, data, metrics, tokenizer, training
 from flashmhf_recipes.errors import TrainingError
-from flashmhf_recipes.flops import training_flops_per_token
+from flashmhf_recipes.flops import peak_flops, training_flops_per_token
 from flashmhf_recipes.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -352,3 +352,19 @@ def test_operations_a_token():
         == flops("flashmhf-370m")
         == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA RTX A6000", None),
+    ],
+)
+def test_peaks_are_those_of_the_card(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None
