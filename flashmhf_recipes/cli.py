@@ -129,7 +129,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
         )
         raise OptionError(f"{unknown[0]} is not an option or a command{place}")
     picture = Path("flashmhf_report.png")
-    text = first_run.read_text(args.text)
+    text = first_run.training_text(args.text)
     if not _writable(picture.parent) or not _writable(picture):
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
     setting, start = first_run.default_setting(chosen_device(args.device)), time.perf_counter()

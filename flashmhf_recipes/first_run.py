@@ -268,7 +268,7 @@ class Trained:
     held_out: float
 
 
-def read_text(path: str | None) -> bytes:
+def training_text(path: str | None) -> bytes:
     """Return the bytes of a text file, or of the Python standard library's own source.
 
     Raises OSError where it cannot be read, DataError for one that is binary or too short.

@@ -65,8 +65,7 @@ def save_fp8(
     stored = None if loading.is_official(locate(name)) else AutoConfig.from_pretrained(locate(name)).dtype
     model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype])
     with checkpoints.writing(lambda: output):
-        model.save_pretrained(output)
-        tokenizer.save_pretrained(output)
+        checkpoints.save_pretrained(output, model, tokenizer)
 
 
 def locate(name: str) -> str:

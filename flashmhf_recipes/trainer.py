@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from flashmhf.nn import Muon, param_groups
 from flashmhf.nn.optim import PROJECTION_RATE
@@ -106,10 +107,8 @@ class RunTrainer(Trainer, TrainerCallback):
         directory = output_dir or self.args.output_dir
         state = get_model_state_dict(self.model, options=WHOLE) if self.layout.sharded else None
         if self.args.should_save:
-            self.accelerator.unwrap_model(self.model, keep_torch_compile=False).save_pretrained(
-                directory, state_dict=state
-            )
-            self.processing_class.save_pretrained(directory)
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            checkpoints.save_pretrained(directory, model, self.processing_class, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.layout.sharded:
@@ -241,6 +240,8 @@ class RunTrainer(Trainer, TrainerCallback):
         with checkpoints.writing(lambda: unfinished):
             self.save_model(str(unfinished))
         if self.args.should_save:
+            for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):  # of a shorter run, perhaps in other files
+                (output / name).unlink(missing_ok=True)
             for path in sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json"):
                 os.replace(path, output / path.name)
             unfinished.rmdir()

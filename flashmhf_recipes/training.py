@@ -185,7 +185,7 @@ def _read_run(output: Path) -> tuple[Options, list[dict]]:
     if not path.exists():
         raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_text("utf-8"))
         if not isinstance(settings, dict):
             raise TypeError(f"a {type(settings).__name__} where an object is expected")
         changes = settings.pop(CHANGES, [])
@@ -223,14 +223,16 @@ def _locked(output: Path) -> Iterator[None]:
         yield
         return
     output.mkdir(parents=True, exist_ok=True)
-    with (output / LOCK).open("a+") as file:
+    with (output / LOCK).open("a+", encoding="utf-8") as file:
         # a data loader's worker may outlive this process, and would hold the lock
         os.register_at_fork(after_in_child=file.close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:  # EWOULDBLOCK, EAGAIN
             file.seek(0)
             raise FileExistsError(f"{output} is in use by {file.read().strip() or 'another process'}") from None
+        except OSError as error:  # Lustre and NFS may be mounted without locks
+            logger.warning(f"{output} cannot be locked ({error.strerror}): see to it that one process trains there")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -310,7 +312,7 @@ def _train(
             trained = trained or _load_trained(options)
             _save_tokenizer(trained[1], output, options.chat_template)
             with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
-                trained[0].save_pretrained(partial)
+                checkpoints.save_pretrained(partial, *trained)
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
                 raise DataError(
@@ -346,7 +348,7 @@ def _train(
     if trainer.stopped:
         raise Stopped(signals.received, steps)
     trainer.write_model(output)
-    last = {name: value for row in metrics.read_rows(output) for name, value in row.items()}
+    last = {name: value for row in trainer.state.log_history for name, value in row.items()}
     return Result(output, sum(p.numel() for p in model.parameters()), steps, last["loss"], last.get("eval_loss"))
 
 

@@ -109,9 +109,9 @@ def test_what_a_command_writes_must_be_writable(text, tmp_path, monkeypatch, cap
 
 
 def test_default_text_is_the_standard_library():
-    text = first_run.read_text(None)
+    text = first_run.training_text(None)
     assert len(text) > 1_000_000 and b"import" in text
-    assert text == first_run.read_text(None)
+    assert text == first_run.training_text(None)
 
 
 def test_check_lists_every_tensor(capsys):

@@ -4,6 +4,7 @@ write.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -16,11 +17,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from lm_runs import HELD_OUT, At, environment, interrupt, options, same_run
 from official import write_official
 from processes import run_python
 
-from flashmhf_recipes import cli, data, metrics, pretrained, training
+from flashmhf_recipes import checkpoints, cli, data, metrics, pretrained, training
 from flashmhf_recipes.errors import DataError, OptionError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
@@ -226,6 +228,8 @@ def half(content: bytes) -> bytes:
         ("model.safetensors", lambda content: bytes(len(content)), False),
         ("complete", lambda content: b"x", False),
         ("complete", lambda content: b"[]", False),
+        ("trainer_state.json", lambda content: b"\xff" * len(content), False),
+        ("rng_state.pth", lambda content: content.replace(b"numpy", b"NUMPY"), False),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside(name, damage, old_mark, run, expected, caplog):
@@ -237,6 +241,55 @@ def test_a_damaged_checkpoint_is_set_aside(name, damage, old_mark, run, expected
     same_run(run, expected)
     assert re.search(rf"checkpoint-20 is damaged: {name}.*it is now damaged-checkpoint-20", caplog.text)
     assert (run / "damaged-checkpoint-20" / name).exists()
+
+
+def test_a_failure_of_the_reader_is_not_damage(run, expected, monkeypatch):
+    """The error of a library, of memory or of the file system says nothing of the file, nor does one of the user's."""
+    (run / "checkpoint-20" / "notes.json").write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            training.resume(run, bar=False)
+        for error in (OSError(errno.EIO, "Input/output error"), MemoryError()):
+            patch.setattr(checkpoints.json, "loads", lambda *_, error=error: raise_(error))
+            with pytest.raises(type(error)):
+                checkpoints.damage(run / "checkpoint-20")
+    assert not list(run.glob("damaged*"))
+    training.resume(run, bar=False)
+    same_run(run, expected)
+
+
+def raise_(error: BaseException):
+    raise error
+
+
+def test_an_ascii_locale_reads_what_a_run_wrote(run):
+    """Every file of ours is UTF-8; in such a locale all good checkpoints were set aside as damaged."""
+    path = run / "checkpoint-20" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"name": "日本"}, ensure_ascii=False), "utf-8")
+    (run / "checkpoint-20" / "complete").write_text("")
+    program = (
+        "import pathlib, sys; from flashmhf_recipes import checkpoints, training; output = pathlib.Path(sys.argv[1]);"
+    )
+    program += "checkpoints.set_aside_unusable(output); training._read_run(output)"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run_python("-c", program, run, **environment() | locale)
+    assert (run / "checkpoint-20").exists()
+
+
+def test_a_finished_run_without_its_metrics_ends_as_before(uninterrupted, run):
+    (run / metrics.FILE).unlink()
+    result = training.resume(run, bar=False)
+    assert (result.loss, result.eval_loss) == (uninterrupted[0].loss, uninterrupted[0].eval_loss)
+
+
+def test_files_have_the_permissions_of_the_umask(text, tmp_path):
+    before = os.umask(0o027)
+    try:
+        output = training.start(options(tmp_path / "run", text, steps=1), bar=False).output
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in output.rglob("*") if path.is_file()} == {0o640}
 
 
 @pytest.mark.parametrize(
@@ -457,6 +510,21 @@ def test_two_processes_do_not_train_one_run(text, tmp_path, monkeypatch):
         assert training.resume(output, bar=False).steps == 1
     finally:
         worker.kill()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_warned_of(code, run, expected, monkeypatch, caplog):
+    """Lustre may be mounted without them; nobody else holds the run."""
+    monkeypatch.setattr(training.fcntl, "flock", lambda *_: raise_(OSError(code, os.strerror(code))))
+    training.resume(run, bar=False)
+    assert f"{run} cannot be locked ({os.strerror(code)}): see to it that one process trains there" in caplog.text
+
+
+@pytest.mark.parametrize("code", [errno.EWOULDBLOCK, errno.EAGAIN])
+def test_a_held_lock_names_who_holds_it(code, run, monkeypatch):
+    monkeypatch.setattr(training.fcntl, "flock", lambda *_: raise_(OSError(code, os.strerror(code))))
+    with pytest.raises(FileExistsError, match=f"{run} is in use by process .* on ."):
+        training.resume(run, bar=False)
 
 
 @pytest.mark.parametrize("name", ["data", "metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5"])
