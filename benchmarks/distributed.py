@@ -54,7 +54,7 @@ from flashmhf_recipes.layout import Layout
 from .harness import environment
 from .harness.markdown import conditions
 from .harness.measure import clear
-from .harness.training import ALONE, Training, batches
+from .harness.training import ALONE, Training, batches, sizes_of
 from .run import report, rounded
 
 PARTS = ("module", "compiled", "collectives", "layouts", "train")
@@ -90,6 +90,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--length", type=int, help="tokens of a sequence of train (4096)")
     parser.add_argument("--micro-batch", type=int, default=4, help="of train (4)")
+    parser.add_argument("--subjects", nargs="+", default=FFNS, help='of train; also such as "flashmhf 21 layers"')
+    parser.add_argument("--layouts", nargs="+", metavar="NAME", help='of train, such as "fsdp2 4" (all)')
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="no part goes on after it")
     options = parser.parse_args(arguments)
     options.length = options.length or (32 if options.smoke else 4096)
@@ -280,17 +282,12 @@ def collectives(job: Job) -> Iterator[dict]:
 
 def preset_of(job: Job, ffn: str, scale: str) -> tuple[str, dict[str, int], list[int]]:
     """The preset's name, the sizes that differ from it, and the numbers of heads that tensor parallelism divides."""
-    name, sizes = f"{ffn}-{'tiny' if job.options.smoke else scale}", {}
+    name, sizes = sizes_of(ffn, "tiny" if job.options.smoke else scale)
+    multi_head = ffn.startswith("flashmhf")
     if job.options.smoke:
-        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4} | (
-            {"ffn_num_heads": 4} if ffn == "flashmhf" else {}
-        )
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4} | ({"ffn_num_heads": 4} if multi_head else {})
     config = preset(name).config(**sizes)
-    heads = [
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        *([config.ffn_num_heads] if ffn == "flashmhf" else []),
-    ]
+    heads = [config.num_attention_heads, config.num_key_value_heads, *([config.ffn_num_heads] if multi_head else [])]
     return name, sizes, heads
 
 
@@ -327,10 +324,12 @@ def layouts(job: Job) -> Iterator[dict]:
 
 def train(job: Job) -> Iterator[dict]:
     speed: dict[str, float] = {}
-    for ffn in FFNS:
+    for ffn in job.options.subjects:
         name, sizes, heads = preset_of(job, ffn, "1.3b")
         settings = {"length": job.options.length, "compiled": job.gpu, **sizes}
         for layout_name, layout in job.layouts(*heads).items():
+            if layout_name not in (job.options.layouts or [layout_name]):
+                continue
             job.free()
             sequences = job.options.micro_batch * layout.data_processes
             found = Training(name, job.device, layout, **settings).measure(sequences, job.options.steps or 12)
@@ -341,8 +340,9 @@ def train(job: Job) -> Iterator[dict]:
                 "subject": ffn,
                 "status": "ok",
             } | found
-            speed.setdefault(ffn, row["tokens_per_s"])
-            if layout is not ALONE:
+            if layout is ALONE:
+                speed[ffn] = row["tokens_per_s"]
+            elif ffn in speed:
                 row["x_one"] = row["tokens_per_s"] / (job.ranks * speed[ffn])
             yield row
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flashmhf.models import FlashMHFForCausalLM
 from flashmhf.models.presets import preset
@@ -25,11 +26,41 @@ WARM_UP = 3  # steps that hold the compilation
 ALONE = Layout(1, 1, 1)
 
 
+def sizes_of(subject: str, scale: str) -> tuple[str, dict[str, int]]:
+    """The preset of a subject, and the sizes in which it differs.
+
+    "flashmhf 21 layers" has as many sub-networks as bring its parameters nearest to the preset's.
+    """
+    ffn, *words = subject.split()
+    name, layers = f"{ffn}-{scale}", next((int(word) for word in words if word.isdigit()), None)
+    if layers is None:
+        return name, {}
+    config = preset(name).config()
+    subnet = config.hidden_size * (3 * config.ffn_subnet_dim + 1)  # in all heads, with its column of the router
+    rest = 6 * config.hidden_size**2  # attention, W_in and W_out
+    parameters = config.num_hidden_layers * (rest + config.ffn_num_subnets * subnet)
+    subnets = round((parameters / layers - rest) / subnet)
+    width = subnets * config.ffn_subnet_dim
+    return name, {"num_hidden_layers": layers, "ffn_num_subnets": subnets, "intermediate_size": width}
+
+
+class Recomputed(nn.Module):
+    """``network``, of which backward keeps the input alone."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.network, x, use_reentrant=False)
+
+
 class Training:
     """The training of ``name``, a preset, on this process's device alone or over all processes.
 
     precision: "bf16" is autocast over float32 weights, as in the recipe; "fp32" computes in float32 on the eager back
     end.
+    checkpointing: True for whole blocks, "networks" for their feed-forward networks alone.
     rate: reached linearly within ``warm_up`` steps. sizes: of the configuration, instead of the preset's.
     """
 
@@ -41,7 +72,7 @@ class Training:
         *,
         length: int,
         compiled: bool = False,
-        checkpointing: bool = False,
+        checkpointing: bool | str = False,
         precision: str = "bf16",
         rate: float = 1e-3,
         warm_up: int = 1000,
@@ -55,7 +86,10 @@ class Training:
         torch.manual_seed(0)
         with device:
             self.model = FlashMHFForCausalLM(config).float().train()
-        if checkpointing:
+        if checkpointing == "networks":
+            for block in self.model.model.layers:
+                block.mlp = Recomputed(block.mlp)
+        elif checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for network in self.model.modules():
             if precision == "fp32" and hasattr(network, "backend"):

@@ -1,8 +1,7 @@
-"""Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation with a static cache,
-training.
+"""Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation by transformers, training.
 
 Beside the presets' scales, prefill and generation take "26m" and "57m": the pairs whose losses docs/quality.md
-compares.
+compares. ``--layers 21`` adds FlashMHF with 21 layers and as many parameters.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from flashmhf.testing import relative_l2
 
 from ..harness import timing
 from ..harness.measure import Cell, Context, Prepared, attempt, clear, require
-from ..harness.training import Training
+from ..harness.training import Training, sizes_of
 from .fp8 import Fp8SwiGLU
 
 FFNS = ("flashmhf", "swiglu")
-NEW, SKIPPED = 96, 8  # tokens generated, and of them before the time counts: they hold the captures
-BATCHES = {"prefill": (1, 8), "generate": (1, 8, 64, 256), "train": (8,)}
+NEW = 128  # tokens generated
+CACHES = ("static", "dynamic")  # transformers compiles the model for the first
+RECOMPUTED = "swiglu, networks checkpointed"
+BATCHES = {"prefill": (1, 8), "generate": (1, 8, 32), "train": (8,)}
 SMALLER = {("train", "1.3b"): (4,)}  # what fits into 80 GB without checkpointing
-COMPILED_TOKENS = 64  # at most, of a compiled FP8 network
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
 RUNS = Path(__file__).resolve().parents[2] / "experiments/results/runs.jsonl"
 TRAINED = {  # models of RUNS
@@ -44,13 +44,13 @@ TRAINED = {  # models of RUNS
 VOCABULARY = 16_384  # of the models of RUNS
 
 
-def configuration(name: str, **sizes: object) -> FlashMHFConfig:
+def configuration(subject: str, scale: str, **sizes: object) -> FlashMHFConfig:
     """The configuration of a preset, or of a model that experiments/compare.py trained."""
+    name, others = sizes_of(subject, scale)
     if name not in TRAINED:
-        return preset(name).config(**sizes)
-    run = next(line for line in map(json.loads, RUNS.read_text().splitlines()) if line["run"] == TRAINED[name])[
-        "configuration"
-    ]
+        return preset(name).config(**others, **sizes)
+    lines = map(json.loads, RUNS.read_text().splitlines())
+    run = next(line for line in lines if line["run"] == TRAINED[name])["configuration"]
     return FlashMHFConfig(
         ffn_type=run["ffn"],
         vocab_size=VOCABULARY,
@@ -65,9 +65,9 @@ def configuration(name: str, **sizes: object) -> FlashMHFConfig:
     )
 
 
-def build(name: str, context: Context, **sizes):
+def build(subject: str, scale: str, context: Context, **sizes):
     with context.device:
-        return AutoModelForCausalLM.from_config(configuration(name, **sizes), dtype=context.dtype).eval()
+        return AutoModelForCausalLM.from_config(configuration(subject, scale, **sizes), dtype=context.dtype).eval()
 
 
 def prompt(context: Context, batch: int, length: int) -> torch.Tensor:
@@ -75,18 +75,25 @@ def prompt(context: Context, batch: int, length: int) -> torch.Tensor:
     return torch.randint(2, 256, (batch, length), generator=torch.Generator().manual_seed(0)).to(context.device)
 
 
-def prefill_cell(scale: str, batch: int, length: int, blocks: tuple[str, ...]) -> Cell:
+def allow_many_graphs() -> None:
+    """Beyond Dynamo's limit models of later cells would run eagerly, under the name of compiled ones."""
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 256, True
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+
+
+def prefill_cell(
+    scale: str, batch: int, length: int, blocks: tuple[str, ...], networks: tuple[str, ...] = FFNS
+) -> Cell:
     """The last token's logits of ``batch`` prompts, eager and with every block compiled."""
 
     @torch.no_grad()
-    def prepare(ffn: str, compiled: bool, context: Context, ids: torch.Tensor) -> Prepared:
-        model = build(f"{ffn}-{scale}", context, max_position_embeddings=max(length, 4096))
+    def prepare(network: str, compiled: bool, context: Context, ids: torch.Tensor) -> Prepared:
+        model = build(network, scale, context, max_position_embeddings=max(length, 4096))
         run = torch.no_grad()(functools.partial(model, ids, use_cache=False, logits_to_keep=1))
         row = {"parameters": sum(p.numel() for p in model.parameters())}
         if compiled:
             expected = run().logits
-            # Beyond Dynamo's limit the blocks of later cells would run eagerly, under the name of compiled ones.
-            torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 256, True
+            allow_many_graphs()
             for block in model.model.layers:
                 block.compile(dynamic=False)
             row["error"] = require({"logits": relative_l2(run().logits, expected.double())}, 0.05)
@@ -94,49 +101,14 @@ def prefill_cell(scale: str, batch: int, length: int, blocks: tuple[str, ...]) -
             row["memory_mib"] = (sum(p.nbytes for p in model.parameters()) + beyond) / 2**20
         return Prepared(run, 1, row)
 
-    kinds = [(ffn, way == "compiled") for way in blocks for ffn in FFNS]
-    subjects = {f"{ffn}{' compiled' * on}": functools.partial(prepare, ffn, on) for ffn, on in kinds}
+    kinds = [(network, way == "compiled") for way in blocks for network in networks]
+    subjects = {f"{network}{' compiled' * on}": functools.partial(prepare, network, on) for network, on in kinds}
     row = {"part": "prefill", "scale": scale, "batch": batch, "length": length}
     faster = {"swiglu": ("swiglu", 1.0), "swiglu compiled": ("swiglu compiled", 1.0)}
     return Cell(row, subjects, lambda context: prompt(context, batch, length), faster_than=faster, window_scale=5)
 
 
 # Generation
-
-
-class _Clock:
-    """A streamer that keeps the time at which each token reached the host."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None: ...
-
-    def seconds(self) -> float:
-        """Per token after the first SKIPPED; the first entry is the prompt's."""
-        times = self.times[1 + SKIPPED :]
-        return (times[-1] - times[0]) / (len(times) - 1)
-
-
-class _CompiledForFewTokens(torch.nn.Module):
-    """``network``, compiled for at most COMPILED_TOKENS tokens:
-
-    a prompt's compilation is not part of the comparison.
-    """
-
-    def __init__(self, network: torch.nn.Module) -> None:
-        super().__init__()
-        self.network, self.compiled = network, torch.compile(network, fullgraph=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.compiled if x.shape[:-1].numel() <= COMPILED_TOKENS else self.network)(x)
-
-
-def generate(model, ids: torch.Tensor, new: int, **settings):
-    return model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=1, **settings)
 
 
 @functools.cache
@@ -147,25 +119,22 @@ def generating(subject: str, scale: str, device: torch.device, dtype: torch.dtyp
     Raises RedCheckError for FP8 logits that are not near those of 16 bits.
     """
     context = Context(device, dtype)
-    model = build(f"{subject.split()[0]}-{scale}", context, max_position_embeddings=8192)
-    if "fp8" not in subject:
-        return model
-    ids = prompt(context, 1, 2 * COMPILED_TOKENS)
-    expected = model(ids).logits.double()
-    for layer in model.model.layers:
-        # Compiled, so that a quantisation is one kernel.
-        layer.mlp = (
-            _CompiledForFewTokens(Fp8SwiGLU(layer.mlp)) if subject == "swiglu fp8" else quantize.to_fp8(layer.mlp)
-        )
-    require({"FP8 logits": relative_l2(model(ids).logits, expected)}, FP8_DISTANCE)
+    model = build(subject, scale, context, max_position_embeddings=8192)
+    if "fp8" in subject:
+        ids = prompt(context, 1, 128)
+        expected = model(ids).logits.double()
+        for layer in model.model.layers:
+            layer.mlp = Fp8SwiGLU(layer.mlp) if subject == "swiglu fp8" else quantize.to_fp8(layer.mlp)
+        require({"FP8 logits": relative_l2(model(ids).logits, expected)}, FP8_DISTANCE)
     return model
 
 
 @dataclass(frozen=True)
 class GenerateCell:
-    """Tokens per second of ``model.generate`` with a static cache;
+    """Tokens per second of ``model.generate``, prompt included, with a static cache and a dynamic one.
 
-    the models take turns, and a round's rates are compared.
+    The first call of each subject, which compiles, is a figure of its own. Then the subjects take turns. ``x_swiglu``
+    is the rate over that of SwiGLU's faster cache.
     """
 
     scale: str
@@ -173,41 +142,46 @@ class GenerateCell:
     length: int
     subjects: tuple[str, ...]
     new: int
+    caches: tuple[str, ...] = CACHES
 
     def measure(self, context: Context) -> list[dict]:
-        row = {"part": "generate", "scale": self.scale, "batch": self.batch, "context": self.length}
-        rows = {name: {**row, "subject": name} for name in self.subjects}
+        row = {"part": "generate", "scale": self.scale, "batch": self.batch, "context": self.length, "new": self.new}
+        rows = {
+            (cache, name): row | {"cache": cache, "subject": name} for name in self.subjects for cache in self.caches
+        }
         ids, times = prompt(context, self.batch, self.length), {}
-        for _ in range(1 + context.rounds):
-            for name in self.subjects:
-                if "status" in rows[name]:
+        allow_many_graphs()
+        for turn in range(1 + context.rounds):
+            for key in [key for key in rows if "status" not in rows[key]]:
+                if turn == 0:
+                    clear(context.device)
+                if time.monotonic() > context.deadline:
+                    rows[key] |= {"status": "skipped", "reason": "the time budget was used up"}
                     continue
-                clear(context.device)
-                found = attempt(lambda name=name: {"seconds": self._seconds(name, ids, context)})
+                found = attempt(lambda key=key: {"seconds": self._seconds(*key, ids, context)})
                 if "seconds" in found:
-                    times.setdefault(name, []).append(found["seconds"])
+                    times.setdefault(key, []).append(found["seconds"])
                 else:
-                    rows[name] |= found
-        for name, seconds in ((name, values[1:]) for name, values in times.items() if "status" not in rows[name]):
-            middle = statistics.median(seconds)
-            rows[name] |= {
-                "status": "ok",
-                "ms": {"p50": 1e3 * middle},
-                "tokens_per_s": self.batch / middle,
-                "samples": len(seconds),
-            }
+                    rows[key] |= found
+        done = {key: statistics.median(seconds[1:]) for key, seconds in times.items() if "status" not in rows[key]}
+        for key, seconds in done.items():
+            rate = {"ms": {"p50": 1e3 * seconds}, "tokens_per_s": self.batch * self.new / seconds}
+            rows[key] |= {"status": "ok"} | rate | {"first_s": times[key][0], "samples": len(times[key]) - 1}
             for other in ("swiglu", "swiglu fp8"):
-                if other in times and name.startswith("flashmhf"):
-                    ratios = [theirs / ours for ours, theirs in zip(seconds, times[other][1:], strict=True)]
-                    rows[name][f"x_{other}"] = statistics.median(ratios)
+                theirs = [done[cache, name] for cache, name in done if name == other]
+                if theirs and key[1].startswith("flashmhf"):
+                    rows[key][f"x_{other}"] = min(theirs) / seconds
         return list(rows.values())
 
-    def _seconds(self, name: str, ids: torch.Tensor, context: Context) -> float:
-        clock = _Clock()
-        model = generating(name.removesuffix(", dynamic cache"), self.scale, context.device, context.dtype)
-        cache = {} if name.endswith("dynamic cache") else {"cache_implementation": "static"}
-        generate(model, ids, self.new, streamer=clock, **cache)
-        return clock.seconds()
+    def _seconds(self, cache: str, name: str, ids: torch.Tensor, context: Context) -> float:
+        model = generating(name, self.scale, context.device, context.dtype)
+        settings = {"cache_implementation": "static"} if cache == "static" else {}
+        start = time.perf_counter()
+        out = model.generate(
+            ids, max_new_tokens=self.new, do_sample=False, eos_token_id=None, pad_token_id=1, **settings
+        )
+        out[:, -1].tolist()  # waits for the device
+        return time.perf_counter() - start
 
 
 # Training
@@ -215,7 +189,10 @@ class GenerateCell:
 
 @dataclass(frozen=True)
 class TrainCell:
-    """Steps of both models at one batch, eager or with every block compiled, with or without activation checkpointing."""
+    """Steps of all networks at one batch, eager or with every block compiled, with or without activation checkpointing.
+
+    ``RECOMPUTED`` is SwiGLU whose feed-forward networks alone are checkpointed.
+    """
 
     scale: str
     batch: int
@@ -223,35 +200,40 @@ class TrainCell:
     steps: int
     compiled: bool
     checkpointing: bool
+    networks: tuple[str, ...] = FFNS
 
     def measure(self, context: Context) -> list[dict]:
         row = {"part": "train", "scale": self.scale, "batch": self.batch, "length": self.length}
         row |= {"blocks": "compiled" if self.compiled else "eager", "checkpointing": self.checkpointing}
         rows = []
-        for ffn in FFNS:
+        for network in (*self.networks, *([RECOMPUTED] if self.checkpointing else [])):
             torch._dynamo.reset()
             clear(context.device)
-            found = attempt(functools.partial(self._train, ffn, context))
-            rows.append({**row, "subject": ffn} | found)
-        if all(found["status"] == "ok" for found in rows):
-            rows[0]["x_swiglu"] = rows[1]["ms"]["p50"] / rows[0]["ms"]["p50"]
+            rows.append(row | {"subject": network} | attempt(functools.partial(self._train, network, context)))
+        done = {found["subject"]: found for found in rows if found["status"] == "ok"}
+        for name, found in done.items():
+            if name != "swiglu" and "swiglu" in done:
+                found["x_swiglu"] = done["swiglu"]["ms"]["p50"] / found["ms"]["p50"]
         return rows
 
-    def _train(self, ffn: str, context: Context) -> dict:
-        name = f"{ffn}-{self.scale}"
-        settings = {"length": self.length, "compiled": self.compiled, "checkpointing": self.checkpointing}
-        return {"status": "ok"} | Training(name, context.device, **settings).measure(self.batch, self.steps)
+    def _train(self, network: str, context: Context) -> dict:
+        name, sizes = sizes_of(network.partition(",")[0], self.scale)
+        checkpointing = "networks" if network == RECOMPUTED else self.checkpointing
+        settings = {"length": self.length, "compiled": self.compiled, "checkpointing": checkpointing}
+        return {"status": "ok"} | Training(name, context.device, **settings, **sizes).measure(self.batch, self.steps)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets; 26m, 57m"
     )
+    parser.add_argument("--layers", type=int, nargs="+", default=(), metavar="N", help="also FlashMHF of other depths")
     parser.add_argument("--batches", type=int, nargs="+", metavar="N")
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a training sequence"
     )
     parser.add_argument("--fp8", action="store_true", help="generate: also with feed-forward networks in FP8")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES, help="generate: both")
     parser.add_argument(
         "--blocks",
         nargs="+",
@@ -265,20 +247,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
-    subjects = (
-        *FFNS,
-        *(("flashmhf fp8", "swiglu fp8") if options.fp8 else ("flashmhf, dynamic cache", "swiglu, dynamic cache")),
-    )
+    networks = ("flashmhf", *(f"flashmhf {layers} layers" for layers in options.layers), "swiglu")
+    generating_ones = (*networks, *(("flashmhf fp8", "swiglu fp8") if options.fp8 else ()))
     settings = [(blocks == "compiled", on == "on") for blocks in options.blocks for on in options.checkpointing]
     found = []
     for part in options.parts:
         for scale in options.scales:
             for length in options.contexts or {"prefill": (4096,), "generate": (512,), "train": (4096,)}[part]:
                 for batch in options.batches or SMALLER.get((part, scale), BATCHES[part]):
+                    size = scale, batch, length
                     if part == "prefill":
-                        found.append(prefill_cell(scale, batch, length, options.blocks))
+                        found.append(prefill_cell(*size, options.blocks, networks))
                     elif part == "generate":
-                        found.append(GenerateCell(scale, batch, length, subjects, options.new))
+                        found.append(GenerateCell(*size, generating_ones, options.new, tuple(options.caches)))
                     else:
-                        found += [TrainCell(scale, batch, length, options.steps, *setting) for setting in settings]
+                        found += [TrainCell(*size, options.steps, *setting, networks) for setting in settings]
     return found

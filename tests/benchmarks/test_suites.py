@@ -264,13 +264,33 @@ def test_whole_models(capsys, monkeypatch):
     monkeypatch.setattr(run, "make_context", lambda options: context())
     tiny_models = [*FAST, "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
     for suite, more in (
-        ("train", ["--steps", "1", "--checkpointing", "off"]),
+        ("train", ["--steps", "1"]),
         ("model", []),
         ("generate", ["--new", "12"]),
     ):
-        assert run.main(["--suite", suite, *tiny_models, *more]) == 0
+        assert run.main(["--suite", suite, *tiny_models, "--layers", "3", *more]) == 0
         out = capsys.readouterr().out
-        assert " flashmhf |" in out and " swiglu |" in out and "failed" not in out and "÷ swiglu" in out
+        for subject in ("flashmhf", "flashmhf 3 layers", "swiglu"):
+            assert f" {subject} |" in out and "failed" not in out and "÷ swiglu" in out
+        assert (" swiglu, networks checkpointed |" in out) == (suite == "train")
+        assert (" dynamic | flashmhf |" in re.sub(" +", " ", out)) == (suite == "generate")
+
+
+def test_models_of_other_depths_have_as_many_parameters():
+    """At 1.3B these are 15, 14 and 13 sub-networks of 384."""
+    pytest.importorskip("transformers")
+    from benchmarks.suites import models
+
+    counts = {}
+    for subject in ("flashmhf", "flashmhf 21 layers", "flashmhf 22 layers", "swiglu"):
+        config = models.configuration(subject, "1.3b")
+        with torch.device("meta"):
+            model = models.AutoModelForCausalLM.from_config(config)
+        counts[subject] = model.num_parameters(exclude_embeddings=True)
+        found = (config.num_hidden_layers, config.ffn_num_subnets, config.ffn_subnet_dim)
+        expected = {"flashmhf": (20, 15, 384), "flashmhf 21 layers": (21, 14, 384), "flashmhf 22 layers": (22, 13, 384)}
+        assert found == expected.get(subject, (24, None, None))
+    assert max(counts.values()) < 1.014 * min(counts.values())
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -296,7 +316,7 @@ def test_models_of_experiments():
     found = {line["run"]: line["non_embedding"] for line in map(json.loads, models.RUNS.read_text().splitlines())}
     for name, trained in models.TRAINED.items():
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(models.configuration(name))
+            model = transformers.AutoModelForCausalLM.from_config(models.configuration(*name.split("-")))
         assert model.num_parameters(exclude_embeddings=True) == found[trained], name
 
 
