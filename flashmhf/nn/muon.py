@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from ..checks import FLOAT_DTYPES, name_of
 from ..torch_private import is_dtensor
-from .arguments import epsilon
+from .arguments import epsilon, flag
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
 STEPS = 5
@@ -23,13 +24,13 @@ RMS = 0.2  # of an update's elements, about what AdamW's updates have: both shar
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Return U V^T, approximately, of each matrix's singular value decomposition U S V^T, by Newton-Schulz steps in
-    bf16.
+    """Return U V^T, approximately, of each matrix's singular value decomposition U S V^T, by Newton-Schulz steps.
 
-    matrices: [..., rows, columns], at least three dimensions. The result has the same shape, in bf16.
+    matrices: [..., rows, columns], at least three dimensions. The result has the same shape, in bf16, on a CPU in
+    float32: without instructions for bf16 a CPU takes some 20 times as long.
     """
     a, b, c = COEFFICIENTS
-    x = matrices.flatten(0, -3).bfloat16()
+    x = matrices.flatten(0, -3).to(_precision(matrices))
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -37,6 +38,10 @@ def orthogonalise(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = a * x + torch.baddbmm(b * gram, gram, gram, alpha=c) @ x
     return (x.mT if tall else x).reshape(matrices.shape)
+
+
+def _precision(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "cpu" else torch.bfloat16
 
 
 def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -80,7 +85,7 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
         )
         return tensor.redistribute(placements=[Shard(target)]).to_local()
 
-    x, ways = shards.bfloat16(), []
+    x, ways = shards.to(_precision(shards)), []
     for level in reversed(range(len(cut))):
         ways.append((level, (len(x), *wholes[level][1:]), placements[cut[level]].dim + 1))
         x = moved(x, *ways[-1], 0)
@@ -91,7 +96,7 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (K. Jordan, 2024) for groups with ``muon=True``, torch.optim.AdamW for those with ``muon=False``.
+    """Muon (K. Jordan, 2024) for groups with ``muon=True``, AdamW, as in torch.optim, for those with ``muon=False``.
 
     :func:`flashmhf.param_groups` makes the groups: ``Muon(param_groups(model, lr, weight_decay, muon=True))``.
 
@@ -99,39 +104,48 @@ class Muon(torch.optim.Optimizer):
     learning rates and weight decay mean what they mean for AdamW. A parameter of more than two dimensions is a stack of
     matrices, each treated by itself. Parameters may be DTensors, as FSDP2 and tensor parallelism make them. Make the
     optimizer after ``parallelize`` and ``fully_shard``: they replace the parameters. Every rank must step the same
-    parameters.
+    parameters. A step is never compiled: under ``torch.compile`` it runs eagerly, with the same result.
 
     Args:
         params: groups with the key "muon".
-        lr: the learning rate of groups without one of their own, for Muon and AdamW alike.
+        lr: the learning rate of groups without one of their own, for Muon and AdamW alike; a float, or a tensor of no
+            dimensions that a captured CUDA graph reads.
         weight_decay: the decoupled weight decay of groups without one of their own.
         momentum: the momentum of Muon, at least 0 and below 1.
         betas: AdamW's decay rates of the two moments, each at least 0 and below 1.
         eps: AdamW's term in the denominator.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
+        capturable: whether a CUDA graph can capture the step: AdamW's step counts are then on the GPU.
 
-    Raises ValueError for a group without "muon", a vector in a Muon group and its maximize=True, TypeError for one with
-    integers or complex numbers. ``load_state_dict`` raises ValueError for the state of another optimizer.
+    Raises ValueError for a group without "muon", a vector in a Muon group, amsgrad=True, differentiable=True, and
+    maximize=True in a Muon group, TypeError for a Muon group with integers or complex numbers. ``load_state_dict``
+    raises ValueError for the state of another optimizer. A step raises RuntimeError for a sparse gradient.
     """
 
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         *,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         fused: bool | None = None,
+        capturable: bool = False,
     ):
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+        for name, value in (
+            ("lr", float(lr) if isinstance(lr, Tensor) else lr),
+            ("weight_decay", weight_decay),
+            ("eps", eps),
+        ):
             epsilon(name, value)
         for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if not epsilon(name, value) < 1:
                 raise ValueError(f"{name} is {value}; it must be in [0, 1)")
-        adamw = torch.optim.AdamW([torch.empty(0)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, {**adamw.defaults, "momentum": momentum, "fused": fused})
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
+        defaults |= {"fused": fused, "capturable": flag("capturable", capturable), "foreach": None, "maximize": False}
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "muon" not in param_group:
@@ -141,18 +155,14 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"params: a group has no key 'muon'; supported: {supported}")
         super().add_param_group(param_group)
         group = self.param_groups.pop()  # put back below, if it passes the checks
+        _check("params: a group", group)
         for parameter in group["params"] if group["muon"] else ():
+            found = "params: a group with muon=True holds a"
             if parameter.dim() < 2:
-                raise ValueError(
-                    f"params: a group with muon=True holds a parameter of shape {list(parameter.shape)}; supported: matrices"
-                )
+                raise ValueError(f"{found} parameter of shape {list(parameter.shape)}; supported: matrices")
             if not parameter.is_floating_point():
                 supported = ", ".join(map(name_of, FLOAT_DTYPES))
-                raise TypeError(
-                    f"params: a group with muon=True holds a {name_of(parameter.dtype)} parameter; supported: {supported}"
-                )
-        if group["muon"] and group["maximize"]:
-            raise ValueError("params: a group with muon=True has maximize=True; supported: False")
+                raise TypeError(f"{found} {name_of(parameter.dtype)} parameter; supported: {supported}")
         self.param_groups.append(group)
         if group["fused"] is None:
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
@@ -162,14 +172,20 @@ class Muon(torch.optim.Optimizer):
 
         Raises ValueError if its groups follow other rules than this optimizer's.
         """
-        found, expected = (
-            [group.get("muon") for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
-        )
+        groups = state_dict["param_groups"]
+        found, expected = ([group.get("muon") for group in each] for each in (groups, self.param_groups))
         if found != expected:
             raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
-        if any(group["muon"] and group.get("maximize") for group in state_dict["param_groups"]):
-            raise ValueError("state_dict has a group with muon=True and maximize=True; supported: False")
+        for group in groups:
+            _check("state_dict: a group", group)
         super().load_state_dict(state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copy's, a pickle's or a state dict's groups; those of earlier versions lack some settings."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -178,26 +194,27 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        others = []
+        self._update()
+        return loss
+
+    # Muon's time is in matrix products and AdamW's in one fused kernel: a compiler has nothing to gain.
+    @torch.compiler.disable
+    def _update(self) -> None:
         for group in self.param_groups:
             alike: dict[Hashable, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
-                    layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
-                    alike[kind, layout].append(parameter)
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise RuntimeError("flashmhf.Muon does not support sparse gradients; supported: sparse=False")
+                kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
+                # AdamW's kernels take no DTensors beside plain tensors
+                layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
+                alike[kind, layout].append(parameter)
             for parameters in alike.values():
-                if group["muon"]:
-                    self._step_alike(group, parameters)
-                else:  # AdamW's kernels take no DTensors beside plain tensors
-                    others.append(group | {"params": parameters})
-        if others:
-            adamw = torch.optim.AdamW(others)  # made anew because loading and copying replace the groups
-            adamw.state = self.state
-            adamw.step()
-        return loss
+                (self._step_matrices if group["muon"] else self._step_others)(group, parameters)
 
-    def _step_alike(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Update parameters of one shape and placement: all their matrices are one batch."""
         for parameter in parameters:
             if not self.state[parameter]:
@@ -209,5 +226,38 @@ class Muon(torch.optim.Optimizer):
         updates = _orthogonalise_shards(torch.stack(directions), parameters[0])
         weights, shape = [_local(parameter) for parameter in parameters], parameters[0].shape
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        scale = -group["lr"] * RMS * max(shape[-2:]) ** 0.5
-        torch._foreach_add_(weights, list(updates.to(weights[0].dtype).unbind()), alpha=scale)
+        updates, scale = updates.to(weights[0].dtype), group["lr"] * RMS * max(shape[-2:]) ** 0.5
+        if isinstance(scale, Tensor):  # alpha is a number
+            updates, scale = updates * scale, 1.0
+        torch._foreach_sub_(weights, list(updates.unbind()), alpha=scale)
+
+    def _step_others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Update parameters as torch.optim.AdamW does, by its function."""
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                on_device = group["capturable"] or group["fused"]
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        moments = ([self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            *moments,
+            [],
+            [self.state[parameter]["step"] for parameter in parameters],
+            has_complex=any(parameter.is_complex() for parameter in parameters),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            **{
+                name: group[name]
+                for name in ("lr", "weight_decay", "eps", "maximize", "fused", "foreach", "capturable")
+            },
+        )
+
+
+def _check(found: str, group: dict[str, Any]) -> None:
+    """Refuse settings of torch.optim.AdamW that a group may have and a step would pass over."""
+    for name in ("amsgrad", "differentiable", *(("maximize",) if group["muon"] else ())):
+        if group.get(name):
+            raise ValueError(f"{found} with muon={group['muon']} has {name}=True; supported: False")

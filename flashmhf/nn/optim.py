@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +39,13 @@ def roles(model: nn.Module) -> dict[str, str]:
 
 
 def param_groups(
-    model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float = PROJECTION_RATE, muon: bool = False
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    *,
+    projection_rate: float = PROJECTION_RATE,
+    muon: bool = False,
+    outputs: Iterable[nn.Module] | None = None,
 ) -> list[dict[str, Any]]:
     """Return ``model``'s parameter groups for an optimizer with decoupled weight decay: ``torch.optim.AdamW``,
     :class:`flashmhf.Muon`.
@@ -52,19 +58,22 @@ def param_groups(
 
     Args:
         model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
-        lr: the learning rate of all parameters but the projections.
+        lr: the learning rate of all parameters but the projections. A loop that sets rates by itself multiplies by the
+            group's share: ``group["lr"] = lr * group["lr_scale"]``.
         weight_decay: the weight decay of all matrices but the projections, whose own is chosen so that the decay per
             step is equal.
         projection_rate: the share of ``lr`` that the projections get, above 0.
         muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of
-            vectors, q_norm's weights, embeddings and output layers. Output layers are the linear layers with as many
-            output features as the largest embedding of ``model`` has rows, and one with as many as a smaller embedding
-            has rows, if it is the only one.
+            vectors, q_norm's weights, embeddings and output layers.
+        outputs: with ``muon``, the output layers. None: what ``get_output_embeddings()`` of ``model`` or of a part
+            says; without it the linear layers with as many output features as the largest embedding has rows.
 
-    Returns groups with "params", "lr" and "weight_decay", and "muon" if asked for. Empty groups are left out.
+    Returns groups with "params", "lr", "lr_scale" and "weight_decay", and "muon" if asked for. Empty groups are left
+    out.
 
-    Raises TypeError if ``model`` is not a module or a rate is not a number, ValueError for a negative rate and a
-    projection_rate of 0.
+    Raises TypeError if ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a
+    projection_rate of 0, and where ``outputs`` must be given: a linear layer without ``get_output_embeddings()`` has as
+    many output features as a smaller embedding has rows.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
@@ -73,43 +82,55 @@ def param_groups(
     flash = {
         id(parameter) for module in model.modules() if isinstance(module, FlashMHF) for parameter in module.parameters()
     }
+    # the share of the rate, and the decay
     rates = {
-        "plain": (lr, weight_decay),
-        "projection": (lr * projection_rate, weight_decay / projection_rate),
-        "undecayed": (lr, 0.0),
+        "plain": (1.0, weight_decay),
+        "projection": (projection_rate, weight_decay / projection_rate),
+        "undecayed": (1.0, 0.0),
     }
-    vocabulary = vocabulary_weights(model) if muon else set()
+    vocabulary = vocabulary_weights(model, outputs) if muon else set()
     groups: dict[tuple[str, bool], list[Tensor]] = {
         (kind, is_matrix): [] for kind in rates for is_matrix in (False, True)
     }
     parameters = dict(model.named_parameters())
     for name, role in roles(model).items():
         parameter = parameters[name]
-        if role == "projection" and id(parameter) not in flash or role not in rates:
+        if (role == "projection" and id(parameter) not in flash) or role not in rates:
             role = "plain"
         is_matrix = role != "undecayed" and id(parameter) not in vocabulary
         if parameter.requires_grad:
             groups[role, muon and is_matrix].append(parameter)
+    marks = [{"muon": is_matrix} if muon else {} for _, is_matrix in groups]
     return [
-        {"params": members, "lr": rates[kind][0], "weight_decay": rates[kind][1]}
-        | ({"muon": is_matrix} if muon else {})
-        for (kind, is_matrix), members in groups.items()
+        {"params": members, "lr": lr * rates[kind][0], "lr_scale": rates[kind][0], "weight_decay": rates[kind][1]}
+        | mark
+        for ((kind, _), members), mark in zip(groups.items(), marks, strict=True)
         if members
     ]
 
 
-def vocabulary_weights(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of embeddings, and of linear layers with as many output features as the largest has
-    rows.
-
-    A layer with as many as a smaller embedding has rows counts only if there is no second one: learned positions are
-    often as many as a model is wide, and then its projections have that size.
-    """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    widths, sizes = Counter(module.out_features for module in linears), {module.num_embeddings for module in embeddings}
-    largest = max(sizes, default=0)
-    outputs = [
-        module for module in linears if (out := module.out_features) in sizes and (out == largest or widths[out] == 1)
-    ]
-    return {id(module.weight) for module in (*embeddings, *outputs)}
+def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = None) -> set[int]:
+    """Return the ids of the weights of embeddings and output layers: see ``outputs`` of :func:`param_groups`."""
+    modules = dict(model.named_modules())
+    embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
+    found = {id(module.weight) for module in embeddings}
+    if outputs is None:
+        says = [
+            module.get_output_embeddings() for module in modules.values() if hasattr(module, "get_output_embeddings")
+        ]
+        outputs = [module for module in says if module is not None]
+        if not outputs and not hasattr(model, "get_output_embeddings"):
+            sizes = {module.num_embeddings for module in embeddings}
+            linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+            alike = {n: m for n, m in linears.items() if m.out_features in sizes and id(m.weight) not in found}
+            unsure = [name for name, module in alike.items() if module.out_features != max(sizes)]
+            if unsure:  # learned positions are often as many as a model is wide
+                raise ValueError(
+                    f"outputs is None, the model has no get_output_embeddings(), and {', '.join(unsure)} may be an "
+                    "output layer: an embedding has as many rows as its features; supported: a list of the output layers"
+                )
+            outputs = alike.values()
+    for module in outputs:
+        checks.instance("outputs", module, nn.Module, "torch.nn.Modules")
+        found |= {id(parameter) for parameter in module.parameters()}
+    return found

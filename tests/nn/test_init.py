@@ -201,6 +201,8 @@ def test_groups_of_a_bare_layer_and_of_a_model_without_any():
         group["lr"] for group in flashmhf.param_groups(flashmhf.FlashMHF(64, 2, 2, 16), 1.0, 0.1, projection_rate=0.5)
     ] == [1.0, 0.5]
     assert flashmhf.param_groups(nn.LayerNorm(4), 1.0, 0.1)[0]["weight_decay"] == 0
+    groups = flashmhf.param_groups(flashmhf.FlashMHF(64, 2, 2, 16), 2.0, 0.1)
+    assert all(group["lr"] == 2.0 * group["lr_scale"] for group in groups)  # for loops that set the rate by themselves
     groups = flashmhf.param_groups(flashmhf.SwiGLU(64, 128), 1.0, 0.1)
     assert [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups] == [(3, 1.0, 0.1)]
     with pytest.raises(ValueError, match="projection_rate is 0"):

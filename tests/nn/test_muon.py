@@ -1,7 +1,9 @@
 """flashmhf.Muon: what one update does, its states, and its groups."""
 
+import contextlib
 import copy
 import pickle
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -9,6 +11,12 @@ import torch
 from torch import nn
 
 import flashmhf
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
 @pytest.mark.parametrize("shape", [(32, 20), (20, 32), (2, 3, 32, 16), (50, 16, 40)])
@@ -92,10 +100,49 @@ def test_groups_of_a_model():
     assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
     model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
     model.positions = nn.Embedding(64, 64)  # as many as the model is wide: its projections have as many outputs
-    groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True)
+    with pytest.raises(ValueError, match="outputs is None, .*ffn.in_proj, ffn.out_proj may be an output layer"):
+        flashmhf.param_groups(model, 1.0, 0.1, muon=True)
+    groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True, outputs=[model.head, model.second])
     assert {id(p) for group in groups if group["muon"] for p in group["params"]} == {
         key for key, (muon, _) in rule.items() if muon
     }
+
+
+class OneLayer(nn.Module):
+    """A network whose projection has as many outputs as there are learned positions."""
+
+    def __init__(self, layers: int = 1, vocabulary: int = 1000):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocabulary, 64), nn.Embedding(192, 64)
+        self.qkv = nn.ModuleList(nn.Linear(64, 192) for _ in range(layers))
+        self.head = nn.Linear(64, vocabulary, bias=False)
+
+
+class Named(OneLayer):
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.head
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_models_depth_does_not_decide_what_an_output_layer_is(layers, inside):
+    def matrices(model, **options):
+        groups = flashmhf.param_groups(nn.ModuleList([model]) if inside else model, 1.0, 0.1, muon=True, **options)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return {names[id(p)] for group in groups if group["muon"] for p in group["params"]}
+
+    expected = {f"qkv.{i}.weight" for i in range(layers)}
+    assert matrices(Named(layers)) == expected
+    with pytest.raises(ValueError, match=r"qkv.0.* may be an output layer"):
+        matrices(OneLayer(layers))
+    model = OneLayer(layers)
+    assert matrices(model, outputs=[model.head]) == expected
+    assert matrices(model, outputs=[]) == expected | {"head.weight"}
+    model.head.weight = model.embedding.weight
+    model.positions = nn.Embedding(100, 64)
+    assert matrices(model) == expected
+    with pytest.raises(TypeError, match="outputs must be torch.nn.Modules"):
+        matrices(model, outputs=["head"])
 
 
 def test_training_continues_from_a_state_dict_with_equal_bits():
@@ -122,13 +169,99 @@ def test_training_continues_from_a_state_dict_with_equal_bits():
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_is_the_eager_one(backend, fresh_dynamo):
+    compiled, eager = model, other = make_model(), make_model()
+    other.load_state_dict(model.state_dict())
+    optimizers = [flashmhf.Muon(flashmhf.param_groups(each, 1e-2, 0.1, muon=True)) for each in (compiled, eager)]
+    steps = torch.compile(optimizers[0].step, backend=backend), optimizers[1].step
+    for seed in range(4):
+        for each, step in zip((compiled, eager), steps, strict=True):
+            gradients(each, seed)
+            step()
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b) and optimizers[0].state[a].keys() == optimizers[1].state[b].keys(), name
+    assert {len(optimizers[0].state[parameter]) for parameter in compiled.parameters()} == {1, 3}
+
+
+def test_hooks_fire_once_a_step():
+    model, fired = make_model(), []
+    optimizer = flashmhf.Muon(flashmhf.param_groups(model, 1e-2, 0.1, muon=True))
+    with contextlib.ExitStack() as stack:
+        for when in ("pre", "post"):
+            own = getattr(optimizer, f"register_step_{when}_hook")
+            of_all = getattr(sys.modules["torch.optim.optimizer"], f"register_optimizer_step_{when}_hook")
+            for register in (own, of_all):
+                handle = register(lambda opt, *_, name=f"{when} {register is own}": fired.append((name, opt)))
+                stack.callback(handle.remove)
+        gradients(model, 0)
+        optimizer.step()
+    assert sorted(name for name, _ in fired) == ["post False", "post True", "pre False", "pre True"]
+    assert all(opt is optimizer for _, opt in fired)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("rate", [float, torch.tensor])  # the second as a captured graph needs it
+def test_a_copy_of_model_and_optimizer_moves_as_they_do(copied, rate):
+    model = make_model()
+    optimizer = flashmhf.Muon(flashmhf.param_groups(model, 1e-2, 0.1, muon=True))
+    gradients(model, 0)
+    optimizer.step()
+    pairs = (model, optimizer), copied((model, optimizer))
+    for group in pairs[1][1].param_groups:
+        group["lr"] = rate(group["lr"])
+    for each, own in pairs:
+        gradients(each, 1)
+        own.step()
+    for a, b in zip(model.parameters(), pairs[1][0].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0 if rate is float else 1e-5, atol=0 if rate is float else 1e-8)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_the_eager_one():
+    captured, eager = make_model().cuda(), make_model().cuda()
+    eager.load_state_dict(captured.state_dict())
+    optimizers = [
+        flashmhf.Muon(flashmhf.param_groups(each, 1e-2, 0.1, muon=True), capturable=each is captured)
+        for each in (captured, eager)
+    ]
+    for group in optimizers[0].param_groups:
+        group["lr"] = torch.tensor(group["lr"], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    for seed in range(4):
+        for each in (captured, eager):
+            new = copy.deepcopy(each)
+            gradients(new, seed)
+            for parameter, drawn in zip(each.parameters(), new.parameters(), strict=True):
+                parameter.grad = drawn.grad if parameter.grad is None else parameter.grad.copy_(drawn.grad)
+        for optimizer in optimizers:  # what a schedule does
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+        optimizers[1].step()
+        if seed == 0:  # makes the states
+            optimizers[0].step()
+        elif seed == 1:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                optimizers[0].step()
+        if seed:
+            graph.replay()
+    for (name, a), b in zip(captured.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"muon=True holds a parameter of shape \[4\]"):
         flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": True}])
     with pytest.raises(TypeError, match="muon=True holds a complex64 parameter; supported: bfloat16"):
         flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))], "muon": True}])
-    with pytest.raises(ValueError, match="maximize=True; supported: False"):
-        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], "muon": True, "maximize": True}])
+    for name, muon in (("maximize", True), ("amsgrad", False), ("differentiable", False)):
+        with pytest.raises(ValueError, match=f"muon={muon} has {name}=True; supported: False"):
+            flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], "muon": muon, name: True}])
+    table = nn.Embedding(4, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        flashmhf.Muon([{"params": table.parameters(), "muon": False}]).step()
     for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0)):
         with pytest.raises(ValueError, match=f"{name} is"):
             flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": False}], **{name: value})
@@ -140,7 +273,7 @@ def test_refusals():
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["maximize"] = True  # AdamW's have it
-    with pytest.raises(ValueError, match="muon=True and maximize=True; supported: False"):
+    with pytest.raises(ValueError, match="muon=True has maximize=True; supported: False"):
         optimizer.load_state_dict(state)
     with pytest.raises(
         ValueError, match=r"state_dict has groups with muon = \[None\]; this optimizer's have \[True, False\]"
