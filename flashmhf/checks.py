@@ -13,7 +13,7 @@ from types import UnionType
 import torch
 from torch import Tensor
 
-from .reference import ACTIVATIONS, accumulate_dtype
+from .reference import ACTIVATIONS
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -186,19 +186,3 @@ def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
     """Refuse a grad_out of another shape, dtype or device than q; any strides will do."""
     tensors(grad_out=grad_out)
     expect_like("grad_out", grad_out, q, q.shape, "q's shape")
-
-
-def accumulators(k: Tensor, **buffers: Tensor) -> None:
-    """Refuse all but contiguous buffers of k's shape, float32 (float64 for float64 operands), that weight gradients are
-    added into.
-    """
-    tensors(**buffers)
-    expected = accumulate_dtype(k.dtype)
-    for name, buffer in buffers.items():
-        if buffer.dtype != expected:
-            raise TypeError(
-                f"{name} has dtype {name_of(buffer.dtype)}; supported: {name_of(expected)} for {name_of(k.dtype)} operands"
-            )
-        expect_device(name, buffer, k, of="k")
-        expect_shape(name, buffer, k.shape, "k's shape [H_kv, E, d_e, d_h]")
-        expect_contiguous(name, buffer)

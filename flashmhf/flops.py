@@ -88,7 +88,6 @@ _FORMULAE: dict[str, Callable[..., int]] = {
     "gated_forward": gated_forward,
     "backward": backward,
     "gated_backward": gated_backward,
-    "backward_accumulate_": backward,
     "fp8_forward": forward,
     "fp8_gated_forward": gated_forward,
     "layer": layer,

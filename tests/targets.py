@@ -56,9 +56,9 @@ def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def call(name: str, p: Problem, *sums: Tensor, **settings: object) -> tuple[Tensor, ...]:
-    """The results of torch.ops.flashmhf.<name>; ``sums``: what backward_accumulate_ adds to."""
-    return as_tuple(getattr(torch.ops.flashmhf, name)(*arguments(name, p), *sums, **settings))
+def call(name: str, p: Problem, **settings: object) -> tuple[Tensor, ...]:
+    """The results of torch.ops.flashmhf.<name>."""
+    return as_tuple(getattr(torch.ops.flashmhf, name)(*arguments(name, p), **settings))
 
 
 def randomised(module: nn.Module, std: float | None = None) -> nn.Module:
@@ -113,13 +113,11 @@ class Target:
     def fixed_limits(self) -> bool:
         return self.backend != "eager"
 
-    def call(
-        self, name: str, p: Problem, *sums: Tensor, deterministic: bool = False, **settings: object
-    ) -> tuple[Tensor, ...]:
+    def call(self, name: str, p: Problem, deterministic: bool = False, **settings: object) -> tuple[Tensor, ...]:
         """:func:`call` on this back end with NaN-poisoned outputs."""
         settings |= {"backend": self.backend, "deterministic": deterministic, "activation": p.activation}
         with poisoned_memory():
-            return call(name, p, *sums, **settings)
+            return call(name, p, **settings)
 
 
 TARGETS = [

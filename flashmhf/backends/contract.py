@@ -71,8 +71,6 @@ class Settings(NamedTuple):
 
 DEFAULTS = Settings()
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-WeightGrads = tuple[Tensor, Tensor, Tensor]
-Sums = WeightGrads | None  # tensors to which backward adds the weights' gradients, or None for new ones
 
 
 class AnyBackend(Protocol):
@@ -113,12 +111,10 @@ class Backend(AnyBackend, Protocol):
         v: Tensor,
         r: Gate,
         settings: Settings,
-        into: Sums = None,
     ) -> Gradients:
         """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
 
-        dk, du and dv are new tensors in k's dtype, or are added to those of ``into``, which are fp32 (fp64 for fp64
-        operands). An empty tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
+        An empty tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
         """
         ...
 

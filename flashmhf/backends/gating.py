@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .contract import Gate, Gradients, Router, Settings, Sums
+from .contract import Gate, Gradients, Router, Settings
 from .tokens import TokenRows, token_count
 
 TOKENS = 4096
@@ -52,14 +52,12 @@ def through_router(backward: Callable[..., Gradients]) -> Callable[..., Gradient
     dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
     """
 
-    def routed(
-        grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None
-    ) -> Gradients:
+    def routed(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
         if not isinstance(r, Router):
-            return backward(grad_out, q, k, u, v, r, settings, into, q.dtype)
+            return backward(grad_out, q, k, u, v, r, settings, q.dtype)
         needs_tokens, needs_weights = settings.needs
         settings, dq_dtype = settings._replace(needs=(True, needs_weights)), reference.accumulate_dtype(q.dtype)
-        dq, dk, du, dv, dr = backward(grad_out, q, k, u, v, gate(q, *r), settings, into, dq_dtype)
+        dq, dk, du, dv, dr = backward(grad_out, q, k, u, v, gate(q, *r), settings, dq_dtype)
         dw = gate_backward(dr, q, *r, dq, needs_weights)
         return dq.to(q.dtype) if needs_tokens else q.new_empty(0), dk, du, dv, dw
 

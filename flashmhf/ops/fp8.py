@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +11,27 @@ from .. import backends, checks
 from ..backends.contract import Gate, Router
 from ..backends.fp8_layout import check_packed
 from .library import define
+
+
+class Call(NamedTuple):
+    """One call of an operator: the operands of a back end's ``forward``."""
+
+    q: Tensor
+    packed: tuple[Tensor, Tensor, Tensor, Tensor]  # k8, u8, v8, scales
+    r: Gate
+    backend: str
+
+
+def _forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None = None, *, backend: str = "auto"
+) -> Call:
+    return Call(q, (k8, u8, v8, scales), r, backend)
+
+
+def _gated_forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float, *, backend: str = "auto"
+) -> Call:
+    return Call(q, (k8, u8, v8, scales), Router(w, eps), backend)
 
 
 def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
@@ -26,29 +46,30 @@ def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor
         )
 
 
-def _check(q: Tensor, packed: tuple[Tensor, ...], r: Gate) -> None:
+def _fake(call: Call) -> Tensor:
+    check_operands(call.q, *call.packed)
+    checks.gate(call.q, call.packed[0], call.r)
+    return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+
+
+def values(call: Call) -> Tensor:
+    """Check the call, run its back end and return the result."""
+    q, packed, r, backend = call
     check_operands(q, *packed)
     checks.gate(q, packed[0], r)
-
-
-def _define(schema: str, gate: Callable[..., Gate]) -> None:
-    def kernel(
-        q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto"
-    ) -> Tensor:
-        packed, r = (k8, u8, v8, scales), gate(*operands)
-        _check(q, packed, r)
-        chosen = backends.select_fp8(backend, q.device, q.dtype, k8.shape[3], k8.shape[2])
-        return chosen.forward(q, *packed, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-    def fake(
-        q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, *operands: Any, backend: str = "auto"
-    ) -> Tensor:
-        _check(q, (k8, u8, v8, scales), gate(*operands))
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-    define(schema, kernel, fake, casts="q")
+    _, _, d_e, d_h = packed[0].shape
+    chosen = backends.select_fp8(backend, q.device, q.dtype, d_h, d_e)
+    return chosen.forward(q, *packed, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 _OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
-_define(f'fp8_forward({_OPERANDS}, Tensor? r=None, *, str backend="auto") -> Tensor', lambda r=None: r)
-_define(f'fp8_gated_forward({_OPERANDS}, Tensor w, float eps, *, str backend="auto") -> Tensor', Router)
+_SETTINGS = '*, str backend="auto"'
+define("fp8_forward", f"({_OPERANDS}, Tensor? r=None, {_SETTINGS}) -> Tensor", _forward, values, _fake, casts="q")
+define(
+    "fp8_gated_forward",
+    f"({_OPERANDS}, Tensor w, float eps, {_SETTINGS}) -> Tensor",
+    _gated_forward,
+    values,
+    _fake,
+    casts="q",
+)

@@ -8,7 +8,7 @@ capture them. In eager mode :func:`run` calls the same code without the dispatch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,60 @@ from torch.nn.functional import linear
 
 from .. import backends, checks, reference
 from ..backends.contract import LayerWeights, ProjectionWeights
-from .library import define
-from .mix import register_vmap
+from .library import define, register_vmap
 
 CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
-_TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
+
+
+class Call(NamedTuple):
+    """One call of an operator."""
+
+    x: Tensor
+    weights: LayerWeights
+    backend: str = "auto"
+    activation: str = "silu"
+
+
+def _layer(
+    x: Tensor,
+    in_w: Tensor,
+    in_bias: Tensor | None,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    eps: float,
+    out_w: Tensor,
+    out_bias: Tensor | None,
+    q_norm: Tensor | None = None,
+    q_norm_eps: float = 0.0,
+    *,
+    backend: str = "auto",
+    activation: str = "silu",
+) -> Call:
+    ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
+    return Call(x, LayerWeights(ends[0], (k, u, v), w, eps, ends[1], q_norm, q_norm_eps), backend, activation)
+
+
+def _fp8_layer(
+    x: Tensor,
+    in_w: Tensor,
+    in_bias: Tensor | None,
+    k8: Tensor,
+    u8: Tensor,
+    v8: Tensor,
+    scales: Tensor,
+    w: Tensor,
+    eps: float,
+    out_w: Tensor,
+    out_bias: Tensor | None,
+    q_norm: Tensor | None = None,
+    q_norm_eps: float = 0.0,
+    *,
+    backend: str = "auto",
+) -> Call:
+    ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
+    return Call(x, LayerWeights(ends[0], (k8, u8, v8, scales), w, eps, ends[1], q_norm, q_norm_eps), backend)
 
 
 def _check(x: Tensor, weights: LayerWeights) -> None:
@@ -81,8 +130,9 @@ def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, o
     return _project(mixed, weights.out_proj, out)
 
 
-def _layer(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
-    """Return the layer's values: what both operators run on every device."""
+def values(call: Call) -> Tensor:
+    """Return the layer's result: what both operators run on every device."""
+    x, weights, backend, activation = call
     if x.shape[:-1].numel() > CHUNK_TOKENS:
         return _by_chunks(x, weights, backend, activation)
     if weights.mix[0].dim() == 4:
@@ -107,36 +157,42 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
     return out
 
 
-def _define(name: str, networks: str, count: int, casts: tuple[str, ...], last: str = "") -> None:
-    """Define the operator whose weights of the heads' networks are ``count`` tensors."""
-
-    def weights_of(in_w: Tensor, in_bias: Tensor | None, *operands: Any) -> LayerWeights:
-        w, eps, out_w, out_bias, *norm = operands[count:]
-        return LayerWeights(
-            ProjectionWeights(in_w, in_bias), operands[:count], w, eps, ProjectionWeights(out_w, out_bias), *norm
-        )
-
-    def kernel(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
-        weights = weights_of(*operands)
-        checks.tensors(x=x, in_w=weights.in_proj.w, out_w=weights.out_proj.w)
-        checks.epsilon("q_norm_eps", weights.q_norm_eps)
-        checks.activation(activation)
-        return _layer(x, weights, backend, activation)
-
-    def fake(x: Tensor, *operands: Any, backend: str = "auto", activation: str = "silu") -> Tensor:
-        weights = weights_of(*operands)
-        _check(x, weights)
-        _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, backend, activation)
-        return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
-
-    operands = f"Tensor x, Tensor in_w, Tensor? in_bias, {networks}, float eps, Tensor out_w, Tensor? out_bias"
-    define(f"{name}({operands}, {_TAIL}{last}) -> Tensor", kernel, fake, casts=casts)
-    register_vmap(name, 0)
+def _checked_values(call: Call) -> Tensor:
+    """Check what :func:`values` reads before the back end's operator checks the rest."""
+    checks.tensors(x=call.x, in_w=call.weights.in_proj.w, out_w=call.weights.out_proj.w)
+    checks.epsilon("q_norm_eps", call.weights.q_norm_eps)
+    checks.activation(call.activation)
+    return values(call)
 
 
+def _fake(call: Call) -> Tensor:
+    x, weights, backend, activation = call
+    _check(x, weights)
+    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, backend, activation)
+    return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
+
+
+_BEFORE, _AFTER = "Tensor x, Tensor in_w, Tensor? in_bias", "float eps, Tensor out_w, Tensor? out_bias"
+_TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
 _ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
-_define("layer", "Tensor k, Tensor u, Tensor v, Tensor? w", 3, (*_ENDS, *"kuv"), ', str activation="silu"')
-_define("fp8_layer", "Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w", 4, _ENDS)
+define(
+    "layer",
+    f'({_BEFORE}, Tensor k, Tensor u, Tensor v, Tensor? w, {_AFTER}, {_TAIL}, str activation="silu") -> Tensor',
+    _layer,
+    _checked_values,
+    _fake,
+    casts=(*_ENDS, *"kuv"),
+)
+define(
+    "fp8_layer",
+    f"({_BEFORE}, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, {_AFTER}, {_TAIL}) -> Tensor",
+    _fp8_layer,
+    _checked_values,
+    _fake,
+    casts=_ENDS,
+)
+register_vmap("layer", 0)
+register_vmap("fp8_layer", 0)
 
 
 def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
@@ -160,4 +216,4 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
     """
     if torch.compiler.is_compiling() or x.is_meta:
         return call(x, weights, backend, activation)
-    return _layer(x, weights, backend, activation)
+    return values(Call(x, weights, backend, activation))

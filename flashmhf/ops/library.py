@@ -1,50 +1,67 @@
 """The library ``torch.ops.flashmhf`` and what every operator in it needs: kernels for all devices, fakes, autograd,
-autocast.
-
-A call is check -> select the back end -> run it on the current stream, without synchronising and without copying q.
+autocast, vmap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import checks, torch_private
+from ..backends.tokens import collapse
 
 LIBRARY = torch.library.Library("flashmhf", "DEF")
+P = ParamSpec("P")
+C = TypeVar("C")
+R = TypeVar("R")
 
 
 def define(
-    schema: str, kernel: Callable, fake: Callable, autograd: Callable | None = None, casts: Collection[str] = ()
+    name: str,
+    signature: str,
+    describe: Callable[P, C],
+    values: Callable[[C], R],
+    fake: Callable[[C], R],
+    autograd: Callable[[C], R] | None = None,
+    casts: Collection[str] = (),
 ) -> None:
     """Define an operator.
 
     Args:
-        schema: its signature in the dispatcher's language.
-        kernel: runs on every device. It and ``fake`` take the schema's arguments and do the same checks.
+        name: ``torch.ops.flashmhf.NAME``.
+        signature: its arguments and results in the dispatcher's language.
+        describe: takes the same arguments and returns the call that they make, which the next three take.
+        values: runs it on every device. It and ``fake`` do the same checks.
         fake: returns tensors of the results' shapes and dtypes.
         autograd: runs above autograd; None for an operator of inference, which refuses inputs that require a gradient.
         casts: the tensor arguments that autocast casts. Nothing inside the operator is cast again.
     """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flashmhf::{name}", fake, lib=LIBRARY)
+    LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, _composed(values, describe), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashmhf::{name}", _composed(fake, describe), lib=LIBRARY)
     op = getattr(torch.ops.flashmhf, name)
     torch_private.DispatchRules.install(op.default)
-    LIBRARY.impl(name, autograd or _without_gradients(name, op), "Autograd")
+    LIBRARY.impl(name, _composed(autograd, describe) if autograd else _without_gradients(name, op), "Autograd")
     rules = {argument.name: cast if argument.name in casts else widen for argument in op.default._schema.arguments}
     for device_type, key in torch_private.AUTOCAST_KEYS.items():
         LIBRARY.impl(name, _autocast(op, device_type, rules if casts else {}), key)
 
 
-def _without_gradients(name: str, op: Callable) -> Callable:
+def _composed(run: Callable[[C], R], describe: Callable[P, C]) -> Callable[P, R]:
+    # The dispatcher leaves out arguments that have their default values.
+    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
+        return run(describe(*args, **kwargs))
+
+    return kernel
+
+
+def _without_gradients(name: str, op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Refuse inputs that require a gradient or are transformed by torch.func."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Tensor:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if differentiated or torch_private.differentiated_by_functorch(*given) or torch_private.has_tangent(*given):
@@ -58,10 +75,7 @@ def _without_gradients(name: str, op: Callable) -> Callable:
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return an operand as autocast to ``dtype`` makes it:
-
-    float64 and tensors that are not floating stay as they are.
-    """
+    """Return an operand as autocast to ``dtype`` makes it; float64 and tensors that are not floating stay as they are."""
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x
 
 
@@ -83,3 +97,53 @@ def _autocast(op: Callable, device_type: str, rules: dict[str, Callable[[Any, to
             return op(*args, **kwargs)
 
     return call
+
+
+# vmap: a batch over tokens joins the leading dimensions; a batch over weights is one call per entry
+
+
+def register_vmap(name: str, *tokens: int) -> None:
+    """Register the vmap rule of an operator whose operands at the places ``tokens`` have leading dimensions."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **settings: Any) -> tuple[Any, Any]:
+        op = getattr(torch.ops.flashmhf, name)
+        if any(dim is not None for place, dim in enumerate(in_dims) if place not in tokens):
+            return _one_by_one(op, info.batch_size, in_dims, args, settings)
+        places = enumerate(zip(args, in_dims, strict=True))
+        args = [_leading_batch(x, dim, info.batch_size) if place in tokens else x for place, (x, dim) in places]
+        return op(*args, **settings), 0
+
+    torch.library.register_vmap(f"flashmhf::{name}", rule, lib=LIBRARY)
+
+
+def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """Return the batch as the first dimension, copied where the tokens would lie at more strides than every back end
+    reads in place.
+    """
+    if x is None:
+        return None
+    if dim is None:
+        return x.expand(size, *x.shape).contiguous()
+    x = x.movedim(dim, 0)
+    return x if len(collapse(x)) <= 2 else x.contiguous()
+
+
+def _one_by_one(
+    op: Callable, size: int, in_dims: tuple[int | None, ...], args: Sequence[Any], settings: dict[str, Any]
+) -> tuple[Any, Any]:
+    def entry(i: int) -> tuple[Tensor, ...]:
+        result = op(
+            *(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)),
+            **settings,
+        )
+        return (result,) if isinstance(result, Tensor) else result
+
+    if size:
+        results = [torch.stack(x) for x in zip(*map(entry, range(size)), strict=True)]
+    else:  # one entry of zeros shows the results' shapes
+        args = [
+            x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:]))
+            for x, dim in zip(args, in_dims, strict=True)
+        ]
+        results = [x.new_empty((0, *x.shape)) for x in entry(0)]
+    return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))

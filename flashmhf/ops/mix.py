@@ -1,8 +1,8 @@
 """The operators ``torch.ops.flashmhf.*`` of the heads' networks, and the functions in front of them.
 
-Each operator turns its arguments into a :class:`_Call`. What follows is the same for all: check -> select the back end
--> run it on the current stream, without synchronising and without copying q; shapes for fake tensors, autograd,
-autocast and vmap.
+Each operator is a function that turns its arguments into a :class:`Call`. What follows is the same for all: check ->
+select the back end -> run it on the current stream, without synchronising and without copying q; shapes for fake
+tensors, autograd, autocast and vmap.
 """
 
 from __future__ import annotations
@@ -15,76 +15,165 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Gate, Router, Settings, Sums
-from ..backends.tokens import collapse
-from .library import LIBRARY, cast, define, widen
+from ..backends.contract import Gate, Router, Settings
+from .library import cast, define, register_vmap, widen
 
 Result = Tensor | tuple[Tensor, ...]
 
 
-class _Call(NamedTuple):
-    """One call: the operands of a back end's ``forward``, or with ``upstream`` of its ``backward``."""
+class Call(NamedTuple):
+    """One call: the operands of a back end's ``forward``, or with ``grad_out`` of its ``backward``."""
 
-    upstream: tuple[()] | tuple[Tensor]  # grad_out
     q: Tensor
     k: Tensor
     u: Tensor
     v: Tensor
     r: Gate
-    into: Sums  # dk, du, dv of backward_accumulate_
     backend: str
     settings: Settings
+    grad_out: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        gate = self.r.w if isinstance(self.r, Router) else self.r
+        return self.q, self.k, self.u, self.v, gate, self.grad_out
 
 
-def _check(call: _Call) -> None:
+# The operators' arguments
+
+
+def _resolve(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None = None,
+    *,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    activation: str = "silu",
+) -> Call:
+    return Call(q, k, u, v, r, backend, Settings(_resolve(deterministic), activation=activation))
+
+
+def _gated_forward(
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    *,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    activation: str = "silu",
+) -> Call:
+    return Call(q, k, u, v, Router(w, eps), backend, Settings(_resolve(deterministic), activation=activation))
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    r: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    backend: str = "auto",
+    needs: Sequence[bool] = (True, True),
+    activation: str = "silu",
+) -> Call:
+    checks.tensors(grad_out=grad_out)
+    tokens, weights = needs
+    return Call(q, k, u, v, r, backend, Settings(deterministic, (tokens, weights), activation), grad_out)
+
+
+def _gated_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    v: Tensor,
+    w: Tensor,
+    eps: float,
+    deterministic: bool = False,
+    *,
+    backend: str = "auto",
+    needs: Sequence[bool] = (True, True),
+    activation: str = "silu",
+) -> Call:
+    checks.tensors(grad_out=grad_out)
+    tokens, weights = needs
+    settings = Settings(deterministic, (tokens, weights), activation)
+    return Call(q, k, u, v, Router(w, eps), backend, settings, grad_out)
+
+
+# What they do
+
+
+def check(call: Call) -> None:
     """Raise for operands that do not belong together.
 
     The definition reads weights of any strides, such as vmap's slices of a batch.
     """
-    upstream, q, k, u, v, r, into, backend, settings = call
+    q, k, u, v, r, backend, settings, grad_out = call
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
     checks.operands(q, k, u, v, contiguous=contiguous)
     checks.gate(q, k, r, contiguous=contiguous)
-    for grad_out in upstream:
+    if grad_out is not None:
         checks.upstream_gradient(grad_out, q)
-    if into is not None:
-        checks.accumulators(k, **dict(zip(("dk", "du", "dv"), into, strict=True)))
 
 
-def _values(call: _Call) -> Result:
+def values(call: Call) -> Result:
     """Check the call, run its back end and return the results: what every operator's kernel does."""
-    _check(call)
-    upstream, q, k, u, v, r, into, backend, settings = call
+    check(call)
+    q, k, u, v, r, backend, settings, grad_out = call
     if backend == REFERENCE:
         back_end = backends.reference  # without the cache of select, which Dynamo would trace
     else:
         back_end = backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
-    # the definition takes empty tensors as they are, and keeps them differentiable
-    if backend == REFERENCE or q.numel():
-        if not upstream:
-            return back_end.forward(q, k, u, v, r, settings)
-        gradients = back_end.backward(*upstream, q, k, u, v, r, settings, into)
-        return gradients if into is None else (gradients[0], gradients[4])
-    result = _empty(call)
-    for x in (result,) if isinstance(result, Tensor) else result:
-        x.zero_()
-    return result
+        if not q.numel():  # the definition takes empty tensors as they are, and keeps them differentiable
+            results = shapes(call)
+            return results.zero_() if isinstance(results, Tensor) else tuple(x.zero_() for x in results)
+    if grad_out is None:
+        return back_end.forward(q, k, u, v, r, settings)
+    return back_end.backward(grad_out, q, k, u, v, r, settings)
 
 
-def _empty(call: _Call) -> Result:
+def shapes(call: Call) -> Result:
     """Return uninitialised contiguous results; those that are not needed have no elements."""
-    q, (tokens, weights) = call.q, call.settings.needs
-    if not call.upstream:
+    q, k, u, v, r, _, settings, grad_out = call
+    tokens, weights = settings.needs
+    if grad_out is None:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def gradient(x: Tensor | None, needed: bool) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else q.new_empty(0)
 
-    of_gate = gradient(call.r.w, weights) if isinstance(call.r, Router) else gradient(call.r, tokens)
-    if call.into is not None:
-        return gradient(q, tokens), of_gate
-    return gradient(q, tokens), *(gradient(x, weights) for x in (call.k, call.u, call.v)), of_gate
+    of_gate = gradient(r.w, weights) if isinstance(r, Router) else gradient(r, tokens)
+    return gradient(q, tokens), *(gradient(x, weights) for x in (k, u, v)), of_gate
+
+
+def _fake(call: Call) -> Result:
+    check(call)
+    return shapes(call)
+
+
+def _dispatch(call: Call) -> Result:
+    """Call the operator that ``call`` came from."""
+    q, k, u, v, r, backend, (deterministic, needs, activation), grad_out = call
+    operands, ops = (q, k, u, v, *(r if isinstance(r, Router) else (r,))), torch.ops.flashmhf
+    if grad_out is None:
+        op = ops.gated_forward if isinstance(r, Router) else ops.forward
+        return op(*operands, deterministic=deterministic, backend=backend, activation=activation)
+    op = ops.gated_backward if isinstance(r, Router) else ops.backward
+    return op(grad_out, *operands, deterministic, backend=backend, needs=needs, activation=activation)
 
 
 # Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here,
@@ -97,221 +186,62 @@ _UNSUPPORTED_DERIVATIVE = (
 
 
 class _FirstOrder(torch.autograd.Function):
-    """An operator call as one node;
-
-    ``differentiate(saved tensors, needs_input_grad, *grads)`` gives the inputs' gradients.
-    """
+    """A call as one node; ``tensors`` are the call's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[..., Result], differentiate: Callable[..., Sequence[Tensor]], *tensors: Tensor | None
-    ) -> Result:
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Result:
         ctx.save_for_backward(*tensors)
-        ctx.differentiate = differentiate
+        ctx.eps = call.r.eps if isinstance(call.r, Router) else None
+        ctx.backend, ctx.settings = call.backend, call.settings
         with torch_private.below_autograd():
-            return run(*tensors)
+            return _dispatch(call)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        results = ctx.differentiate(ctx.saved_tensors, needed, *grads)
-        return (None, None, *(grad if need else None for grad, need in zip(results, needed, strict=True)))
+    def backward(ctx: Any, grad_out: Tensor, *more: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, u, v, gate, of_backward = ctx.saved_tensors
+        if of_backward is not None:
+            raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a second derivative"))
+        _, *needed, _ = ctx.needs_input_grad
+        of_q, of_k, of_u, of_v, of_gate = needed
+        is_gated = ctx.eps is not None
+        needs = of_q or (of_gate and not is_gated), of_k or of_u or of_v or (of_gate and is_gated)
+        r = Router(gate, ctx.eps) if is_gated else gate
+        results = _dispatch(Call(q, k, u, v, r, ctx.backend, ctx.settings._replace(needs=needs), grad_out))
+        return None, *(grad if need else None for grad, need in zip(results, needed, strict=True)), None
 
 
-def _refuse_second_derivative(*_: object) -> Sequence[Tensor]:
-    raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a second derivative"))
-
-
-def _refuse_transforms(tensors: Sequence[Tensor | None]) -> None:
-    """Refuse torch.func.grad and forward mode, which would otherwise fail obscurely or drop the tangent silently."""
+def _above_autograd(call: Call) -> Result:
+    if call.backend == REFERENCE:
+        return values(call)
+    tensors = call.tensors
+    # torch.func.grad and forward mode would otherwise fail obscurely or drop the tangent silently
     if torch_private.differentiated_by_functorch(*tensors):
-        raise NotImplementedError(
-            _UNSUPPORTED_DERIVATIVE.format(what="a torch.func transform (grad, vjp, jvp, hessian, ...)")
-        )
+        transform = "a torch.func transform (grad, vjp, jvp, hessian, ...)"
+        raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what=transform))
     if torch_private.has_tangent(*tensors):
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="forward mode (jvp)"))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _FirstOrder.apply(call, *tensors)
+    with torch_private.below_autograd():
+        return _dispatch(call)
 
 
-def _autograd(name: str, operands: int, describe: Callable[..., _Call]) -> Callable[..., Result]:
-    """Return the kernel above autograd of operator ``name``, whose first ``operands`` arguments are its tensors."""
-
-    def kernel(*args: Any, **settings: Any) -> Result:
-        if settings.get("backend") == REFERENCE and name != "backward_accumulate_":
-            return _values(describe(*args, **settings))
-        tensors, rest = (*args[:operands], *[None] * (operands - len(args))), args[operands:]
-        _refuse_transforms(tensors)
-        if "forward" in name:  # the flag is read now: in backward the caller's setting may be another
-            settings["deterministic"] = _resolve(settings.get("deterministic"))
-
-        def run(*tensors: Tensor | None) -> Result:
-            return getattr(torch.ops.flashmhf, name)(*tensors, *rest, **settings)
-
-        if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
-            with torch_private.below_autograd():
-                return run(*tensors)
-        if name == "backward_accumulate_":
-            _refuse_second_derivative()
-        differentiate = _differentiate(name, *rest, **settings) if "forward" in name else _refuse_second_derivative
-        return _FirstOrder.apply(run, differentiate, *tensors)
-
-    return kernel
-
-
-def _differentiate(name: str, *eps: float, deterministic: bool, **settings: str) -> Callable[..., Sequence[Tensor]]:
-    """Return the gradients' function of operator ``name``."""
-    is_gated, backward = bool(eps), getattr(torch.ops.flashmhf, name.replace("forward", "backward"))
-
-    def differentiate(saved: Sequence[Tensor | None], needed: Sequence[bool], grad_out: Tensor) -> Sequence[Tensor]:
-        q, k, u, v, gate = needed
-        needs = [q or (gate and not is_gated), k or u or v or (gate and is_gated)]
-        return backward(grad_out, *saved, *eps, deterministic, needs=needs, **settings)
-
-    return differentiate
-
-
-# The operators' arguments. The dispatcher leaves out those that have their default values
-
-
-def _resolve(deterministic: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-
-
-def _describe(
-    *operands: Any,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    needs: Sequence[bool] = (True, True),
-    activation: str = "silu",
-) -> _Call:
-    tokens, weights = needs
-    return _Call(*operands, backend, Settings(_resolve(deterministic), (tokens, weights), activation))
-
-
-def _forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, **how: Any) -> _Call:
-    return _describe((), q, k, u, v, r, None, **how)
-
-
-def _gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, **how: Any) -> _Call:
-    return _describe((), q, k, u, v, Router(w, eps), None, **how)
-
-
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None = None,
-    deterministic: bool = False,
-    **how: Any,
-) -> _Call:
-    return _describe((grad_out,), q, k, u, v, r, None, deterministic=deterministic, **how)
-
-
-def _gated_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    deterministic: bool = False,
-    **how: Any,
-) -> _Call:
-    return _describe((grad_out,), q, k, u, v, Router(w, eps), None, deterministic=deterministic, **how)
-
-
-def _backward_accumulate(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, *sums_and_flag: Any, **how: Any
-) -> _Call:
-    dk, du, dv, deterministic = (*sums_and_flag, False)[:4]
-    return _describe((grad_out,), q, k, u, v, r, (dk, du, dv), deterministic=deterministic, **how)
-
-
-def _define(schema: str, describe: Callable[..., _Call], casts: str = "") -> None:
-    """Define the operator whose arguments ``describe`` takes."""
-    name, operands = schema.partition("(")[0], schema.partition("->")[0].count("Tensor")
-
-    def kernel(*args: Any, **settings: Any) -> Result:
-        return _values(describe(*args, **settings))
-
-    def fake(*args: Any, **settings: Any) -> Result:
-        call = describe(*args, **settings)
-        _check(call)
-        return _empty(call)
-
-    define(schema, kernel, fake, _autograd(name, operands, describe), casts)
+def _define(name: str, operands: str, how: str, results: str, describe: Callable[..., Call], casts: str = "") -> None:
+    define(name, f"({operands}, {how}) -> {results}", describe, values, _fake, _above_autograd, casts)
 
 
 _NETWORKS = "Tensor q, Tensor k, Tensor u, Tensor v"
-_FORWARD = '*, bool? deterministic=None, str backend="auto", str activation="silu") -> Tensor'
-_BACKWARD = 'bool deterministic=False, *, str backend="auto", bool[2] needs=[True, True], str activation="silu") -> (Tensor dq, '
-_WEIGHT_GRADS = "Tensor dk, Tensor du, Tensor dv, "
+_GATE, _ROUTER = "Tensor? r=None", "Tensor w, float eps"
+_FORWARD = '*, bool? deterministic=None, str backend="auto", str activation="silu"'
+_BACKWARD = 'bool deterministic=False, *, str backend="auto", bool[2] needs=[True, True], str activation="silu"'
+_GRADS = "Tensor dq, Tensor dk, Tensor du, Tensor dv"
 # Under autocast q, k, u and v go to its dtype; r and w keep theirs, or go to float32. In backward nothing is cast.
-_define(f"forward({_NETWORKS}, Tensor? r=None, {_FORWARD}", _forward, casts="qkuv")
-_define(f"gated_forward({_NETWORKS}, Tensor w, float eps, {_FORWARD}", _gated_forward, casts="qkuv")
-_define(f"backward(Tensor grad_out, {_NETWORKS}, Tensor? r=None, {_BACKWARD}{_WEIGHT_GRADS}Tensor dr)", _backward)
+_define("forward", f"{_NETWORKS}, {_GATE}", _FORWARD, "Tensor", _forward, casts="qkuv")
+_define("gated_forward", f"{_NETWORKS}, {_ROUTER}", _FORWARD, "Tensor", _gated_forward, casts="qkuv")
+_define("backward", f"Tensor grad_out, {_NETWORKS}, {_GATE}", _BACKWARD, f"({_GRADS}, Tensor dr)", _backward)
 _define(
-    f"gated_backward(Tensor grad_out, {_NETWORKS}, Tensor w, float eps, {_BACKWARD}{_WEIGHT_GRADS}Tensor dw)",
-    _gated_backward,
+    "gated_backward", f"Tensor grad_out, {_NETWORKS}, {_ROUTER}", _BACKWARD, f"({_GRADS}, Tensor dw)", _gated_backward
 )
-_define(
-    f"backward_accumulate_(Tensor grad_out, {_NETWORKS}, Tensor? r, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv, {_BACKWARD}Tensor dr)",
-    _backward_accumulate,
-)
-
-
-# vmap: a batch over tokens joins the leading dimensions; a batch over weights is one call per entry
-
-
-def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """Return the batch as the first dimension, copied where the tokens would lie at more strides than every back end
-    reads in place.
-    """
-    if x is None:
-        return None
-    if dim is None:
-        return x.expand(size, *x.shape).contiguous()
-    x = x.movedim(dim, 0)
-    return x if len(collapse(x)) <= 2 else x.contiguous()
-
-
-def register_vmap(name: str, *tokens: int) -> None:
-    """Register the vmap rule of an operator whose operands at the places ``tokens`` have leading dimensions."""
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **settings: Any) -> tuple[Any, Any]:
-        op = getattr(torch.ops.flashmhf, name)
-        if any(dim is not None for place, dim in enumerate(in_dims) if place not in tokens):
-            return _one_by_one(op, info.batch_size, in_dims, args, settings)
-        places = enumerate(zip(args, in_dims, strict=True))
-        args = [_leading_batch(x, dim, info.batch_size) if place in tokens else x for place, (x, dim) in places]
-        return op(*args, **settings), 0
-
-    torch.library.register_vmap(f"flashmhf::{name}", rule, lib=LIBRARY)
-
-
-def _one_by_one(
-    op: Callable[..., Result], size: int, in_dims: tuple[int | None, ...], args: Sequence[Any], settings: dict[str, Any]
-) -> tuple[Any, Any]:
-    def entry(i: int) -> tuple[Tensor, ...]:
-        result = op(
-            *(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)),
-            **settings,
-        )
-        return (result,) if isinstance(result, Tensor) else result
-
-    if size:
-        results = [torch.stack(x) for x in zip(*map(entry, range(size)), strict=True)]
-    else:  # one entry of zeros shows the results' shapes
-        args = [
-            x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:]))
-            for x, dim in zip(args, in_dims, strict=True)
-        ]
-        results = [x.new_empty((0, *x.shape)) for x in entry(0)]
-    return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
-
-
 register_vmap("forward", 0, 4)
 register_vmap("gated_forward", 0)
 register_vmap("backward")
@@ -322,15 +252,14 @@ register_vmap("gated_backward")
 # by operation
 
 
-def _definition(
-    describe: Callable[..., _Call], q: Tensor, k: Tensor, u: Tensor, v: Tensor, *gate: Any, activation: str
-) -> Tensor:
+def _definition(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, activation: str) -> Tensor:
     if torch_private.autocasts(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        operands = (*(cast(x, dtype) for x in (q, k, u, v)), *(widen(x, dtype) for x in gate))
+        q, k, u, v = (cast(x, dtype) for x in (q, k, u, v))
+        r = Router(widen(r.w, dtype), r.eps) if isinstance(r, Router) else widen(r, dtype)
         with torch.autocast(q.device.type, enabled=False):
-            return _definition(describe, *operands, activation=activation)
-    return _values(describe(q, k, u, v, *gate, backend=REFERENCE, activation=activation))
+            return _definition(q, k, u, v, r, activation)
+    return values(Call(q, k, u, v, r, REFERENCE, Settings(activation=activation)))
 
 
 def flash_mhf(
@@ -370,7 +299,7 @@ def flash_mhf(
     checks.instance("activation", activation, str)
     checks.instance("deterministic", deterministic, bool | None, "a bool or None")
     if backend == REFERENCE:
-        return _definition(_forward, q, k, u, v, r, activation=activation)
+        return _definition(q, k, u, v, r, activation)
     return torch.ops.flashmhf.forward(
         q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation
     )
@@ -393,7 +322,7 @@ def gated_flash_mhf(
     w: [H, d_h, E].
     """
     if backend == REFERENCE:
-        return _definition(_gated_forward, q, k, u, v, w, eps, activation=activation)
+        return _definition(q, k, u, v, Router(w, eps), activation)
     return torch.ops.flashmhf.gated_forward(
         q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation
     )

@@ -21,8 +21,7 @@ NO_EPS, FROM_0 = (-1.0, math.nan, math.inf), "supported: finite numbers from 0"
 
 def good(device="cpu", dtype=torch.float32):
     p = problem(T, H, D_H, E, D_E, dtype, device)
-    sums = {name: torch.zeros(p.k.shape, device=device) for name in ("dk", "du", "dv")}
-    return {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, "w": p.w, "eps": 1e-20, "grad_out": p.grad_out, **sums}
+    return {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, "w": p.w, "eps": 1e-20, "grad_out": p.grad_out}
 
 
 def edited(name, edit):
@@ -102,25 +101,12 @@ BAD_GRAD = {
     **elsewhere("grad_out"),
     **missing("grad_out"),
 }
-BAD_SUMS = {
-    "dk in 16 bits": (edited("dk", torch.Tensor.half), TypeError, "dk has dtype float16; supported: float32"),
-    "dk in 64 bits": (edited("dk", torch.Tensor.double), TypeError, "dk has dtype float64"),
-    "du of another shape": (edited("du", lambda x: x[:1]), ValueError, "du has shape"),
-    "dv not contiguous": (edited("dv", not_contiguous), ValueError, "dv has strides"),
-    **elsewhere("du"),
-    **missing("dk", "du", "dv"),
-}
 
 
 def call_of(name):
     def call(x, **kwargs):
         gate = ("w", "eps") if "gated" in name else ("r",)
-        names = [
-            *(["grad_out"] if "backward" in name else []),
-            *"qkuv",
-            *gate,
-            *(["dk", "du", "dv"] if name.endswith("_") else []),
-        ]
+        names = [*(["grad_out"] if "backward" in name else []), *"qkuv", *gate]
         return getattr(ops, name)(*map(x.get, names), **kwargs)
 
     return call
@@ -131,7 +117,6 @@ CALLS = {
     "gated_forward": BAD | BAD_ROUTER,
     "backward": BAD | BAD_GATE | BAD_GRAD,
     "gated_backward": BAD | BAD_ROUTER | BAD_GRAD,
-    "backward_accumulate_": BAD | BAD_GATE | BAD_GRAD | BAD_SUMS,
 }
 CASES = [
     pytest.param(call_of(call), *case, id=f"{call}: {name}")
@@ -296,27 +281,19 @@ def test_sparse_and_nested_tensors_are_refused_by_name():
             VIEWS["stride 2 in the last dimension"],
             "r has stride 2 in its last dimension; the hopper back end supports 1",
         ),
-        ("du", shifted, "du has storage offset 1; the hopper back end supports multiples of 16 bytes"),
     ],
 )
 def test_hopper_refuses_what_it_cannot_read_in_place(monkeypatch, name, edit, message):
-    """Also views of one flat buffer, as Megatron's main_grad are: the kernels add to them in vectors of 16 bytes."""
-    monkeypatch.setattr(
-        torch.ops, "flashmhf_hopper", SimpleNamespace(backward_accumulate_=lambda *arguments: ("dq", "dr"))
-    )
+    monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(backward=lambda *arguments: "gradients"))
     given = good(dtype=torch.bfloat16)
 
     def forward(x):
         return hopper.forward(*(x[n] for n in "qkuvr"), Settings())
 
-    def backward(x, **settings):
-        return hopper.backward(
-            *(x[n] for n in ("grad_out", *"qkuvr")), Settings(**settings), tuple(x[n] for n in ("dk", "du", "dv"))
-        )
+    def backward(x):
+        return hopper.backward(*(x[n] for n in ("grad_out", *"qkuvr")), Settings())
 
-    spoiled = given | {name: edit(given[name])}
-    for call in (backward,) if name == "du" else (backward, forward):
+    for call in (backward, forward):
         with pytest.raises(ValueError, match=message):
-            call(spoiled)
-    assert backward(given)[1] is given["dk"]
-    assert name != "du" or backward(spoiled, needs=(True, False))[2] is spoiled["du"]
+            call(given | {name: edit(given[name])})
+    assert backward(given) == "gradients"

@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import reference
 from ...reference import accumulate_dtype
 from .. import gating
-from ..contract import DEFAULTS, Gate, Gradients, Settings, Sums, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, layer, why_not  # noqa: F401  (layer and why_not are this back end's too)
 from ..tokens import TokenRows, token_count
 
 # One intermediate of a block [t, J]: smaller ones make the products and the thread barriers between them less
@@ -59,17 +59,14 @@ def _chunks(subnets: int, subnet_dim: int, width: int) -> Iterator[slice]:
 
 
 def _spread(r: Tensor, chunk: slice, subnet_dim: int) -> Tensor:
-    """Return the gate values of a chunk's inter units:
-
-    r [t, E] -> broadcastable against [t, e, d_e] views of the chunk.
-    """
+    """View the columns of r [t, E] that belong to a chunk's e sub-networks, as [t, e, 1]."""
     first, last = chunk.start // subnet_dim, (chunk.stop - 1) // subnet_dim
     return r[:, first : last + 1, None]
 
 
-def _by_subnet(x: Tensor, subnet_dim: int) -> Tensor:
-    """View [t, J] as [t, sub-networks, width]."""
-    return x.unflatten(1, (-1, min(subnet_dim, x.shape[1])))
+def _by_subnet(x: Tensor, gates: Tensor) -> Tensor:
+    """View x [t, J] as [t, e, width] for gates [t, e, 1]."""
+    return x.unflatten(1, (gates.shape[1], -1))
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Tensor:
@@ -99,7 +96,8 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
                 p = activate(_product(q_h, k[kv, chunk].T, dtype))
                 p *= _product(q_h, u[kv, chunk].T, dtype)
                 if r_h is not None:
-                    _by_subnet(p, subnet_dim).mul_(_spread(r_h, chunk, subnet_dim))
+                    gates = _spread(r_h, chunk, subnet_dim)
+                    _by_subnet(p, gates).mul_(gates)
                 _add_product(total, p.to(q.dtype), v[kv, chunk])
             out_rows[block, members] = total.view(-1, group, head_dim)
     return out
@@ -114,74 +112,92 @@ def backward(
     v: Tensor,
     r: Tensor | None,
     settings: Settings,
-    into: Sums,
     dq_dtype: torch.dtype,
 ) -> Gradients:
-    """Return (dq, dk, du, dv, dr). With m = q k, n = q u, a = activation(m), g = grad_out v:
-    dr = sum g a n, dn = g a r, dm = g n r a'(m), dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
-    """
-    _, activate_backward = _ACTIVATIONS[settings.activation]
+    """Return (dq, dk, du, dv, dr)."""
     needs_tokens, needs_weights = settings.needs
-    if into is None:
-        into = tuple(torch.zeros_like(k) if needs_weights else q.new_empty(0) for _ in range(3))
     kv_heads, subnets, subnet_dim, head_dim = k.shape
     heads, tokens = q.shape[-2], token_count(q)
-    group = heads // kv_heads
+    group, units = heads // kv_heads, subnets * subnet_dim
     dtype = accumulate_dtype(q.dtype)
-    needs_dr = needs_tokens and r is not None
-    dq = torch.empty(q.shape, dtype=dq_dtype, device=q.device) if needs_tokens else q.new_empty(0)
-    dr = torch.empty(r.shape, dtype=r.dtype, device=r.device) if needs_dr else q.new_empty(0)
+
+    def empty(x: Tensor | None, needed: bool, of: torch.dtype) -> Tensor:
+        return torch.empty(x.shape, dtype=of, device=q.device) if x is not None and needed else q.new_empty(0)
+
+    dq, dr = empty(q, needs_tokens, dq_dtype), empty(r, needs_tokens, q.dtype if r is None else r.dtype)
+    weight_grads = [empty(k, needs_weights, k.dtype) for _ in range(3)]
     dq_rows = dq.view(tokens, heads, head_dim) if needs_tokens else None
-    dr_rows = dr.view(tokens, heads, subnets) if needs_dr else None
+    dr_rows = dr.view(tokens, heads, subnets) if needs_tokens and r is not None else None
     q_rows, grad_rows, r_rows = TokenRows(q), TokenRows(grad_out), None if r is None else TokenRows(r)
-    k, u, v = (x.view(kv_heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
+    k, u, v = (x.view(kv_heads, units, head_dim) for x in (k, u, v))
     rows, width = _block_sizes(tokens * group, subnets, subnet_dim, dtype)
     step = max(rows // group, 1)
     for kv in range(kv_heads):
         members = slice(kv * group, (kv + 1) * group)
-        # fp32 sums of one head at a time: the only buffers that grow with d_ff.
+        # Sums of one head at a time: the only buffers that grow with d_ff.
         sums = None
         if needs_weights:
-            targets = [x.view(k.shape)[kv] for x in into]
-            sums = [x if x.dtype == dtype else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in targets]
+            targets = [x[kv].view(units, head_dim) for x in weight_grads]
+            sums = [torch.zeros_like(x, dtype=dtype) if x.dtype != dtype else x.zero_() for x in targets]
         for start in range(0, tokens, step):
             block = slice(start, min(start + step, tokens))
             # The rows side by side: the products that sum over tokens read them faster.
             q_h, grad_h = (x[block][:, members].reshape(-1, head_dim).contiguous() for x in (q_rows, grad_rows))
             r_h = None if r is None else r_rows[block][:, members].reshape(-1, subnets).to(dtype)
             dq_sum = torch.zeros(q_h.shape, dtype=dtype, device=q.device) if needs_tokens else None
-            dr_sum = torch.zeros((q_h.shape[0], subnets), dtype=dtype, device=q.device) if needs_dr else None
+            dr_sum = None if dr_rows is None else torch.zeros(r_h.shape, dtype=dtype, device=q.device)
             for chunk in _chunks(subnets, subnet_dim, width):
-                k_c, u_c, v_c = k[kv, chunk], u[kv, chunk], v[kv, chunk]
-                m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q_h, k_c), (q_h, u_c), (grad_h, v_c)))
-                a = reference.ACTIVATIONS[settings.activation][0](m)
-                p = a * n
-                if needs_dr:
-                    first = chunk.start // subnet_dim
-                    part = _by_subnet(g * p, subnet_dim).sum(-1)
-                    dr_sum[:, first : first + part.shape[1]] += part
-                if r_h is not None:
-                    weight = _spread(r_h, chunk, subnet_dim)
-                    _by_subnet(g, subnet_dim).mul_(weight)
-                    _by_subnet(p, subnet_dim).mul_(weight)
-                dm = activate_backward(n.mul_(g), m).to(q.dtype)
-                dn = g.mul_(a).to(q.dtype)
-                if needs_tokens:
-                    _add_product(dq_sum, dm, k_c)
-                    _add_product(dq_sum, dn, u_c)
-                if sums is not None:
-                    _add_product(sums[0][chunk], dm.T, q_h)
-                    _add_product(sums[1][chunk], dn.T, q_h)
-                    _add_product(sums[2][chunk], p.to(q.dtype).T, grad_h)
-            if needs_tokens:
+                weights = k[kv, chunk], u[kv, chunk], v[kv, chunk]
+                gates = None if r is None else _spread(r_h, chunk, subnet_dim)
+                dr_chunk = None if dr_sum is None else _spread(dr_sum, chunk, subnet_dim)
+                sums_chunk = None if sums is None else [x[chunk] for x in sums]
+                _chunk_grads(q_h, grad_h, weights, gates, settings.activation, dq_sum, dr_chunk, sums_chunk)
+            if dq_rows is not None:
                 dq_rows[block, members] = dq_sum.view(-1, group, head_dim)
-            if needs_dr:
+            if dr_rows is not None:
                 dr_rows[block, members] = dr_sum.view(-1, group, subnets)
-        if sums is not None:
+        if sums is not None and dtype != k.dtype:
             for target, total in zip(targets, sums, strict=True):
-                if total is not target:
-                    target += total
-    return dq, *into, dr
+                target.copy_(total)
+    return dq, *weight_grads, dr
+
+
+def _chunk_grads(
+    q: Tensor,
+    grad_out: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    gates: Tensor | None,
+    activation: str,
+    dq: Tensor | None,
+    dr: Tensor | None,
+    sums: list[Tensor] | None,
+) -> None:
+    """Add the gradients of a block q, grad_out [t, D] and a chunk of k, u, v [J, D] to dq [t, D], dr [t, e, 1] and
+    ``sums``, those of k, u and v; None for what is not needed.
+
+    With m = q k, n = q u, a = activation(m), g = grad_out v: dr = sum g a n, dn = g a r, dm = g n r a'(m),
+    dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
+    """
+    k, u, v = weights
+    dtype = accumulate_dtype(q.dtype)
+    m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q, k), (q, u), (grad_out, v)))
+    a = reference.ACTIVATIONS[activation][0](m)
+    p = a * n
+    if dr is not None:
+        dr += _by_subnet(g * p, dr).sum(-1, keepdim=True)
+    if gates is not None:
+        _by_subnet(g, gates).mul_(gates)
+        _by_subnet(p, gates).mul_(gates)
+    dm = _ACTIVATIONS[activation][1](n.mul_(g), m).to(q.dtype)
+    dn = g.mul_(a).to(q.dtype)
+    if dq is not None:
+        _add_product(dq, dm, k)
+        _add_product(dq, dn, u)
+    if sums is not None:
+        dk, du, dv = sums
+        _add_product(dk, dm.T, q)
+        _add_product(du, dn.T, q)
+        _add_product(dv, p.to(q.dtype).T, grad_out)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import name_of
 from ...version import __version__
 from .. import driver
-from ..contract import Gate, Gradients, LayerWeights, Router, Settings, Sums
+from ..contract import Gate, Gradients, LayerWeights, Router, Settings
 from ..tokens import collapse
 
 LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
@@ -117,19 +117,13 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, settings.deterministic)
 
 
-def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings, into: Sums = None
-) -> Gradients:
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
     how = (settings.deterministic, *settings.needs)
     if isinstance(r, Router):
         check_layout(q, None, k=k, u=u, v=v)
         return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, *r, *how)
-    written = dict(zip(("dk", "du", "dv"), into, strict=True)) if into and settings.needs[1] else {}
-    check_layout(q, r, k=k, u=u, v=v, **written)
-    if into is None:
-        return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, *how)
-    dq, dr = torch.ops.flashmhf_hopper.backward_accumulate_(grad_out, q, k, u, v, r, *how, *into)
-    return dq, *into, dr
+    check_layout(q, r, k=k, u=u, v=v)
+    return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, *how)
 
 
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checks import name_of
 from .. import gating
-from ..contract import DEFAULTS, Gate, Gradients, Settings, Sums, layer  # noqa: F401  (layer is this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Settings, layer  # noqa: F401  (layer is this back end's too)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
@@ -66,12 +66,11 @@ def backward(
     v: Tensor,
     r: Tensor | None,
     settings: Settings,
-    into: Sums,
     dq_dtype: torch.dtype,
 ) -> Gradients:
     from . import launch
 
     dq, dr = launch.token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)
     if settings.needs[1]:
-        return dq, *launch.weight_grads(grad_out, q, k, u, v, r, into, settings.activation), dr
-    return dq, *(into or (q.new_empty(0) for _ in range(3))), dr
+        return dq, *launch.weight_grads(grad_out, q, k, u, v, r, settings.activation), dr
+    return dq, *(q.new_empty(0) for _ in range(3)), dr

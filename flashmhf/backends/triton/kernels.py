@@ -144,14 +144,11 @@ def store_rows(x, value, t, h, T, H, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def store_weight_grad(rows, value, unit, d_e, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
-    """value [units, BD] to (ADD: on top of) the rows of a weight gradient."""
+def store_weight_grad(rows, value, unit, d_e, D: tl.constexpr, BD: tl.constexpr):
+    """value [units, BD] to the rows of a weight gradient."""
     d = tl.arange(0, BD)
-    pointers = rows[:, None] + d[None, :]
     mask = (unit < d_e)[:, None] & (d < D)[None, :]
-    if ADD:
-        value += tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, value.to(rows.dtype.element_ty), mask=mask)
+    tl.store(rows[:, None] + d[None, :], value.to(rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "q_length", "r_length", "splits"])
@@ -379,7 +376,6 @@ def weight_grads_kernel(
     ACTIVATION: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads of K, shares of the tokens
     (each its own d_first, d_second, dv); a share sums over the heads of the group, too.
@@ -443,6 +439,6 @@ def weight_grads_kernel(
     base = (share.to(tl.int64) * (H // GROUP) * E + row) * d_e * D
     i = tl.arange(0, 2 * BI)
     unit = j * BI + i % BI
-    store_weight_grad(tl.where(i < BI, d_first, d_second) + base + unit * D, dku.T, unit, d_e, D, BD, ADD)
+    store_weight_grad(tl.where(i < BI, d_first, d_second) + base + unit * D, dku.T, unit, d_e, D, BD)
     unit = j * BI + tl.arange(0, BI)
-    store_weight_grad(dv + base + unit * D, dv_j.T, unit, d_e, D, BD, ADD)
+    store_weight_grad(dv + base + unit * D, dv_j.T, unit, d_e, D, BD)

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import driver
-from ..contract import Settings, WeightGrads
+from ..contract import Settings
 from ..tokens import collapse, token_count
 from . import kernels
 from .configs import TABLE, Config
@@ -261,10 +261,9 @@ def weight_grads(
     u: Tensor,
     v: Tensor,
     r: Tensor | None,
-    buffers: WeightGrads | None,
     activation: str = "silu",
-) -> WeightGrads:
-    """Return (dk, du, dv): new tensors in k's dtype, or added to the fp32 ``buffers``."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dk, du, dv) in k's dtype."""
     with _launching(q.device):
         config = _config(q, "weight_grads", k.shape[2])
         weights = _Weights(k, u, v, config.inter)
@@ -277,7 +276,7 @@ def weight_grads(
         if splits > 1:
             results = torch.empty((3, splits, *k.shape), dtype=torch.float32, device=k.device)
         else:
-            results = buffers or [torch.empty_like(k) for _ in range(3)]
+            results = tuple(torch.empty_like(k) for _ in range(3))
         dk, du, dv = results
         q_rows, g_rows = _Rows(q, "q"), _Rows(grad_out, "g")
         block = (config.tokens, triton.next_power_of_2(head_dim))
@@ -295,14 +294,6 @@ def weight_grads(
             **_gate_arguments(r),
             **_shapes(q, k, config),
             TOKEN_DESCRIPTORS=by_maps,
-            ADD=buffers is not None and splits == 1,
             ACTIVATION=activation,
         )
-        if splits == 1:
-            return dk, du, dv
-        sums = results.sum(1)
-        if buffers is None:
-            return tuple(sums.to(k.dtype))
-        for buffer, total in zip(buffers, sums, strict=True):
-            buffer += total
-        return buffers
+        return results if splits == 1 else tuple(results.sum(1).to(k.dtype))
