@@ -71,9 +71,8 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
                     "candidates"_a = flashmhf::list_candidates(shape, device, format, may_bundle && !fp8, flashmhf::forward_costs(format)));
 }
 
-py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, int sms, int group) {
-    const flashmhf::HeadGroupPlan plan =
-        flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {.clusters = {sms}});
+py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, const Clusters &clusters, int group) {
+    const flashmhf::HeadGroupPlan plan = flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {clusters});
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
     const int tiles = static_cast<int>(batch) * group * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
@@ -82,7 +81,7 @@ py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, in
     }
     return py::dict("row_tiles"_a = plan.row_tiles, "subnet_tiles"_a = plan.subnet_tiles, "items"_a = plan.items, "whole"_a = plan.whole,
                     "parts"_a = plan.parts, "token_blocks"_a = plan.token_blocks, "token_parts"_a = plan.token_parts,
-                    "inter_time"_a = plan.inter_time, "work"_a = work);
+                    "inter_time"_a = plan.inter_time, "may_pair"_a = plan.may_pair, "work"_a = work);
 }
 
 // Where each buffer begins, or None.
@@ -95,10 +94,10 @@ py::dict workspace(const flashmhf::BackwardWorkspace &w) {
 }
 
 py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens,
-                          bool weights, bool gate, bool router, bool deterministic, int sms, int group) {
+                          bool weights, bool gate, bool router, bool deterministic, const Clusters &clusters, int group) {
     const flashmhf::BackwardTask task{tokens, weights, gate || router, router, deterministic};
     const flashmhf::BackwardPlan plan =
-        flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim, group}, task, {.clusters = {sms}});
+        flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim, group}, task, {clusters});
     py::list sizes, workspaces;
     for (int i = 0; i < plan.groups.count; ++i) {
         sizes.append(py::make_tuple(plan.groups.begin(i), plan.groups.begin(i) + plan.groups.size(i)));
@@ -113,13 +112,14 @@ py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim
 
 PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
-    m.def("plan_backward", &plan_backward, "batch"_a, "length"_a, "heads"_a, "subnets"_a, "subnet_dim"_a, "sms"_a = 132, "group"_a = 1,
+    m.def("plan_backward", &plan_backward, "batch"_a, "length"_a, "heads"_a, "subnets"_a, "subnet_dim"_a, "clusters"_a = h200_clusters,
+          "group"_a = 1,
           "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an "
           "inter-stationary kernel.\n\n"
           "Raises ValueError for shapes beyond the kernels' index range.");
     m.def("plan_head_groups", &plan_head_groups, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
-          "tokens"_a = true, "weights"_a = true, "gate"_a = false, "router"_a = false, "deterministic"_a = false, "sms"_a = 132,
-          "group"_a = 1,
+          "tokens"_a = true, "weights"_a = true, "gate"_a = false, "router"_a = false, "deterministic"_a = false,
+          "clusters"_a = h200_clusters, "group"_a = 1,
           "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the "
           "fp32\n"
           "workspace of each launch: where its buffers begin, in floats, or None.");
@@ -135,9 +135,12 @@ PYBIND11_MODULE(_plan, m) {
             const flashmhf::Device device{clusters};
             const flashmhf::ProjectPlan plan = flashmhf::plan_project(tokens, features, device);
             return py::dict("warpgroups"_a = plan.warpgroups, "max_tokens"_a = plan.max_tokens, "cluster"_a = plan.cluster,
-                            "blocks"_a = plan.blocks, "block_tokens"_a = plan.block_tokens, "box_tokens"_a = plan.box_tokens,
-                            "faster"_a = flashmhf::projects_faster(tokens, features, device));
+                            "blocks"_a = plan.blocks, "block_tokens"_a = plan.block_tokens, "box_tokens"_a = plan.box_tokens);
         },
         "tokens"_a, "features"_a, "clusters"_a = h200_clusters);
+    m.def(
+        "projects_faster",
+        [](int64_t tokens, int64_t features, const Clusters &clusters) { return flashmhf::projects_faster(tokens, features, {clusters}); },
+        "tokens"_a, "features"_a, "clusters"_a = h200_clusters, "Whether the kernel is taken in place of cuBLAS.");
     m.def("policies", &policies, "Shared memory and registers at launch of the main kernels.");
 }

@@ -8,8 +8,9 @@
 
 namespace flashmhf {
 
-// One CTA of 128 threads for 64 (or 96) columns of a tile: blockIdx (tile, column block, output).
-template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_backward_collect(const __grid_constant__ CollectParams p) {
+// One CTA for 64 (or 96) columns of a tile: blockIdx (tile, column block, output).
+template <int d_h, typename T>
+__global__ void __launch_bounds__(row_tile_threads) flashmhf_backward_collect(const __grid_constant__ CollectParams p) {
     constexpr int cols = collect_columns<d_h>;
     __shared__ StagedTile<cols> staged;
     kittens::pdl::wait();
@@ -41,7 +42,7 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128) flashmhf_b
 }
 
 // dr_sums [H / group, E, group * batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.
-template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
+template <typename T> __global__ void __launch_bounds__(element_threads, 6) flashmhf_backward_dr(const __grid_constant__ BackwardParams p) {
     constexpr int chunk = 32;
     __shared__ float sums[chunk][tile_rows + 1];
     kittens::pdl::wait();
@@ -57,7 +58,7 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
         const int count = min(chunk, p.subnets - e);
         __syncthreads();
 #pragma unroll 2
-        for (int i = threadIdx.x; i < count * (tile_rows / 4); i += 256) {
+        for (int i = threadIdx.x; i < count * (tile_rows / 4); i += element_threads) {
             const int row = i / (tile_rows / 4), column = i % (tile_rows / 4) * 4;
             const float4 v = __ldcs(reinterpret_cast<const float4 *>(
                 p.dr_sums + (static_cast<int64_t>(weight_head) * p.subnets + e + row) * columns + first_column + column));
@@ -68,7 +69,7 @@ template <typename T> __global__ void __launch_bounds__(256, 6) flashmhf_backwar
         }
         __syncthreads();
 #pragma unroll 4
-        for (int i = threadIdx.x; i < chunk * rows; i += 256) {
+        for (int i = threadIdx.x; i < chunk * rows; i += element_threads) {
             const int row = i / chunk, column = i % chunk;
             if (column >= count) continue;
             const int64_t at = (p.dense_index(tokens.sequence, static_cast<int>(first) + row) * p.dr_heads + head) * p.subnets + e + column;

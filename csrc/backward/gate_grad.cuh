@@ -228,7 +228,8 @@ __device__ __forceinline__ void store_weight_grad(Shared &shared, const float (&
 // head. A warp takes 16 tokens of each tile and works alone until the parts of dW are summed. blockIdx.z: which sub-networks of dW; the
 // CTAs of blockIdx.z = 0 write dq. Products are mma.sync with dP in registers: as computed, dP is the A operand of dP W^T; transposed 8 x 8
 // by movmatrix, it is the B operand of Q^T dP.
-template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmhf_gate_grad(const __grid_constant__ RouterParams p) {
+template <int d_h, typename T>
+__global__ void __launch_bounds__(row_tile_threads, 2) flashmhf_gate_grad(const __grid_constant__ RouterParams p) {
     using Shared = GateGradShared<d_h, T>;
     constexpr int chunk = Shared::chunk, steps = chunk / 16, cols = Shared::cols;
     constexpr int dw_columns = gate_dw_columns<d_h>, dw_blocks = dw_columns / 8;
@@ -308,9 +309,10 @@ template <int d_h, typename T> __global__ void __launch_bounds__(128, 2) flashmh
 }
 
 // The parts of dW in order, to W's type.
-template <typename T> __global__ void __launch_bounds__(256) flashmhf_gate_sum(const __grid_constant__ RouterParams p, int64_t count) {
+template <typename T>
+__global__ void __launch_bounds__(element_threads) flashmhf_gate_sum(const __grid_constant__ RouterParams p, int64_t count) {
     kittens::pdl::wait();
-    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll) {
+    for (int64_t i = blockIdx.x * int64_t{element_threads} + threadIdx.x; i < count; i += gridDim.x * int64_t{element_threads}) {
         float sum = 0.f;
         for (int part = 0; part < p.dw_part_count; ++part) sum += p.dw_parts[part * count + i];
         store_real<T>(p.dw, i, p.w_is_float, sum);

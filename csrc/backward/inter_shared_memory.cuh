@@ -10,12 +10,13 @@ namespace flashmhf {
 
 template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     using P = InterPolicy<d_h, outputs>;
-    template <int rows, int cols> using tile = kittens::st<T, rows, cols, true, cols * sizeof(T) % 128 == 0 ? 128 : 64>;
-    using KU = tile<2 * tile_inter, d_h>;  // K over U
-    using Rows = tile<tile_rows, d_h>;
-    using V = tile<tile_inter, d_h>;
-    using Grads = tile<tile_rows, 2 * tile_inter>;  // dM beside dN, 64 tokens each
-    using Gated = tile<tile_rows, tile_inter>;      // P
+    template <int rows> using tile = kittens::st<T, rows, d_h, true, swizzle_bytes_of(d_h)>;  // as the tensor maps say
+    template <int cols> using inter_tile = kittens::st<T, tile_rows, cols, true, 128>;        // 64 tokens
+    using KU = tile<2 * tile_inter>;                                                          // K over U
+    using Rows = tile<tile_rows>;
+    using V = tile<tile_inter>;
+    using Grads = inter_tile<2 * tile_inter>;  // dM beside dN
+    using Gated = inter_tile<tile_inter>;      // P
 
     KU ku;
     V v[P::needs_v];

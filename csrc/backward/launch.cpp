@@ -133,7 +133,8 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
         return BackwardMaps{token_map("q", problem.bf16, of, rows), token_map("grad_out", problem.bf16, of, grads), weights("k", k),
                             weights("u", u), weights("v", v)};
     };
-    launch.maps = maps(shape, q, grad_out, d_h == 256 ? TokenPolicy<256>::inter : TokenPolicy<128>::inter);
+    const int token_inter = BackwardHeadDims::dispatch(d_h, []<int dim>() { return int{TokenPolicy<dim>::inter}; });
+    launch.maps = maps(shape, q, grad_out, token_inter);
     launch.group_maps = group == 1 ? maps(shape, q, grad_out, tile_inter)
                                    : maps(view, heads_as_sequences(q, group), heads_as_sequences(grad_out, group), tile_inter);
     return launch;

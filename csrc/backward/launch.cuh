@@ -16,8 +16,7 @@ namespace {
 
 template <int d_h, int outputs, typename T> cudaError_t launch_inter(const HeadGroupLaunch &l, bool early, cudaStream_t stream) {
     using P = InterPolicy<d_h, outputs>;
-    // both CTAs of a pair need the same head and the same tokens
-    const bool pairs = P::pairs && l.params.subnets * l.params.subnet_tiles % 2 == 0 && l.plan.whole % 2 == 0;
+    const bool pairs = P::pairs && l.plan.may_pair;
     if (cudaError_t error = allow_shared_memory(flashmhf_backward_inter<d_h, outputs, T>, P::shared_memory)) return error;
     return launch_clusters(pairs ? 2 : 1, early, flashmhf_backward_inter<d_h, outputs, T>, dim3(l.plan.inter_blocks()), P::threads,
                            P::shared_memory, stream, l.group_maps, l.group_params);
@@ -25,7 +24,8 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const HeadG
 
 template <int d_h, typename T>
 cudaError_t collect(const HeadGroupLaunch &l, int tiles, int outputs, const CollectParams &c, cudaStream_t stream) {
-    return launch_kernel(true, flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>, outputs), 128, 0, stream, c);
+    return launch_kernel(true, flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>, outputs), row_tile_threads, 0,
+                         stream, c);
 }
 
 // dQ tiles, numbered head by head, to [T, H, d_h].
@@ -77,19 +77,19 @@ template <int d_h, typename T> cudaError_t finish_query(const HeadGroupLaunch &l
     g.dq = l.params.dq;
     g.dq_heads = l.params.dq_heads;
     const int chunks = g.dw ? ceil_div(g.subnets, gate_dw_columns<d_h>) : 1;
-    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), 128,
+    if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), row_tile_threads,
                                           sizeof(GateGradShared<d_h, T>), stream, g))
         return error;
     if (!g.dw) return cudaSuccess;
     const int64_t count = static_cast<int64_t>(g.heads) * d_h * g.subnets;
-    return launch_kernel(true, flashmhf_gate_sum<T>, dim3((count + 255) / 256), 256, 0, stream, g, count);
+    return launch_kernel(true, flashmhf_gate_sum<T>, dim3(ceil_div(count, element_threads)), element_threads, 0, stream, g, count);
 }
 
 template <int d_h, typename T> cudaError_t launch_typed(const HeadGroupLaunch &l, cudaStream_t stream) {
     const BackwardParams &p = l.params;
     if (l.router.w) {
         const dim3 grid(std::min(l.plan.gate_rows_parts, p.batch * p.row_tiles), p.heads);
-        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, grid, 128, 0, stream, l.router)) return error;
+        if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, grid, row_tile_threads, 0, stream, l.router)) return error;
     }
     if constexpr (d_h < 256) {
         if (l.kernels != Kernels::pair) {
@@ -99,7 +99,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const HeadGroupLaunch &l
             if (cudaError_t error = launch_inter<d_h, all_grads, T>(l, false, stream)) return error;
             if (p.dr_sums && p.dr)
                 if (cudaError_t error =
-                        launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), 256, 0, stream, p))
+                        launch_kernel(true, flashmhf_backward_dr<T>, dim3(p.batch * p.row_tiles, p.heads), element_threads, 0, stream, p))
                     return error;
             if (cudaError_t error = finish_query<d_h, T>(l, p.query_sums, 1, stream)) return error;
             return collect_weights<d_h, T>(l, stream);

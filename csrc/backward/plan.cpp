@@ -126,8 +126,10 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
     plan.parts = static_cast<int>(parts);
     plan.whole = static_cast<int>(parts > 1 ? items - rest : items);
     plan.inter_time = static_cast<double>(waves + (rest ? rest_time(parts) : 0));
+    // Both CTAs of a pair need the same head and the same tokens.
+    plan.may_pair = device.clusters[1] > 0 && shape.subnets * subnet_tiles % 2 == 0 && plan.whole % 2 == 0;
 
-    const int64_t blocks = ceil_div(head_tiles, 2), ctas = blocks * shape.heads;
+    const int64_t blocks = ceil_div(head_tiles, token_consumers), ctas = blocks * shape.heads;
     plan.token_blocks = static_cast<int>(blocks);
     int64_t token_parts = 1;
     double shortest = 0;
@@ -137,7 +139,7 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
         if (n == 1 || time < shortest) shortest = time, token_parts = n;
     }
     plan.token_parts = static_cast<int>(token_parts);
-    plan.token_time = shortest * 2 * 5 / 8;  // two token tiles, five of the eight products
+    plan.token_time = shortest * token_consumers * 5 / 8;  // five of the eight products
     plan.gate_rows_parts = static_cast<int>(ceil_div(gate_rows_ctas * sms, shape.heads));
     plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, head_tiles));
     return plan;

@@ -15,6 +15,10 @@ template <int d_h> constexpr int gate_staged_columns = d_h == 256 ? 64 : d_h;
 // Columns of an fp32 tile that are staged at once on their way to rows.
 template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
 
+// Threads of the kernels without warpgroup roles: a warpgroup, which holds a tile of 64 rows in fragment order; and of those that go
+// through elements.
+constexpr int row_tile_threads = 128, element_threads = 256;
+
 // Shared memory is a struct that begins at a multiple of the alignment, as the widest swizzle needs, and has a multiple of it for its size.
 constexpr int shared_memory_alignment = 1024, semaphore_bytes = 256;
 constexpr int round_up(int x, int multiple) { return ceil_div(x, multiple) * multiple; }
@@ -60,6 +64,9 @@ template <int d_h, int outputs> struct InterPolicy {
     static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
     // Of P and of [dM|dN] of a tile: S fills one while W reads the other.
     static constexpr int grad_buffers = 2;
+    static_assert(grad_buffers == 2, "S hands over the other buffer than the one it fills, and finds two empty at the start");
+    static_assert(staged_slices <= 2, "the dQ warp hands back the staging in one or two slices");
+    static_assert(q_stages >= 2 && g_stages >= 1 + values, "a role holds a tile while it waits for the next one");
     static constexpr int grad_readers = query + w_warpgroups, most_readers = 2;  // roles that read them: dR 0, if any, then W
     static_assert(grad_readers <= most_readers);
 
@@ -74,12 +81,15 @@ template <int d_h, int outputs> struct InterPolicy {
     static_assert(shared_memory <= shared_memory_limit, "does not fit the shared memory of an SM");
 };
 
-// Token-stationary kernel for dQ and dR: a CTA owns two tiles of 64 tokens of one head and streams K, U, V.
+// Token-stationary kernel for dQ and dR: a CTA owns a tile of 64 tokens of one head for each consumer, and streams K, U, V.
+constexpr int token_consumers = 2;
+static_assert(token_consumers == 2, "the consumers of the token-stationary kernel let each other issue in turn");
 template <int d_h> struct TokenPolicy {
     static constexpr int panel_cols = panel_cols_of(d_h);
-    static constexpr int consumers = 2;
+    static constexpr int consumers = token_consumers;
     static constexpr int inter = d_h == 256 ? 32 : 64;  // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
     static constexpr int stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
+    static_assert(stages >= 2, "a consumer holds a stage while it waits for the next one");
     static constexpr int threads = 128 * (1 + consumers);
     static constexpr int launch_registers = launch_registers_of(threads);
     static constexpr int loader_registers = 24, consumer_registers = 240;

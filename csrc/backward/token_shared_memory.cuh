@@ -15,7 +15,7 @@ namespace flashmhf {
 
 template <int d_h, typename T> struct alignas(1024) TokenShared {
     using P = TokenPolicy<d_h>;
-    template <int rows> using tile = kittens::st<T, rows, d_h>;
+    template <int rows> using tile = kittens::st<T, rows, d_h, true, swizzle_bytes_of(d_h)>;
     using Rows = tile<tile_rows>;
     struct Stage {
         tile<2 * P::inter> ku;
@@ -33,7 +33,7 @@ enum TokenBarrier : int {
     // A consumer's staging of dQ is free, or full: its own warps. One for each consumer.
     output_barrier = 1,
     // The other consumer has issued its products: that one arrives, this one arrives and waits. One for each consumer.
-    products_issued_by_other = output_barrier + TokenPolicy<128>::consumers,
+    products_issued_by_other = output_barrier + token_consumers,
 };
 
 }  // namespace flashmhf

@@ -92,7 +92,7 @@ template <typename Run> int run_typed(int argc, char **argv, const std::string &
 }
 
 inline flashmhf::Shape shape_of(const Arguments &options) {
-    for (const char *name : {"H", "E"})
+    for (const char *name : {"T", "H", "E"})
         if (options.number(name) < 1) throw std::invalid_argument(std::string(name) + " must be at least 1");
     using HeadDims = flashmhf::ForwardHeadDims;
     if (!HeadDims::contains(options.number("d_h"))) throw std::invalid_argument("d_h must be one of " + HeadDims::names());

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <stdexcept>
+#include <string>
 
 #include "common/geometry.h"
 #include "project/params.h"
@@ -30,15 +32,20 @@ bool takes_pairs(int64_t tokens, int64_t features, const Device &device) {
 // Up to 64 tokens two CTAs fit an SM, so that one starts under the other. More tokens take 128 features a CTA, so that x is read half as
 // often, or half the tokens a CTA.
 ProjectPlan plan_project(int64_t tokens, int64_t features, const Device &device) {
-    if (tokens <= 64) return in_blocks(1, tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64, 4, tokens);
-    if (tokens > 128 || takes_pairs(tokens, features, device))
-        for (const int most : {48, 64, 96, 128, 192})
-            if (tokens <= 2 * most) return in_blocks(1, most, 2, tokens);
-    return features % 128 != 0 ? in_blocks(1, 64, 4, tokens) : in_blocks(2, tokens <= 96 ? 96 : 128, 4, tokens);
+    const ProjectPlan plan = [&] {
+        if (tokens <= 64) return in_blocks(1, tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64, 4, tokens);
+        if (tokens > 128 || takes_pairs(tokens, features, device))
+            for (const int most : {48, 64, 96, 128, 192})
+                if (tokens <= 2 * most) return in_blocks(1, most, 2, tokens);
+        return features % 128 != 0 ? in_blocks(1, 64, 4, tokens) : in_blocks(2, tokens <= 96 ? 96 : 128, 4, tokens);
+    }();
+    if (device.clusters[plan.cluster - 1] == 0)
+        throw std::invalid_argument("the device runs no clusters of " + std::to_string(plan.cluster) + " CTAs, which the projection takes");
+    return plan;
 }
 
 bool projects_faster(int64_t tokens, int64_t features, const Device &device) {
-    if (tokens <= 64) return true;
+    if (tokens <= 64) return device.clusters[3] > 0;
     return tokens <= project_tokens && (takes_pairs(tokens, features, device) || (tokens <= 128 && features <= 128 * quads_of(device)));
 }
 

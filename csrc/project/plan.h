@@ -16,10 +16,10 @@ struct ProjectPlan {
     int box_tokens;    // that a copy of x brings: rows behind the last token, which TMA fills with zeros, take longer than others
 };
 
-// For 1 to project_tokens tokens; features is a multiple of project_multiple.
+// For 1 to project_tokens tokens; features is a multiple of project_multiple. Throws std::invalid_argument on a device without clusters.
 ProjectPlan plan_project(int64_t tokens, int64_t features, const Device &device);
 
-// Whether the kernel is faster than cuBLAS for a W of these sizes, and takes them.
+// Whether the kernel is faster than cuBLAS for a W of these sizes, and takes them. False on a device without clusters.
 bool projects_faster(int64_t tokens, int64_t features, const Device &device);
 
 }  // namespace flashmhf

@@ -79,10 +79,10 @@ bool reads(const Tensor &x, const Projection &p, int64_t features, int64_t depth
 }
 
 // HeadDims: of the forward that the layer takes.
-template <typename HeadDims> bool reads(const Frame &f, int64_t weight_heads, int64_t subnets) {
-    return HeadDims::contains(f.head_dim()) && weight_heads > 0 && f.heads() % weight_heads == 0 &&
-           reads_either(f.x, f.w, {f.heads(), f.head_dim(), subnets}) && reads(f.x, f.in, f.inner(), f.x.size(f.x.dim() - 1)) &&
-           reads(f.x, f.out, f.out.w.size(0), f.inner()) &&
+template <typename HeadDims> bool reads(const Frame &f, int64_t weight_heads, int64_t subnets, int64_t subnet_dim) {
+    return HeadDims::contains(f.head_dim()) && subnet_dim >= 16 && subnet_dim % 16 == 0 && weight_heads > 0 &&
+           f.heads() % weight_heads == 0 && reads_either(f.x, f.w, {f.heads(), f.head_dim(), subnets}) &&
+           reads(f.x, f.in, f.inner(), f.x.size(f.x.dim() - 1)) && reads(f.x, f.out, f.out.w.size(0), f.inner()) &&
            (!f.norm || (QNormHeadDims::contains(f.head_dim()) && reads_either(f.x, *f.norm, {f.heads(), f.head_dim()})));
 }
 
@@ -137,7 +137,7 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
                             const Tensor &out_w, const std::optional<Tensor> &out_bias) {
     if (!takes_shapes(x, k, w, out_w)) return std::nullopt;
     const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, q_norm, q_norm_eps, w};
-    bool takes = reads<ForwardHeadDims>(frame, k.size(0), w.size(2));
+    bool takes = reads<ForwardHeadDims>(frame, k.size(0), w.size(2), k.size(2));
     for (const Tensor *weights : {&k, &u, &v})
         takes = takes && reads(x, *weights, {k.size(0), w.size(2), k.size(2), frame.head_dim()}, x.scalar_type());
     if (!takes) return std::nullopt;
@@ -152,7 +152,7 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
     const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, q_norm, q_norm_eps, w};
     const int64_t weight_heads = k8.size(0), subnets = k8.size(1), subnet_dim = k8.size(2), head_dim = frame.head_dim();
     constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
-    bool takes = reads<ForwardFp8HeadDims>(frame, weight_heads, subnets) && subnet_dim >= 16 && subnet_dim % 16 == 0;
+    bool takes = reads<ForwardFp8HeadDims>(frame, weight_heads, subnets, subnet_dim);
     for (const Tensor *weights : {&k8, &u8}) takes = takes && reads(x, *weights, {weight_heads, subnets, subnet_dim, head_dim}, e4m3);
     takes = takes && reads(x, v8, {weight_heads, subnets, head_dim, subnet_dim}, e4m3);
     if (!takes || !reads(x, scales, {3, weight_heads, subnets}, ScalarType::Float)) return std::nullopt;

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import collections
 
+import forward_plans
 import pytest
 
 plan = pytest.importorskip("flashmhf._plan")
+DEVICES = [*(clusters for clusters, _ in forward_plans.DEVICES.values()), (1, 0, 0, 0, 0, 0, 0, 0)]
 
 SHAPES = [  # batch, length, heads, subnets, subnet_dim
     (1, 1, 1, 1, 16),
@@ -24,11 +26,13 @@ SHAPES = [  # batch, length, heads, subnets, subnet_dim
 ]
 
 
-@pytest.mark.parametrize("sms", [132, 114, 1])
+@pytest.mark.parametrize("clusters", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_tile_once_and_balanced(shape, sms):
+def test_every_tile_once_and_balanced(shape, clusters):
+    sms = clusters[0]
     batch, length, heads, subnets, subnet_dim = shape
-    p = plan.plan_backward(*shape, sms=sms)
+    p = plan.plan_backward(*shape, clusters=clusters)
+    assert p["may_pair"] == bool(clusters[1] and shape[3] * p["subnet_tiles"] % 2 == 0 and p["whole"] % 2 == 0)
     tiles = batch * -(-length // 64)
     assert p["row_tiles"] * batch == tiles
     assert p["items"] == heads * subnets * -(-subnet_dim // 64)
@@ -177,3 +181,9 @@ def test_training_workspace_of_the_flagship():
 def test_index_range():
     with pytest.raises(ValueError, match="2\\^31"):
         plan.plan_backward(1, 1 << 31, 16, 22, 384)
+
+
+def test_a_device_without_clusters_runs_the_fused_kernel_without_pairs():
+    assert plan.plan_backward(1, 4096, 16, 22, 384)["may_pair"]
+    single = plan.plan_backward(1, 4096, 16, 22, 384, clusters=forward_plans.DEVICES["single"][0])
+    assert not single["may_pair"]

@@ -184,7 +184,11 @@ def test_plans_of_2000_calls_are_those_of_the_file():
 def test_projections_cover_every_token_and_feature(features):
     quads = {(1, 16, 4), (1, 32, 4), (1, 64, 4), (2, 96, 4), (2, 128, 4)}
     pairs = {(1, 48, 2), (1, 64, 2), (1, 96, 2), (1, 128, 2), (1, 192, 2)}
-    for tokens, device in itertools.product(range(1, 385), DEVICES):
+    for tokens, device in itertools.product(range(1, 385), CHIPS.values()):
+        if device == CHIPS["single"]:
+            with pytest.raises(ValueError, match="runs no clusters of [24] CTAs"):
+                plan.plan_project(tokens, features, device)
+            continue
         p = plan.plan_project(tokens, features, device)
         assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in quads | pairs
         assert p["block_tokens"] % 8 == 0 and p["block_tokens"] <= p["max_tokens"]
@@ -201,19 +205,20 @@ def test_projections_cover_every_token_and_feature(features):
     [(64, 384), (1536, 384), (1600, 256), (2112, 256), (2176, 128), (3072, 128), (3200, 64), (8192, 64)],
 )
 def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(features, most):
-    assert [tokens for tokens in range(1, 500) if plan.plan_project(tokens, features)["faster"]] == list(
-        range(1, most + 1)
-    )
+    assert [tokens for tokens in range(1, 500) if plan.projects_faster(tokens, features)] == list(range(1, most + 1))
+
+
+@pytest.mark.parametrize("device", [CHIPS["single"], (8, 4, 2, 0, 0, 0, 0, 0)])
+def test_a_device_without_clusters_of_the_projection_takes_cublas(device):
+    calls = [(tokens, features) for tokens in (1, 64, 65, 100, 128, 200, 384) for features in (64, 256, 2048)]
+    fours = [call for call in calls if call[0] <= 64]
+    assert not any(plan.projects_faster(*call, device) for call in (calls if device[1] == 0 else fours))
 
 
 def test_a_chip_that_runs_fewer_clusters_takes_the_projection_kernel_for_fewer_features():
     small = CHIPS["78"]
-    assert plan.plan_project(200, 1216, small)["faster"] and not plan.plan_project(200, 1280, small)["faster"], (
-        "19 pairs of pairs"
-    )
-    assert plan.plan_project(128, 1792, small)["faster"] and not plan.plan_project(128, 1920, small)["faster"], (
-        "14 of 18 fours"
-    )
+    assert plan.projects_faster(200, 1216, small) and not plan.projects_faster(200, 1280, small), "19 pairs of pairs"
+    assert plan.projects_faster(128, 1792, small) and not plan.projects_faster(128, 1920, small), "14 of 18 fours"
 
 
 def test_the_candidates_are_listed_with_the_one_that_is_taken():

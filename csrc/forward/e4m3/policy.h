@@ -23,7 +23,11 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of inter rows. With 32 a chunk's product takes 16 registers;
     // with 64 there are half as many waits for the tensor cores, which one warpgroup alone does not cover.
     static constexpr int chunk_inter = few_rows && (d_h == 96 || d_h == 128) ? tile_inter : 32, chunks = tile_inter / chunk_inter;
+    static_assert(chunks <= 2, "the consumers have two buffers of [M|N]");
+    static_assert(chunks == 2 || few_rows, "with one chunk a tile a consumer has one item: at its end it keeps the last slot");
+    static_assert(consumers <= 4, "the named barriers count four consumers, and three warps load their rows");
     static constexpr int box_rows = fp8_box_rows;
+    static_assert(chunk_inter % box_rows == 0 && tile_inter == 2 * box_rows, "a box lies in one chunk, and each CTA of a pair fetches one");
     static constexpr int ku_panel = fp8_panel_bytes(d_h);  // bytes of a row of a panel, swizzled as wide
     static constexpr int ku_panels = d_h / ku_panel, ku_panel_bytes = 2 * chunk_inter * ku_panel;
     static constexpr int ku_chunk_bytes = ku_panels * ku_panel_bytes, ku_bytes = chunks * ku_chunk_bytes;
@@ -47,6 +51,7 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
 
     // The gate of a chunk of sub-networks for the rows of a warpgroup, in rows of 28: eight neighbouring rows do not meet a bank twice.
     static constexpr int gate_chunk = 28, gate_bytes = tile_rows * (gate_chunk + 1) * 4;
+    static_assert(gate_chunk < 32, "a lane has a column of the chunk, and the lane behind them the scale of K");
     // W of a head, where a router computes the gate.
     static constexpr int router_bytes = d_h <= 128 ? 12 * 1024 : 0;
     static constexpr int small_bytes = consumers > 3 ? 1536 : 1280;  // semaphores, item records, scales

@@ -12,6 +12,7 @@ constexpr int barrier_bytes = 384;  // all semaphores, item records and addresse
 // Rows that one copy brings of K, U or V where the CTAs of a cluster divide an item. The panels of few rows lie together in memory, and the
 // memory is the bound there.
 constexpr int slice_box_rows = 32;
+static_assert(tile_inter % slice_box_rows == 0, "a tile is whole boxes");
 
 template <int d_h> struct ForwardPolicy {
     static_assert(ForwardHeadDims::contains(d_h));
@@ -19,6 +20,7 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
 
     static constexpr int consumers = 2;  // warpgroups of a CTA, a row tile each; a launch of one row tile starts one only
+    static_assert(consumers <= 2, "the named barriers count two consumers, and the last warp of the producer signals parts");
     static constexpr int threads = 128 * (consumers + 1);
 
     // Up to d_h = 128, Q lives in registers, a slot of the ring holds [K;U] of one tile and V of the tile before it, and the first

@@ -1,0 +1,63 @@
+"""Numbers of csrc/*/policy.h that a reader may change: what they may not be stops the build with a sentence."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from processes import ROOT
+
+HEADERS = ("backward/policy.h", "forward/e4m3/policy.h", "forward/f16/policy.h", "project/policy.h")
+USES = """
+#include "backward/policy.h"
+#include "forward/e4m3/policy.h"
+#include "forward/f16/policy.h"
+using namespace flashmhf;
+template <int d_h> constexpr int budgets() {
+    int all = ForwardPolicy<d_h>::shared_memory + ForwardFp8Policy<d_h, false>::shared_memory + ForwardFp8Policy<d_h, true>::shared_memory;
+    if constexpr (d_h < 256) all += InterPolicy<d_h, all_grads>::shared_memory + InterPolicy<d_h, weight_grads>::shared_memory;
+    else all += InterPolicy<d_h, key_grads>::shared_memory + InterPolicy<d_h, value_grad>::shared_memory;
+    return all + TokenPolicy<d_h>::shared_memory;
+}
+static_assert(budgets<64>() + budgets<96>() + budgets<128>() + budgets<256>() > 0);
+"""
+CHANGES = [  # file, what stands there, what it becomes, what the compiler says
+    ("forward/e4m3/policy.h", "few_rows && (d_h == 96 || d_h == 128)", "d_h == 128", "a consumer has one item"),
+    ("forward/e4m3/policy.h", "? tile_inter : 32, chunks", "? tile_inter : 16, chunks", "two buffers of"),
+    ("forward/e4m3/policy.h", "d_h == 64 ? 4 : 3;", "d_h == 64 ? 5 : 3;", "named barriers count four"),
+    ("forward/e4m3/policy.h", "fp8_box_rows = 32", "fp8_box_rows = 64", "a box lies in one chunk"),
+    ("forward/e4m3/policy.h", "gate_chunk = 28", "gate_chunk = 32", "a lane has a column"),
+    ("forward/e4m3/policy.h", "d_h == 128 ? 6 : 3;", "d_h == 128 ? 7 : 3;", "does not fit the shared memory"),
+    ("forward/f16/policy.h", "consumers = 2;", "consumers = 3;", "named barriers count two"),
+    ("forward/f16/policy.h", "slice_box_rows = 32", "slice_box_rows = 48", "whole boxes"),
+    ("forward/f16/policy.h", "router_bytes = q_in_registers ? 12 * 1024", "router_bytes = q_in_registers ? 128 * 1024", "does not fit"),
+    ("backward/policy.h", "grad_buffers = 2;", "grad_buffers = 3;", "the other buffer"),
+    ("backward/policy.h", "token_consumers = 2;", "token_consumers = 3;", "issue in turn"),
+    ("backward/policy.h", "staged_slices = d_h == 128 ? 2", "staged_slices = d_h == 128 ? 4", "one or two slices"),
+    ("backward/policy.h", "q_stages = d_h == 256 ? 2", "q_stages = d_h == 256 ? 1", "waits for the next one"),
+    ("backward/policy.h", "stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;\n    static_assert(stages", "stages = 1;\n    static_assert(stages", "waits for the next one"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"), [(None, "", "", ""), *CHANGES], ids=lambda x: str(x)[:24] if x else ""
+)
+def test_a_number_that_the_kernels_cannot_take_stops_the_build(tmp_path, file, old, new, says):
+    for header in [*HEADERS, *(f"common/{path.name}" for path in (ROOT / "csrc/common").glob("*.h"))]:
+        text = (ROOT / "csrc" / header).read_text()
+        if header == file:
+            assert text.count(old) == 1, "the line that this changes is another one by now"
+            text = text.replace(old, new)
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).write_text(text)
+    (tmp_path / "project/params.h").write_text((ROOT / "csrc/project/params.h").read_text())
+    (tmp_path / "uses.cpp").write_text(USES)
+    command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{tmp_path}", tmp_path / "uses.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if file is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode and re.search(f"static assertion failed: .*{says}", done.stderr), done.stderr
