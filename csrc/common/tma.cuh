@@ -21,39 +21,53 @@ __device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async
 __device__ __forceinline__ void fence_semaphore_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// The L2 evicts data loaded with this policy before other data. once: with the policy, for weights that a launch reads from memory once.
-// The weights of one layer or two fill the L2. Without the policy they evict what kernels have written, which then goes to memory and back.
+// What the L2 does with loaded data. first: it evicts them before other data, for weights that a launch reads from memory once. The weights of
+// one layer or two fill the L2; else they evict what kernels have written, which then goes to memory and back. A constant at each call.
+enum class Evict { normal, first };
 __device__ __forceinline__ uint64_t evict_first() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// load_async: into this CTA. multicast_async: into the CTAs of cta_mask, same offset in each, data and semaphore alike.
-// place: numbers of the operands that are coordinates; next, after_next: the two numbers behind them.
-#define FLASHMHF_LOAD(rank, multicast, operands, ...)                                                               \
-    asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" multicast \
-                 " [%0], [%1, {" operands ";" ::"r"(shared_address(dst)),                                           \
-                 "l"(map), "r"(shared_address(&sem)), __VA_ARGS__                                                   \
+// Operands: 0 the place in shared memory, 1 the map, 2 the semaphore; from 3 on coordinates, the mask of CTAs and the policy.
+#define FLASHMHF_COPY(instruction, operands, ...)                                                                      \
+    asm volatile("cp.async.bulk.tensor." instruction " [%0], [%1, " operands ";" ::"r"(shared_address(dst)), "l"(map), \
+                 "r"(shared_address(&sem)), __VA_ARGS__                                                                \
                  : "memory")
-#define FLASHMHF_LOADS(Coordinates, rank, place, next, after_next, ...)                                                                    \
-    template <bool once = false>                                                                                                           \
-    __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, Coordinates c, kittens::semaphore &sem) {                \
-        if constexpr (once) FLASHMHF_LOAD(rank, ".L2::cache_hint", place "}], [%2], " next, __VA_ARGS__, "l"(evict_first()));              \
-        else FLASHMHF_LOAD(rank, "", place "}], [%2]", __VA_ARGS__);                                                                       \
-    }                                                                                                                                      \
-    template <bool once = false>                                                                                                           \
-    __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, Coordinates c, kittens::semaphore &sem,             \
-                                                    uint16_t cta_mask) {                                                                   \
-        if constexpr (once)                                                                                                                \
-            FLASHMHF_LOAD(rank, ".multicast::cluster.L2::cache_hint", place "}], [%2], " next ", " after_next, __VA_ARGS__, "h"(cta_mask), \
-                          "l"(evict_first()));                                                                                             \
-        else FLASHMHF_LOAD(rank, ".multicast::cluster", place "}], [%2], " next, __VA_ARGS__, "h"(cta_mask));                              \
-    }
-FLASHMHF_LOADS(int2, "2d", "%3, %4", "%5", "%6", "r"(c.x), "r"(c.y))
-FLASHMHF_LOADS(int3, "3d", "%3, %4, %5", "%6", "%7", "r"(c.x), "r"(c.y), "r"(c.z))
-FLASHMHF_LOADS(int4, "4d", "%3, %4, %5, %6", "%7", "%8", "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w))
-#undef FLASHMHF_LOADS
-#undef FLASHMHF_LOAD
+#define FLASHMHF_TO_SHARED ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+// Into this CTA.
+__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem,
+                                           Evict evict = Evict::normal) {
+    if (evict == Evict::first)
+        FLASHMHF_COPY("2d" FLASHMHF_TO_SHARED ".L2::cache_hint", "{%3, %4}], [%2], %5", "r"(c.x), "r"(c.y), "l"(evict_first()));
+    else FLASHMHF_COPY("2d" FLASHMHF_TO_SHARED, "{%3, %4}], [%2]", "r"(c.x), "r"(c.y));
+}
+__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem,
+                                           Evict evict = Evict::normal) {
+    if (evict == Evict::first)
+        FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED ".L2::cache_hint", "{%3, %4, %5}], [%2], %6", "r"(c.x), "r"(c.y), "r"(c.z),
+                      "l"(evict_first()));
+    else FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED, "{%3, %4, %5}], [%2]", "r"(c.x), "r"(c.y), "r"(c.z));
+}
+__device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem) {
+    FLASHMHF_COPY("4d" FLASHMHF_TO_SHARED, "{%3, %4, %5, %6}], [%2]", "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
+}
+// Into the CTAs of cta_mask, same offset in each, data and semaphore alike.
+__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem, uint16_t cta_mask,
+                                                Evict evict = Evict::normal) {
+    if (evict == Evict::first)
+        FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED ".multicast::cluster.L2::cache_hint", "{%3, %4, %5}], [%2], %6, %7", "r"(c.x), "r"(c.y),
+                      "r"(c.z), "h"(cta_mask), "l"(evict_first()));
+    else
+        FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED ".multicast::cluster", "{%3, %4, %5}], [%2], %6", "r"(c.x), "r"(c.y), "r"(c.z),
+                      "h"(cta_mask));
+}
+__device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem, uint16_t cta_mask) {
+    FLASHMHF_COPY("4d" FLASHMHF_TO_SHARED ".multicast::cluster", "{%3, %4, %5, %6}], [%2], %7", "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w),
+                  "h"(cta_mask));
+}
+#undef FLASHMHF_TO_SHARED
+#undef FLASHMHF_COPY
 
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int4 c) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -67,13 +81,13 @@ __device__ __forceinline__ void reduce_add_async(float *dst, const void *src, ui
                  : "memory");
 }
 // A tile to the L2: no more than a hint, right even before griddepcontrol.wait.
-__device__ __forceinline__ void prefetch_tile_once(const CUtensorMap *map, int2 c) {
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int2 c) {  // evicted first
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile.L2::cache_hint [%0, {%1, %2}], %3;" ::"l"(map), "r"(c.x), "r"(c.y),
                  "l"(evict_first())
                  : "memory");
 }
-template <bool once> __device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int3 c) {
-    if constexpr (once)
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap *map, int3 c, Evict evict) {
+    if (evict == Evict::first)
         asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::"l"(map), "r"(c.x),
                      "r"(c.y), "r"(c.z), "l"(evict_first())
                      : "memory");

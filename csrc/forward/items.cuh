@@ -26,7 +26,7 @@ struct Item {
 
 template <Division division> using Cursor = std::conditional_t<division == Division::gathers, GatherCursor, WorkCursor>;
 // Without whole waves a tile of K, U and V comes from memory for one CTA, or for some that read it at a time. Later waves read it again.
-template <Division division> constexpr bool reads_once = division != Division::waves;
+template <Division division> constexpr tma::Evict evict_of = division != Division::waves ? tma::Evict::first : tma::Evict::normal;
 
 struct WeightMaps {
     const CUtensorMap *k, *u, *v;  // [H * E][d_e][d_h]; rows from d_e on read as zeros

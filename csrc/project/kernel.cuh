@@ -81,21 +81,28 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
 
     if (warp == 4 * P::warpgroups) {
         if (lane != 0) return;
-        constexpr bool once = true;  // the blocks of tokens read a tile of W at the same time
+        constexpr auto evict = tma::Evict::first;  // the blocks of tokens read a tile of W at the same time
         auto w_at = [&](int i) { return int2{(begin + i) * P::step, feature}; };
         // The rows of a slot behind box_tokens hold anything: they are columns of wgmma whose sums nobody reads.
         const int bytes = sizeof(shared.w[0]) + p.box_tokens * P::step * element_bytes;
         auto expect = [&](int slot) { kittens::tma::expect_bytes(shared.full[slot], bytes); };
         for (int i = 0; i < min(steps, P::early); ++i) {
-            if (!p.weights_ready || i >= P::slots) tma::prefetch_tile_once(&map_w, w_at(i));
-            else expect(i), tma::load_async<once>(&shared.w[i], &map_w, w_at(i), shared.full[i]);
+            if (!p.weights_ready || i >= P::slots) {
+                tma::prefetch_tile(&map_w, w_at(i));
+            } else {
+                expect(i);
+                tma::load_async(&shared.w[i], &map_w, w_at(i), shared.full[i], evict);
+            }
         }
         kittens::pdl::wait();
         Ring<P::slots> ring;
         for (int i = 0; i < steps; ++i, ring.advance()) {
             auto &full = shared.full[ring.slot];
             if (i >= P::slots) kittens::wait(shared.empty[ring.slot], ring.phase ^ 1);
-            if (!p.weights_ready || i >= P::slots) expect(ring.slot), tma::load_async<once>(&shared.w[ring.slot], &map_w, w_at(i), full);
+            if (!p.weights_ready || i >= P::slots) {
+                expect(ring.slot);
+                tma::load_async(&shared.w[ring.slot], &map_w, w_at(i), full, evict);
+            }
             tma::load_async(&shared.x[ring.slot], &map_x, int2{w_at(i).x, first_token}, full);
         }
         return;

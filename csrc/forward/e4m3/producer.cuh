@@ -36,7 +36,7 @@ template <typename P, int d_h> __device__ __forceinline__ void prefetch_weights_
     for (int i = work.begin; i < min(work.end, work.begin + P::prefetched_tiles); ++i) {
         const int subnet = i / p.subnet_tiles;
         each_copy<P, d_h, false>(maps, i - subnet * p.subnet_tiles, subnet + work.item / p.blocks * p.subnets,
-                                 [](int, const CUtensorMap *map, int3 from) { tma::prefetch_tile<true>(map, from); });
+                                 [](int, const CUtensorMap *map, int3 from) { tma::prefetch_tile(map, from, tma::Evict::first); });
     }
 }
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
                                                  const ForwardFp8Params &p) {
     using P = ForwardFp8Policy<d_h, few_rows>;
     constexpr uint16_t ctas = 3;
-    constexpr bool once = few_rows;  // elsewhere later waves read a tile again
+    constexpr auto evict = few_rows ? tma::Evict::first : tma::Evict::normal;  // elsewhere later waves read a tile again
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
             each_copy<P, d_h, multicast>(maps, tile, subnet, [&](int at, const CUtensorMap *map, int3 from) {
                 void *dst = shared.ring[ring.slot] + at;
                 if constexpr (multicast) tma::multicast_async(dst, map, from, sem.slot_full[ring.slot], ctas);
-                else tma::load_async<once>(dst, map, from, sem.slot_full[ring.slot]);
+                else tma::load_async(dst, map, from, sem.slot_full[ring.slot], evict);
             });
             ring.advance();
             stamp(Stamp::forward_tile_sent, work.end - work.begin - left);

@@ -12,7 +12,7 @@ namespace flashmhf {
 
 // Rows `row..` of one matrix to rows `at..` of the panels of a tile, of this CTA alone or, multicast, of those in the mask `ctas`: as many
 // boxes of the tensor map, of box_rows rows each.
-template <bool multicast, bool once, int boxes, int box_rows, typename Tile>
+template <bool multicast, tma::Evict evict, int boxes, int box_rows, typename Tile>
 __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *map, int col, int row, int subnet, kittens::semaphore &full,
                                           uint16_t ctas) {
     constexpr int panel_cols = Tile::swizzle_bytes / element_bytes;
@@ -22,8 +22,8 @@ __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *
         for (int c = 0; c < Tile::cols; c += panel_cols) {
             auto *panel = &dst.data[c * Tile::rows + (at + i * box_rows) * panel_cols];
             const int3 from{col + c, row + i * box_rows, subnet};
-            if constexpr (multicast) tma::multicast_async<once>(panel, map, from, full, ctas);
-            else tma::load_async<once>(panel, map, from, full);
+            if constexpr (multicast) tma::multicast_async(panel, map, from, full, ctas, evict);
+            else tma::load_async(panel, map, from, full, evict);
         }
 }
 
@@ -41,7 +41,7 @@ template <int d_h, Division division> __device__ __forceinline__ void prefetch_w
         for (const CUtensorMap *map : {maps.k, maps.u, maps.v})
 #pragma unroll
             for (int c = 0; c < d_h; c += P::panel_cols)
-                tma::prefetch_tile<reads_once<division>>(map, int3{c, row, subnet + work.item / p.blocks * p.subnets});
+                tma::prefetch_tile(map, int3{c, row, subnet + work.item / p.blocks * p.subnets}, evict_of<division>);
     }
 }
 
@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     int row_v = 0, subnet_v = -1;                                                         // the tile whose V is still to be sent
     constexpr int box_rows = division == Division::slices ? slice_box_rows : tile_inter;  // a pair takes one box, of fewer rows
     auto load_v = [&]() {
-        load_rows<multicast, reads_once<division>, tile_inter / box_rows, box_rows>(shared.v(ring.slot), own_row, maps.v, 0, row_v,
-                                                                                    subnet_v, sem.slot_full[ring.slot], ctas);
+        load_rows<multicast, evict_of<division>, tile_inter / box_rows, box_rows>(shared.v(ring.slot), own_row, maps.v, 0, row_v, subnet_v,
+                                                                                  sem.slot_full[ring.slot], ctas);
     };
     auto send_v = [&]() {  // in a slot of its own
         fill(P::v_bytes);
@@ -73,10 +73,10 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     };
     auto load_ku = [&](int col, int row, int subnet) {
         auto &ku = shared.ku(ring.slot);
-        load_rows<multicast, reads_once<division>, tile_inter / box_rows, box_rows>(ku, own_row, maps.k, col, row, subnet,
-                                                                                    sem.slot_full[ring.slot], ctas);
-        load_rows<multicast, reads_once<division>, tile_inter / box_rows, box_rows>(ku, tile_inter + own_row, maps.u, col, row, subnet,
-                                                                                    sem.slot_full[ring.slot], ctas);
+        load_rows<multicast, evict_of<division>, tile_inter / box_rows, box_rows>(ku, own_row, maps.k, col, row, subnet,
+                                                                                  sem.slot_full[ring.slot], ctas);
+        load_rows<multicast, evict_of<division>, tile_inter / box_rows, box_rows>(ku, tile_inter + own_row, maps.u, col, row, subnet,
+                                                                                  sem.slot_full[ring.slot], ctas);
     };
 
     Cursor<division> cursor(p.schedule, kittens::clusterIdx().x);
