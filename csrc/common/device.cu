@@ -1,7 +1,9 @@
-#include "common/driver.h"
+#include "common/device.h"
 
 #include <map>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 
 #include "common/geometry.h"
 #include "common/launch_kernel.cuh"
@@ -32,21 +34,23 @@ int count_clusters(int size) {
 
 }  // namespace
 
-cudaError_t describe_device(Device *device) {
+Device describe_device() {
     static std::mutex mutex;
     static std::map<int, Device> known;
+    auto check = [](cudaError_t error) {
+        if (error != cudaSuccess) throw std::runtime_error(std::string("the device cannot be asked: ") + cudaGetErrorString(error));
+    };
     int index;
-    if (cudaError_t error = cudaGetDevice(&index)) return error;
+    check(cudaGetDevice(&index));
     const std::lock_guard lock(mutex);
     Device &found = known[index];
     if (found.sms() == 0) {
-        if (cudaError_t error = allow_shared_memory(flashmhf_takes_an_sm, shared_memory_limit)) return error;
+        check(allow_shared_memory(flashmhf_takes_an_sm, shared_memory_limit));
         for (int size = 1; size <= max_slices; ++size) found.clusters[size - 1] = count_clusters(size);
         found.large_clusters = count_clusters(large_slices);
-        if (found.sms() == 0) return cudaErrorNotSupported;
+        if (found.sms() == 0) check(cudaErrorNotSupported);
     }
-    *device = found;
-    return cudaSuccess;
+    return found;
 }
 
 }  // namespace flashmhf

@@ -1,4 +1,4 @@
-// What the planners know of a device. Pure C++.
+// What the planners know of a device, and asking for it. Pure C++.
 #pragma once
 
 #include <array>
@@ -13,5 +13,8 @@ struct Device {
     int large_clusters = 0;                  // of large_slices CTAs
     int sms() const { return clusters[0]; }
 };
+
+// The current device. It is asked once, in the context of the first call. Throws std::runtime_error where it runs no CTA that takes an SM.
+Device describe_device();
 
 }  // namespace flashmhf

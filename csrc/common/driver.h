@@ -1,9 +1,7 @@
-// What the host asks the CUDA runtime and driver, the latter without linking libcuda.
+// What the host asks the CUDA driver, without linking libcuda.
 #pragma once
 
 #include <cuda_runtime_api.h>
-
-#include "common/device.h"
 
 namespace flashmhf {
 
@@ -13,8 +11,5 @@ void *driver_function(const char *name);
 // Makes the device's primary context current in the calling thread, unless a context of that device is: a green context's default stream is
 // another one than the primary context's.
 cudaError_t ensure_context(int device);
-
-// The current device. It is asked once, in the context of the first call. Returns an error where it runs no CTA that takes an SM.
-cudaError_t describe_device(Device *device);
 
 }  // namespace flashmhf

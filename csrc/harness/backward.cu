@@ -6,7 +6,7 @@
 //
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include "backward/launch.h"
-#include "common/driver.h"
+#include "common/device.h"
 #include "harness/harness.cuh"
 
 namespace {
@@ -122,8 +122,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     if (weights) problem.dk = dk, problem.du = du, problem.dv = dv;
     problem.accumulate = accumulate;
     if (weights && router) problem.dw = dw;
-    Device device;
-    check(describe_device(&device));
+    const Device device = describe_device();
     const BackwardTask task = backward_task(problem);
     const std::string kernels = options.choice("kernels", {"auto", "fused", "ordered", "pair"});
     const std::pair<const char *, Kernels> names[] = {{"fused", Kernels::fused}, {"ordered", Kernels::ordered}, {"pair", Kernels::pair}};

@@ -12,7 +12,7 @@
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include <cuda_fp8.h>
 
-#include "common/driver.h"
+#include "common/device.h"
 #include "forward/launch.h"
 #include "harness/harness.cuh"
 
@@ -100,8 +100,7 @@ template <typename T, typename W>
 bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, ForwardProblem problem,
                      std::initializer_list<const Buffer<W> *> weights) {
     const Shape &s = in.s;
-    Device device;
-    check(describe_device(&device));
+    const Device device = describe_device();
     const ForwardPlan plan = plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, forward_costs(problem.format)));
     const Buffer<float> workspace(workspace_of(problem, plan));
     const ForwardLaunch launch = prepare_forward(problem, plan, workspace);

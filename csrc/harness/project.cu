@@ -7,7 +7,7 @@
 // repeat: further launches whose outputs must be bitwise equal.
 //
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
-#include "common/driver.h"
+#include "common/device.h"
 #include "harness/harness.cuh"
 #include "project/launch.h"
 
@@ -35,8 +35,7 @@ template <typename T> int run(const Arguments &options) {
     const auto x = Buffer<T>::random(tokens * depth, 1.f, 1), w = Buffer<T>::random(features * depth, 1.f / std::sqrt(float(depth)), 2),
                bias = Buffer<T>::random(features, 1.f, 3);
     const Buffer<T> out(tokens * features);
-    Device device;
-    check(describe_device(&device));
+    const Device device = describe_device();
     const ProjectPlan plan = plan_project(tokens, features, device);
     ProjectParams params{.x = x,
                          .w = w,

@@ -92,7 +92,7 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
     problem.accumulate = out.accumulate;
     problem.dw = data(out.dw, out.needs_weights && in.w);
 
-    const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), describe_current_device());
+    const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), describe_device());
     // Returned to PyTorch's allocator at the end, which keeps the order of the stream.
     const Tensor workspace = torch::stable::new_empty(q, std::vector<int64_t>{plan.workspace()}, ScalarType::Float);
     const BackwardLaunch launch = prepare_backward(problem, plan, static_cast<float *>(workspace.data_ptr()));

@@ -54,7 +54,7 @@ Tensor run(const Tensor &q, const Inputs &in, const ProblemSizes &sizes, const c
     const TokenAxes axes = token_axes(q, r);
     check_readable(q, axes);
     const ForwardProblem problem{operands_of(q, in.k, in.u, in.v, r, in.w, in.eps, axes, sizes), in.format, in.scales, out.data_ptr()};
-    const ForwardPlan plan = plan_forward(problem.shape, describe_current_device(), problem.format, may_bundle(problem));
+    const ForwardPlan plan = plan_forward(problem.shape, describe_device(), problem.format, may_bundle(problem));
     std::optional<Tensor> workspace;  // lives until the launch is queued; PyTorch's allocator keeps the order of the stream
     const int64_t floats = workspace_of(problem, plan);
     if (floats) workspace = new_dense(q, std::array{floats}, aoti_torch_dtype_float32());

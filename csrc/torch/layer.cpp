@@ -105,7 +105,7 @@ template <typename Mix> Tensor run(const Frame &f, Mix mix) {
 
     const Tensor rows = rows_of(f.x, f.in.w.size(1));
     const int64_t tokens = rows.size(0);
-    const Device device = describe_current_device();
+    const Device device = describe_device();
     auto mixed = [&](const Tensor &q) {
         if (f.norm) normalise(q, *f.norm, f.norm_eps);
         return dense_view(mix(dense_view(q, std::array{q.size(0), f.heads(), f.head_dim()})), std::array{q.size(0), f.inner()});

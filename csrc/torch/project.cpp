@@ -14,7 +14,7 @@ Tensor run(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, 
     Tensor out = new_dense(x, std::array{x.size(0), w.size(0)});
     if (x.size(0) == 0) return out;
 
-    const ProjectPlan plan = plan_project(x.size(0), w.size(0), describe_current_device());
+    const ProjectPlan plan = plan_project(x.size(0), w.size(0), describe_device());
     const ProjectParams params{.x = x.data_ptr(),
                                .w = w.data_ptr(),
                                .bias = bias ? bias->data_ptr() : nullptr,

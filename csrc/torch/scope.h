@@ -18,12 +18,6 @@ namespace flashmhf {
 
 inline void check_cuda(cudaError_t error) { STD_CUDA_CHECK(error); }
 
-inline Device describe_current_device() {
-    Device device;
-    check_cuda(describe_device(&device));
-    return device;
-}
-
 inline cudaStream_t current_stream(int device) {
     void *stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
