@@ -62,7 +62,7 @@ def train(
         total = torch.zeros((), device=device)
         for _ in range(accumulate):
             ids = sequences(micro_batch, length, model.config.vocab_size).to(device)
-            with torch.autocast(device, torch.bfloat16):
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 loss = model(input_ids=ids, labels=ids).loss / accumulate
             loss.backward()
             total += loss.detach() / size

@@ -33,7 +33,7 @@ optimizer = torch.optim.AdamW(flashmhf.param_groups(model, lr=1e-3, weight_decay
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 ids = torch.randint(512, (4, 64), device=device)
 for step in range(30):
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -78,7 +78,7 @@ def test_every_public_name_has_a_docstring(name):
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("name", "needs"), [("own_transformer", ()), ("swap_llama", ("transformers",)), ("lora", ("transformers", "peft"))]
+    ("name", "needs"), [("train_minimal", ()), ("swap_llama", ("transformers",)), ("lora", ("transformers", "peft"))]
 )
 def test_an_example_runs(name, needs, monkeypatch, capsys):
     for package in needs:
