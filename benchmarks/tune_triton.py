@@ -110,7 +110,9 @@ def rewrite(table: dict[tuple[str, int, int], dict[str, Config]]) -> str:
 
     rows = ((key, ", ".join(literal(row[kernel]) for kernel in KERNELS)) for key, row in table.items())
     text = "".join(f'    ("{arch}", {bits}, {head_dim}): _row({row}),\n' for (arch, bits, head_dim), row in rows)
-    return re.sub(r"(?<=\] = \{\n).*?(?=^\})", lambda _: text, path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(
+        r"(?<=\] = \{\n).*?(?=^\})", lambda _: text, path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def main() -> None:

@@ -1,17 +1,15 @@
-"""The runs of compare.py as a table and plots with 95 % confidence intervals.
+"""The runs of compare.py as the tables and the plot of docs/quality.md, with 95 % confidence intervals.
 
-report.py collect FILE... RESULTS    takes the runs of compare.py's files into RESULTS, in place of earlier ones of these names
-report.py table RESULTS... [--reference NAME] [--markdown FILE] [--plot FILE.png]
+report.py collect FILE... RESULTS    takes runs of compare.py into RESULTS, in place of earlier ones of these names
 report.py document [--check]         the blocks of docs/quality.md from experiments/results, and the plot beside it
 
 Runs that differ in nothing but seed and name are one row: mean validation loss, Student's interval of the mean,
-difference to the reference's row over the seeds that both have (equal batches, so most of the noise is common).
+difference to the other network's row over the seeds that both have (equal batches, so most of the noise is common).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
@@ -20,13 +18,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import Run, finished_runs, write_lines
+from compare import finished_runs, write_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT, PLOT = "experiments/results/runs.jsonl", "docs/quality.md", "docs/quality.png"
 LONG_DECAY = 0.1  # the weight decay of a long run where nothing else is said
 MARK = "(experiments/report.py)"
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
+# Settings that only some commits of compare.py had, with what the others did.
+EARLIER = {
+    "optimizer": "adamw", "init": "balanced", "q_norm": False, "router_std": None, "value_scale": 1.0,
+    "projections": "gaussian", "gates": "normalised", "backend": "auto", "rates": {}, "decays": {},
+    "betas": [0.9, 0.95], "clip": 1.0, "stacks": "subnets",
+}  # fmt: skip
 
 # Student's t, 97.5 %, for 1, 2, ... degrees of freedom
 T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -46,6 +50,20 @@ class Row:
     def mean(self) -> float:
         return statistics.mean(self.losses.values())
 
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.configuration[name] for name in ("steps", "batch", "context"))
+
+    @property
+    def per_parameter(self) -> float:
+        """The tokens of a run per parameter beside the embedding."""
+        return self.tokens / self.non_embedding
+
+    @property
+    def title(self) -> str:
+        """The size and the tokens of the training, such as "26M, 59M tokens"."""
+        return f"{self.configuration['size'].partition(',')[0]}, {self.tokens / 1e6:.0f}M tokens"
+
 
 def interval(values: Iterable[float]) -> float | None:
     """Half the 95 % interval of the mean; None for fewer than two values."""
@@ -56,10 +74,8 @@ def interval(values: Iterable[float]) -> float | None:
 
 
 def collect(files: Iterable[Path], results: Path) -> list[str]:
-    """Take the runs of the files into RESULTS, sorted by name;
-
-    return the names. Later ones take the place of earlier ones.
-    """
+    """Take the runs of the files into RESULTS, sorted by name; return the names. Later ones take the place of earlier
+    ones."""
     found = finished_runs(files)
     together = finished_runs([results]) | found
     partial = results.with_suffix(".partial")
@@ -69,61 +85,23 @@ def collect(files: Iterable[Path], results: Path) -> list[str]:
     return list(found)
 
 
+def settings(line: dict) -> dict[str, object]:
+    """A run's configuration without name and seed, in one form for all commits of compare.py."""
+    found = EARLIER | {key: value for key, value in line["configuration"].items() if key not in ("name", "seed")}
+    rate = found.pop("projection_rate", None)
+    return found if rate is None else found | {"rates": {"projection": rate}}
+
+
 def rows(files: Iterable[Path]) -> list[Row]:
     """Rows by mean loss, sizes apart; a row has the name of its first run."""
     found: dict[str, Row] = {}
     for name, line in sorted(finished_runs(files).items()):
-        complete = dataclasses.asdict(Run(**line["configuration"]))  # an older run lacks the fields added since
-        configuration = {key: value for key, value in complete.items() if key not in ("name", "seed")}
-        row = found.setdefault(
-            json.dumps(configuration, sort_keys=True), Row(name, configuration, line["non_embedding"], {}, [])
-        )
+        configuration = settings(line)
+        row = Row(name, configuration, line["non_embedding"], {}, [])
+        row = found.setdefault(json.dumps(configuration, sort_keys=True), row)
         row.losses[line["configuration"]["seed"]] = line["validation_loss"]
         row.records.append(line)
     return sorted(found.values(), key=lambda row: (row.non_embedding // 2_000_000, row.mean))
-
-
-def noise(found: Iterable[Row]) -> float | None:
-    """Standard deviation between seeds, pooled over the rows with more than one."""
-    repeated = [list(row.losses.values()) for row in found if len(row.losses) > 1]
-    freedom = sum(len(values) - 1 for values in repeated)
-    return (
-        math.sqrt(sum(statistics.variance(values) * (len(values) - 1) for values in repeated) / freedom)
-        if freedom
-        else None
-    )
-
-
-def table(found: list[Row], reference: str | None) -> str:
-    lines = [
-        "| run | size | parameters | learning rate | seeds | validation loss | 95 % | difference | 95 % |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in found:
-        size = row.configuration["size"]
-        base = (
-            next((each for each in found if each.name == reference), None) if reference else best(found, "swiglu", size)
-        )
-        difference, half = against(row, base if base is not None and base.configuration["size"] == size else None)
-        cells = [
-            row.name,
-            size,
-            f"{row.non_embedding / 1e6:.2f} M",
-            f"{row.configuration['learning_rate']:g}",
-            ", ".join(map(str, sorted(row.losses))),
-            f"{row.mean:.4f}",
-            _half(interval(row.losses.values())),
-            difference,
-            half,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    between = noise(found)
-    if between is not None:
-        lines += [
-            "",
-            f"Standard deviation between seeds: {between:.4f} nats (pooled over the rows with several seeds).",
-        ]
-    return "\n".join(lines) + "\n"
 
 
 def _half(value: float | None) -> str:
@@ -151,18 +129,6 @@ def pairs(found: list[Row]) -> list[tuple[str, Row, Row]]:
         for size, ours, theirs in chosen
         if ours and theirs and set(ours.losses) & set(theirs.losses)
     ]
-
-
-def per_parameter(row: Row) -> float:
-    """Return the tokens of a run per parameter beside the embedding."""
-    return Run(**row.configuration, name="").tokens / row.non_embedding
-
-
-def title(row: Row) -> str:
-    """Return the size and the tokens of its training, such as "26M, 59M tokens"."""
-    return (
-        f"{row.configuration['size'].partition(',')[0]}, {Run(**row.configuration, name='').tokens / 1e6:.0f}M tokens"
-    )
 
 
 def on_the_way(record: dict) -> dict[int, float]:
@@ -198,8 +164,8 @@ def plot(found: list[Row], path: Path) -> None:
         differences = [
             ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))
         ]
-        like = {"fmt": "o", "capsize": 3, "label": title(ours)}
-        point = axes.errorbar(per_parameter(ours), statistics.mean(differences), yerr=interval(differences), **like)
+        like = {"fmt": "o", "capsize": 3, "label": ours.title}
+        point = axes.errorbar(ours.per_parameter, statistics.mean(differences), yerr=interval(differences), **like)
         way = differences_on_the_way(ours, theirs)
         if way:
             axes.plot([tokens / ours.non_embedding for tokens in way], list(way.values()), color=point[0].get_color())
@@ -222,7 +188,7 @@ def network(row: Row) -> str:
 
 
 def size_order(found: Iterable[Row]) -> list[str]:
-    sizes = {row.configuration["size"]: (row.configuration["non_embedding"], per_parameter(row)) for row in found}
+    sizes = {row.configuration["size"]: (row.configuration["non_embedding"], row.per_parameter) for row in found}
     return sorted(sizes, key=sizes.__getitem__)
 
 
@@ -247,7 +213,7 @@ def sizes_block(found: list[Row]) -> str:
         ]
         seeds = len(set(ours.losses) & set(theirs.losses))
         lines.append(
-            f"| {title(ours)} | {per_parameter(ours):.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |"
+            f"| {ours.title} | {ours.per_parameter:.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |"
         )
     return "\n".join(lines)
 
@@ -323,7 +289,7 @@ BLOCKS = {"sizes": sizes_block, "long": long_block}
 
 def documented(text: str, found: list[Row]) -> str:
     """``text`` with its blocks renewed. Raises ValueError when a marker is missing."""
-    for name, write in BLOCKS.items():
+    for name, write in {"sizes": sizes_block, "long": long_block}.items():
         begin, end = f"<!-- {name}: begin {MARK} -->", f"<!-- {name}: end -->"
         before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
@@ -336,13 +302,13 @@ def documented(text: str, found: list[Row]) -> str:
 def document(root: Path, check: bool) -> int:
     """Writes the blocks of docs/quality.md and its plot; with ``check``, 1 where the blocks differ from the results."""
     found, path = rows([root / RESULTS]), root / DOCUMENT
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     wanted = documented(text, found)
     if check:
         if text != wanted:
             print(f"{DOCUMENT} disagrees with {RESULTS}: run python experiments/report.py document", file=sys.stderr)
         return int(text != wanted)
-    path.write_text(wanted)
+    path.write_text(wanted, encoding="utf-8")
     plot(found, root / PLOT)
     return 0
 
@@ -353,32 +319,12 @@ def main(arguments: list[str] | None = None) -> int:
     add = commands.add_parser("collect")
     add.add_argument("files", type=Path, nargs="+")
     add.add_argument("results", type=Path)
-    add = commands.add_parser("table")
-    add.add_argument("results", type=Path, nargs="+")
-    add.add_argument(
-        "--reference", help="name of the row that the others are compared with; the best SwiGLU of the size otherwise"
-    )
-    add.add_argument("--markdown", type=Path)
-    add.add_argument("--plot", type=Path)
-    add = commands.add_parser("document")
-    add.add_argument(
-        "--check", action="store_true", help="change nothing; exit status 1 when the blocks disagree with the results"
-    )
-    add.add_argument("--root", type=Path, default=ROOT, help="the repository (default: this script's)")
+    commands.add_parser("document").add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
     if options.command == "collect":
-        print("\n".join(collect(options.files, options.results)))
+        print(f"{len(collect(options.files, options.results))} runs in {options.results}")
         return 0
-    if options.command == "document":
-        return document(options.root, options.check)
-    found = rows(options.results)
-    text = table(found, options.reference)
-    print(text, end="")
-    if options.markdown:
-        options.markdown.write_text(text)
-    if options.plot:
-        plot(found, options.plot)
-    return 0
+    return document(ROOT, options.check)
 
 
 if __name__ == "__main__":

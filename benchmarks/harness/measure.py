@@ -20,11 +20,7 @@ YARDSTICK = 8192  # the square matrix product that rates are compared with
 COPY_BYTES = 1 << 30
 PRODUCT = "8192³ product"
 # relative L2 error of a whole layer's output against float64; gradients twice that (they pass through more roundings)
-LIMITS = {
-    torch.bfloat16: 1e-2,
-    torch.float16: 2e-3,
-    torch.float32: 2e-5,
-}
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 
 
 class RedCheckError(Exception):

@@ -7,14 +7,7 @@ import math
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    TextStreamer,
-    set_seed,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
 
 from .. import checks
 

@@ -263,11 +263,7 @@ def test_two_builds_take_turns(capsys):
 def test_whole_models(capsys, monkeypatch):
     monkeypatch.setattr(run, "make_context", lambda options: context())
     tiny_models = [*FAST, "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
-    for suite, more in (
-        ("train", ["--steps", "1"]),
-        ("model", []),
-        ("generate", ["--new", "12"]),
-    ):
+    for suite, more in (("train", ["--steps", "1"]), ("model", []), ("generate", ["--new", "12"])):
         assert run.main(["--suite", suite, *tiny_models, "--layers", "3", *more]) == 0
         out = capsys.readouterr().out
         for subject in ("flashmhf", "flashmhf 3 layers", "swiglu"):
