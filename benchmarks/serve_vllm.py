@@ -1,0 +1,200 @@
+"""vLLM's engine with FlashMHF models beside a Llama of equal parameters: prefill and decode with random weights.
+
+    python -m benchmarks.serve_vllm --out benchmarks/results/vllm
+
+needs vLLM, on GPUs. Each model is served by a process of its own; each GPU that is visible serves one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+MODELS = {  # name: preset, its sizes, vLLM's quantization
+    "llama-24": ("swiglu-1.3b", {}, None),
+    "flashmhf-20": ("flashmhf-1.3b", {}, None),
+    "flashmhf-21": (
+        "flashmhf-1.3b",
+        {"num_hidden_layers": 21, "ffn_num_subnets": 14, "intermediate_size": 14 * 384},
+        None,
+    ),
+    "llama-24-fp8": ("swiglu-1.3b", {}, "fp8"),
+    "flashmhf-20-fp8": ("flashmhf-1.3b", {}, "flashmhf_fp8"),
+}
+DECODE, PREFILL, PROMPT, LONG = (1, 8, 32, 128, 256), (1, 8), 512, 4096
+
+
+def write_config(name: str, directory: Path) -> None:
+    """Write config.json alone: the engine draws the weights."""
+    from transformers import LlamaConfig
+
+    from flashmhf.models import FlashMHFFp8Config
+    from flashmhf.models.presets import preset
+
+    model, sizes, quantization = MODELS[name]
+    config = preset(model).config(**sizes, max_position_embeddings=2 * LONG, dtype="bfloat16")
+    stored = config.to_dict()
+    if name.startswith("llama"):
+        shared = LlamaConfig().to_dict().keys() - {"model_type", "transformers_version"}
+        stored = LlamaConfig(**{key: stored[key] for key in shared & stored.keys()}).to_dict()
+    stored["architectures"] = ["LlamaForCausalLM" if name.startswith("llama") else "FlashMHFForCausalLM"]
+    if quantization == "flashmhf_fp8":
+        stored["quantization_config"] = FlashMHFFp8Config().to_dict()
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(stored))
+
+
+def run(engine, prompts: list[list[int]], new: int) -> tuple[float, float]:
+    """Return the seconds until every prompt has its first token, and the tokens per second after it."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"{start}-{index}", {"prompt_token_ids": prompt}, sampling)
+    counts: dict[str, int] = {}
+    first = last = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            counts[output.request_id] = len(output.outputs[0].token_ids)
+        now = time.perf_counter()
+        if first is None and len(counts) == len(prompts):
+            first = now, sum(counts.values())
+        if first and (last is None or max(counts.values()) < new):
+            last = now, sum(counts.values())  # while every request runs
+    return first[0] - start, (last[1] - first[1]) / max(last[0] - first[0], 1e-9)
+
+
+def measure(name: str, directory: Path, decode: tuple[int, ...], new: int, rounds: int) -> dict:
+    """Serve one model in this process; its figures are medians, with all rounds beside them."""
+    import torch
+    from vllm import EngineArgs, LLMEngine
+
+    torch.manual_seed(0)
+    quantization = MODELS[name][2]
+    settings = {
+        "model": str(directory),
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "quantization": quantization,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": LONG + 1,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+    }
+    started = time.perf_counter()
+    engine = LLMEngine.from_engine_args(EngineArgs(**settings, disable_log_stats=True))
+    record = {"model": name, "quantization": quantization, "start_s": round(time.perf_counter() - started, 1)}
+    vocabulary = engine.model_config.get_vocab_size()
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return torch.randint(vocabulary, (count, length)).tolist()
+
+    run(engine, prompts(4, PROMPT), 8)
+    rows = []
+    for batch in PREFILL:
+        samples = [run(engine, prompts(batch, LONG), 1)[0] for _ in range(rounds + 1)][1:]
+        seconds = statistics.median(samples)
+        rows.append(
+            {"part": "prefill", "batch": batch, "prompt": LONG, "tokens_s": batch * LONG / seconds}
+            | {"samples_s": samples}
+        )
+    for batch in decode:
+        samples = [run(engine, prompts(batch, PROMPT), new)[1] for _ in range(rounds + 1)][1:]
+        rate = statistics.median(samples)
+        rows.append(
+            {"part": "decode", "batch": batch, "prompt": PROMPT, "tokens_s": rate, "ms_step": 1e3 * batch / rate}
+            | {"samples_tokens_s": samples}
+        )
+    for row in rows:
+        print(name, {key: value for key, value in row.items() if not key.startswith("samples")}, flush=True)
+    return record | {"rows": rows}
+
+
+def alone(name: str, gpu: int, folder: Path, options: argparse.Namespace) -> dict:
+    """Measure one model in a process of its own on one GPU; its output goes to a file."""
+    result, log = folder / f"{name}.json", folder / f"{name}.log"
+    command = [sys.executable, "-m", "benchmarks.serve_vllm", "--one", name, "--out", str(result)]
+    command += ["--new", str(options.new), "--rounds", str(options.rounds)]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = seen.split(",")[gpu] if seen else str(gpu)
+    with log.open("w") as file:
+        done = subprocess.run(
+            command, env=os.environ | {"CUDA_VISIBLE_DEVICES": device}, stdout=file, stderr=subprocess.STDOUT
+        )
+    print(*[line for line in log.read_text().splitlines() if line.startswith(name)], sep="\n", flush=True)
+    if done.returncode:
+        return {"model": name, "status": "failed", "error": log.read_text()[-4000:]}
+    return json.loads(result.read_text())
+
+
+def write(options: argparse.Namespace, results: dict[str, dict]) -> None:
+    """Write what is measured so far."""
+    import torch
+
+    from benchmarks.harness import environment
+
+    about = environment.describe(torch.device("cuda"))
+    about["packages"]["vllm"] = version("vllm")
+    record = {"suite": "vllm", "environment": about, "models": [results[model] for model in sorted(results)]}
+    target = options.out.with_name(f"{options.out.name}_{environment.short_device(about['device'])}.json")
+    target.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.one:
+            write_config(options.one, folder / "model")
+            decode = DECODE if MODELS[options.one][2] is None else (1, 32)
+            result = measure(options.one, folder / "model", decode, options.new, options.rounds)
+            options.out.write_text(json.dumps(result))
+            return 0
+        import torch
+
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        results: dict[str, dict] = {}
+        for model in options.models:
+            waiting.put(model)
+
+        def serve(gpu: int) -> None:
+            with suppress(queue.Empty):
+                while True:
+                    model = waiting.get_nowait()
+                    results[model] = alone(model, gpu, folder, options)
+                    with lock:
+                        write(options, results)
+
+        lock = threading.Lock()
+        threads = [threading.Thread(target=serve, args=(gpu,)) for gpu in range(torch.cuda.device_count())]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    failed = [result for result in results.values() if "error" in result]
+    for result in failed:
+        print(result["model"], result["error"], file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
