@@ -168,7 +168,8 @@ class Options:
     betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW", metavar="BETA")
     max_grad_norm: float = _option(1.0, "gradients are clipped to it")
     param_groups: bool = _option(
-        True, "FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)"
+        True,
+        "with AdamW FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)",
     )
     seed: int = _option(0, "of weights and batches")
     precision: Literal["auto", "bf16", "fp32"] = _option(

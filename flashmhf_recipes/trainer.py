@@ -23,7 +23,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from flashmhf.nn import Muon, param_groups
-from flashmhf.nn.optim import PROJECTION_RATE
 
 from . import checkpoints
 from .errors import OptionError, TrainingError
@@ -78,8 +77,7 @@ class RunTrainer(Trainer, TrainerCallback):
         if self.layout.sharded:
             self.layout.shard(self.model, args.device.type, options.compile)
         if options.optimizer == "muon":
-            rate = PROJECTION_RATE if options.param_groups else 1.0
-            groups = param_groups(self.model, args.learning_rate, args.weight_decay, projection_rate=rate, muon=True)
+            groups = param_groups(self.model, args.learning_rate, args.weight_decay, muon=True)
             self.optimizer = Muon(
                 groups, args.learning_rate, args.weight_decay, betas=(args.adam_beta1, args.adam_beta2)
             )

@@ -205,5 +205,10 @@ def test_groups_of_a_bare_layer_and_of_a_model_without_any():
     assert all(group["lr"] == 2.0 * group["lr_scale"] for group in groups)  # for loops that set the rate by themselves
     groups = flashmhf.param_groups(flashmhf.SwiGLU(64, 128), 1.0, 0.1)
     assert [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups] == [(3, 1.0, 0.1)]
+    scales = [
+        {group["lr_scale"] for group in flashmhf.param_groups(flashmhf.FlashMHF(64, 2, 2, 16), 1.0, 0.1, muon=muon)}
+        for muon in (False, True)
+    ]
+    assert scales == [{1.0, 0.3}, {1.0}]
     with pytest.raises(ValueError, match="projection_rate is 0"):
         flashmhf.param_groups(nn.Linear(2, 2), 1.0, 0.1, projection_rate=0)

@@ -95,7 +95,7 @@ def test_groups_of_a_model():
     }
     assert rule[id(model.embedding.weight)] == rule[id(model.head.weight)] == rule[id(model.head.bias)] == (False, 1.0)
     assert rule[id(model.ffn.k)] == rule[id(model.ffn.router)] == (True, 1.0) and id(model.ffn.u) not in rule
-    assert rule[id(model.ffn.in_proj.weight)] == (True, 0.3)
+    assert rule[id(model.ffn.in_proj.weight)] == (True, 1.0)
     assert rule[id(model.ffn.q_norm.weight)] == (False, 1.0)  # [H, d_h] gains, no matrix
     assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
     model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
