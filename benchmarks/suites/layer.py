@@ -17,11 +17,9 @@ from flashmhf.testing import relative_l2
 
 from ..harness import timing
 from ..harness.measure import LIMITS, Cell, Context, MissingError, Prepared, RedCheckError
-from . import tables
 from .shapes import BATCH, DECODE_TOKENS, LENGTHS, SHAPES, Shape
 from .subjects import SUBJECTS, Call, Settings, Subject, first_backend, randomise
 
-report = tables.report
 CHECKED_ROWS = 64
 GRAPH_SETS = 8  # layers in one graph, so that its launch is a small part of a pass
 ALSO = ("flashmhf_triton", "swiglu_liger", "swiglu_quack", "dense_moe", "official")
@@ -63,7 +61,7 @@ def check(
     if not errors[worst] <= limit:
         factor = 1 if worst == "output" else 2
         raise RedCheckError(
-            f"{worst}: relative L2 error {factor * errors[worst]:.2e} against float64, the limit is {factor * limit:.0e}"
+            f"{worst}: relative L2 error {factor * errors[worst]:.2e} against float64; limit {factor * limit:.0e}"
         )
     return errors[worst]
 

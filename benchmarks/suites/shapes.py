@@ -1,4 +1,4 @@
-"""The shapes that are measured, their operation counts, and the paper's figures (arXiv 2512.06989).
+"""The shapes that are measured, their operation counts (arXiv 2512.06989).
 
 Legend: T tokens, H heads, d_h head dimension, d_model = H d_h, E sub-networks a head of width d_e, d_ff = E d_e.
 """
@@ -53,11 +53,3 @@ SHAPES = {
 BATCH = 8
 LENGTHS = (192, 384, 768, 1536, 1920, 2880, 4032, 8064, 16128)
 DECODE_TOKENS = (1, 16, 64, 96, 128, 192, 256, 384, 512, 1024)
-
-# The paper's appendix "Efficiency Benchmark Configuration Details on Hopper": H100, batch 8, ms by length; None: out of
-# memory.
-PAPER_MS = {
-    "FlashMHF": dict(zip(LENGTHS, (6.80, 13.20, 24.40, 48.60, 59.60, 90.40, 126.40, 254.60, 497.40), strict=True)),
-    "SwiGLU": dict(zip(LENGTHS, (6.24, 12.24, 24.72, 48.96, 63.12, 94.56, 127.44, 267.60, 535.20), strict=True)),
-    "MH-FFN": dict(zip(LENGTHS, (101.40, 146.60, 235.60, 401.60, 484.60, 688.60, 933.20, 1793.40, None), strict=True)),
-}

@@ -12,10 +12,9 @@ from processes import ROOT, run_python
 
 import flashmhf
 from benchmarks import run
-from benchmarks.harness import markdown
 from benchmarks.harness.measure import Cell, Context, Prepared
 from benchmarks.harness.training import covered
-from benchmarks.suites import fp8, inference, layer, operator, shapes, subjects, tables
+from benchmarks.suites import fp8, inference, layer, operator, shapes, subjects
 from flashmhf.testing import relative_l2
 
 TINY = shapes.SHAPES["tiny"]
@@ -314,42 +313,6 @@ def test_models_of_experiments():
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(models.configuration(*name.split("-")))
         assert model.num_parameters(exclude_embeddings=True) == found[trained], name
-
-
-def test_tables_ratios_and_conditions():
-    """Of a run of the tiny shape as one of a GPU: with rates, sensors and memory."""
-    some = ("flashmhf_eager", "swiglu", "swiglu_liger", "mhffn_naive", "dense_moe")
-    cells = [layer.layer_cell("latency", TINY, n, some, batch=1) for n in (4, 384)]
-    cells.append(layer.layer_cell("training", TINY, 4, some, batch=1, direction="training"))
-    found = [row | {"shape": "paper"} for cell in cells for row in cell.measure(context())]
-    assert {row["status"] for row in found} == {"ok", "missing"}
-    for row in found:
-        if row["status"] == "ok":
-            row["memory_mib"] = {"beyond": 10.0 if row["subject"].startswith("flashmhf") else 60.0, "total": 100.0}
-    rates = {"matmul_tflops": 700.0, "copy_gb_per_s": 4200.0}
-    sensors = {"sensors": {"driver": 580.1, "power_limit_w": 700.0}}
-    where = run.new_record(run.parse(["--suite", "layer", *FAST])[0])["environment"] | {"device": "NVIDIA H200"}
-    record = {"environment": where, "before": rates | sensors, "after": rates, "rows": found}
-
-    rows = tables.Rows(record)
-    ours, swiglu = (tables.stack_ms(rows.find("latency", subject, 384)) for subject in ("flashmhf_eager", "swiglu"))
-    assert "Liger" not in tables.report(record)  # not installed
-    assert "NVIDIA H200" in markdown.conditions(record) and "700 TFLOP/s before and 700 after" in markdown.conditions(
-        record
-    )
-    line = next(line for line in tables.latency_table(record).splitlines() if line.startswith("| 384"))
-    numbers = [part.strip() for part in line.strip("|").split("|")]
-    assert (numbers[1], numbers[3]) == (f"{ours:.2f}", f"{swiglu:.2f}") and (numbers[6], numbers[8]) == (
-        f"{swiglu / ours:.2f}",
-        "0.93",
-    )
-    summary = tables.summary(record)
-    assert summary["SwiGLU ÷ FlashMHF, training memory beyond weights and input"] == 6.0
-    assert summary["compiled SwiGLU ÷ FlashMHF, forward, worst length"] is None
-    text = tables.headline(record)
-    assert " 3,072 |" in text and "d_model 2,048" in text and "one H200" in text
-    few = record | {"rows": [row for row in found if row["group"] == "latency" and row["subject"].startswith("swiglu")]}
-    assert "### Memory" in tables.report(few) and "Training" not in tables.headline(few)
 
 
 @pytest.mark.skipif(

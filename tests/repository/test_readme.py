@@ -36,7 +36,7 @@ def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
         (
             "layer",
             "layers",
-            ("README.md", "benchmarks/README.md", "docs/index.md", "docs/measurements.md", "docs/faq.md"),
+            ("README.md", "docs/measurements.md"),
         ),
         ("forward", "tflops", ("benchmarks/README.md",)),
     ):
@@ -54,6 +54,59 @@ def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
     (tmp_path / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="lacks the markers"):
         write_readme.main(root)
+
+
+NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])"  # not 26M, H100, fp8
+
+
+def numbers(text: str) -> list[str]:
+    return [found.rstrip(",").replace(",", "") for found in re.findall(NUMBER, text)]
+
+
+def quoted(source: str) -> set[float]:
+    """The numbers of a record, or of the blocks of a document, "PATH: NAME, NAME"."""
+    path, _, blocks = source.partition(":")
+    text = (ROOT / path.strip()).read_text(encoding="utf-8")
+    if not blocks:
+        return {float(number) for number in numbers(text)}
+    found = set()
+    for name in blocks.split(","):
+        block = re.search(rf"<!-- {name.strip()}: begin .*?-->(.*?)<!-- {name.strip()}: end -->", text, re.DOTALL)
+        assert block, f"{path} has no block {name.strip()}"
+        found |= {float(number) for number in numbers(block[1])}
+    return found
+
+
+def agrees(number: str, is_percent: bool, there: set[float]) -> bool:
+    """Whether a figure is one of ``there`` as rounded, or a ratio of them in percent more or less."""
+    digits = len(number.partition(".")[2])
+    if any(round(value, digits) == float(number) for value in there):
+        return True
+    ratios = {ratio for value in there if value for ratio in (value, 1 / value)}
+    return is_percent and any(round(100 * abs(ratio - 1), digits) == float(number) for ratio in ratios)
+
+
+QUOTING = [
+    (path, sources, sentences)
+    for path in DOCUMENTS
+    for sources, sentences in re.findall(
+        r"^<!-- figures from (.*?) -->\n(.*?)\n(?:\n|\Z)", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+]
+
+
+@pytest.mark.parametrize(("path", "sources", "sentences"), QUOTING, ids=[f"{q[0].name} {q[1]}" for q in QUOTING])
+def test_sentences_quote_the_tables_that_they_name(path, sources, sentences):
+    there = set().union(*map(quoted, sources.split(";")))
+    prose = re.sub(r"\]\([^)]*\)", "]", sentences)
+    for match in re.finditer(NUMBER, prose):
+        is_percent = bool(re.match(r"( to [\d.]+)?\s%", prose[match.end() :]))
+        assert agrees(numbers(match[0])[0], is_percent, there), f"{path.name}: {match[0]} is not in {sources}"
+
+
+def test_a_figure_that_no_table_has_is_noticed():
+    assert QUOTING and agrees("1.1", False, {1.09}) and agrees("22", True, {0.82}) and agrees("0.3", True, {1.003})
+    assert not agrees("1.1", False, {1.16}) and not agrees("22", False, {0.82}) and not agrees("21", True, {0.82})
 
 
 @pytest.mark.parametrize("path", sorted(RECORDS.rglob("*.json")), ids=lambda path: str(path.relative_to(RECORDS)))
