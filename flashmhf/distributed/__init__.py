@@ -16,8 +16,9 @@ from .. import torch_private
 
 if TYPE_CHECKING:
     from .parallel import HeadParallel, parallelize, plan, shard_placement
+    from .shards import Rank, shard
 
-__all__ = ["HeadParallel", "parallelize", "plan", "shard_placement"]
+__all__ = ["HeadParallel", "Rank", "parallelize", "plan", "shard", "shard_placement"]
 
 
 @functools.cache
@@ -34,6 +35,9 @@ torch_private.DispatchRules.answer("torch.distributed.tensor", "DTensor", _regis
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import parallel
+    if name in ("Rank", "shard"):
+        from . import shards as module
+    else:
+        from . import parallel as module
 
-    return getattr(parallel, name)
+    return getattr(module, name)

@@ -18,21 +18,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from .. import checks
 from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
 from ..nn.arguments import positive
+from ..nn.multihead import MultiHead
 from . import sharding  # noqa: F401  (its import registers the rules)
 
 _DIVIDED = (FlashMHF, MHFFN, SwiGLU)
-# Shard(0); their first dimension is H or H d_h
-HEADS_FIRST = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")
 
 
 def placement_of(name: str) -> Placement:
-    """Return where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism.
-
-    in_proj is column-parallel, out_proj is row-parallel, all else is sharded by heads; out_proj.bias is replicated.
-    """
-    if name == "out_proj.weight":
-        return Shard(1)
-    return Shard(0) if name in HEADS_FIRST else Replicate()
+    """Return where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism."""
+    return Shard(MultiHead.SHARDED[name]) if name in MultiHead.SHARDED else Replicate()
 
 
 def _check_divides(size: int, name: str, count: int, what: str, of: str) -> None:
@@ -43,6 +37,18 @@ def _check_divides(size: int, name: str, count: int, what: str, of: str) -> None
 def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
     heads = module.num_kv_heads
     _check_divides(size, name, heads, f"H = {heads} heads{'' if heads == module.num_heads else ' of K, U and V'}", "H")
+
+
+def check_sharded(module: nn.Module, _: object) -> None:
+    """Raise NotImplementedError for a parameter that something has replaced by an ordinary tensor after sharding."""
+    if torch.compiler.is_compiling():
+        return
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"{name} is a {type(parameter).__name__} on this process alone, as quantisation leaves it; tensor "
+                "parallelism supports networks in 16 or 32 bits: name in_proj and out_proj in modules_to_not_convert"
+            )
 
 
 class HeadParallel(ParallelStyle):
@@ -122,11 +128,15 @@ def wrap_forward(
     as ``outputs``.
     """
 
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *rest = args
+    def before(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        name = None if args else next(iter(keywords), None)  # mlp(x=h)
+        if not args and name is None:
+            return args, keywords  # the module says what is missing
+        x = args[0] if args else keywords[name]
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [inputs], run_check=False)
-        return x.redistribute(mesh, [within]), *rest
+        x = x.redistribute(mesh, [within])
+        return ((x, *args[1:]), keywords) if args else (args, keywords | {name: x})
 
     def after(_: nn.Module, args: tuple[Any, ...], out: DTensor) -> Tensor:
         plain_sum = type(out.placements[0]) is Partial and outputs.is_replicate()  # not the embedding's masked sum
@@ -135,7 +145,7 @@ def wrap_forward(
         out = out.redistribute(mesh, [outputs])
         return out.to_local() if use_local_output else out
 
-    module.register_forward_pre_hook(before)
+    module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
 
 

@@ -148,16 +148,16 @@ def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:
 
     x and the result lie as those of ``cfg``.
     """
-    by_heads = dense_param_placement(tp=spmd.S(0))
+    placed = {name: dense_param_placement(tp=spmd.S(dim)) for name, dim in FlashMHF.SHARDED.items()}
     network.sharding_config = ShardingConfig(
-        state_shardings={name: by_heads for name in ("k", "u", "v", "router")},
+        state_shardings={name: placement for name, placement in placed.items() if "." not in name},
         in_src_shardings=cfg.sharding_config.in_src_shardings,
         in_dst_shardings=cfg.sharding_config.in_dst_shardings,
     )
     network.in_proj.sharding_config = colwise_config()
     network.out_proj.sharding_config = cfg.w2.sharding_config
     if network.q_norm is not None:
-        network.q_norm.sharding_config = ShardingConfig(state_shardings={"weight": by_heads})
+        network.q_norm.sharding_config = ShardingConfig(state_shardings={"weight": placed["q_norm.weight"]})
 
 
 def flashmhf_1_3b() -> Trainer.Config:

@@ -21,9 +21,10 @@ from vllm.distributed import (
 )
 from vllm.model_executor.models import llama
 
+from ..distributed.shards import Rank, loadable
 from ..models.modeling import check_complete
 from ..ops.gate import gate
-from .shards import Rank, loadable, served_feed_forward
+from .shards import served_feed_forward
 
 
 def _rank() -> Rank:

@@ -12,40 +12,40 @@ from typing import Any
 from torch import nn
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-HEADS, BY_OUTPUT, BY_INPUT = "flashmhf_heads", "flashmhf_by_output", "flashmhf_by_input"
-# Of one block's network. transformers takes a parameter's style from its own module's entry.
-_PROJECTIONS = {".in_proj": BY_OUTPUT, ".out_proj": BY_INPUT}
+_STYLE = "flashmhf_network"  # of the network; with a part's name behind it, of the part
 
 
 def network_plan(q_norm: bool, skip_linear: bool) -> dict[str, str]:
     """Return the entries of ``base_model_tp_plan`` for FlashMHF and MHFFN as ``layers.*.mlp``."""
-    modules = {"": HEADS} | ({} if skip_linear else _PROJECTIONS) | ({".q_norm": BY_OUTPUT} if q_norm else {})
-    return {f"layers.*.mlp{name}": style for name, style in modules.items()}
+    parts = ["", *(() if skip_linear else (".in_proj", ".out_proj")), *((".q_norm",) if q_norm else ())]
+    return {f"layers.*.mlp{part}": _STYLE + part.replace(".", "_") for part in parts}
 
 
-class _Sharded(TensorParallelLayer):
-    """Parameters in one placement; the module's input and output are the network's, DTensors already."""
+class _Part(TensorParallelLayer):
+    """Parameters of ``part``, such as "in_proj.", placed as the network's class says.
 
-    def __init__(self, dim: int, replicated: tuple[str, ...] = ()) -> None:
-        self.dim, self.replicated = dim, replicated
+    transformers takes a parameter's style from its own module's entry. A part's input and output are the network's,
+    DTensors already.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor import distribute_tensor
+
+        from ..distributed.parallel import placement_of
 
         value = module._parameters[param]
-        placement = Replicate() if param in self.replicated else Shard(self.dim)
-        placed = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+        placed = distribute_tensor(value, mesh, [placement_of(self.part + param)], src_data_rank=None)
         module._parameters[param] = nn.Parameter(placed, requires_grad=value.requires_grad)
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         return module
 
 
-class _Heads(_Sharded):
-    """The network:
-
-    K, U, V and the router by heads; the input is equal on every process, and so is the output, the sum of the heads.
-    """
+class _Network(_Part):
+    """The network: its input is equal on every process, and so is the output, the sum of the heads."""
 
     def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
         from ..distributed.parallel import check_heads
@@ -55,12 +55,14 @@ class _Heads(_Sharded):
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         from torch.distributed.tensor import Replicate
 
-        from ..distributed.parallel import wrap_forward
+        from ..distributed.parallel import check_sharded, wrap_forward
 
+        # transformers quantises, as torchao's FP8 does, after this and leaves ordinary tensors on each process
+        module.register_forward_pre_hook(check_sharded)
         wrap_forward(module, mesh, Replicate(), Replicate(), Replicate(), use_local_output=True)
         return module
 
 
-ALL_PARALLEL_STYLES.register(HEADS, _Heads(0))
-ALL_PARALLEL_STYLES.register(BY_OUTPUT, _Sharded(0))
-ALL_PARALLEL_STYLES.register(BY_INPUT, _Sharded(1, replicated=("bias",)))
+ALL_PARALLEL_STYLES.register(_STYLE, _Network(""))
+for _part in ("in_proj", "out_proj", "q_norm"):
+    ALL_PARALLEL_STYLES.register(f"{_STYLE}_{_part}", _Part(f"{_part}."))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,10 @@ class MultiHead(Network):
     skip_linear leaves out W_in and W_out: the heads are slices of x and of the result.
     """
 
+    # The dimension of each parameter along which its heads lie: tensor parallelism divides it. Others are whole.
+    SHARDED: ClassVar[dict[str, int]] = dict.fromkeys(
+        ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias"), 0
+    ) | {"out_proj.weight": 1}
     d_model: int
     num_heads: int
     head_dim: int

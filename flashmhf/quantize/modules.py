@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
     """
 
     fixed = ("k8", "u8", "v8", "scales", "layout")
+    SHARDED: ClassVar[dict[str, int]] = FlashMHF.SHARDED | {"k8": 0, "u8": 0, "v8": 0, "scales": 1}
     k8: Tensor
     u8: Tensor
     v8: Tensor
@@ -56,7 +57,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
             raise NotImplementedError(
                 "network has DTensor parameters; supported: plain ones, before parallelize or fully_shard"
             )
-        # such as the all-reduce of flashmhf.integrations.shards.shard
+        # such as the all-reduce of flashmhf.distributed.shard
         if network._forward_hooks or network._forward_pre_hooks:
             raise NotImplementedError(
                 "network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards"

@@ -116,7 +116,9 @@ def run_engine(directory: str, out: str, settings: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     outputs = model.generate([{"prompt_token_ids": ids} for ids in IDS], sampling)
     shapes = [] if given.get("model_impl") else model.apply_model(shapes_of)
-    Path(out).write_text(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], shapes]), encoding="utf-8")
+    Path(out).write_text(
+        json.dumps([[list(output.outputs[0].token_ids) for output in outputs], shapes]), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("name", [*FFN_TYPES, FP8])

@@ -15,7 +15,7 @@ import flashmhf
 from flashmhf import backends, quantize, reference, testing
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.fp8_layout import E4M3, E4M3_MAX, permutation, to_e4m3
-from flashmhf.integrations.shards import Rank, shard
+from flashmhf.distributed import Rank, shard
 from flashmhf.testing import SMALL, relative_l2
 
 EXACT_FACTOR = 1.05  # of the error that the quantisation points alone cause

@@ -6,8 +6,7 @@ relative imports, torch and the standard library only, loadable under any name.
 import json
 
 import pytest
-from processes import run_python
-from test_packaging import ROOT, script
+from processes import ROOT, run_python, script
 
 pytestmark = pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="the sources are not here")
 

@@ -1,0 +1,112 @@
+"""Networks that hold the heads of one tensor-parallel rank, and take whole checkpoint tensors.
+
+No engine is needed: an engine's model class gives the rank and the all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import MHFFN, FlashMHF, ParametricKV
+from ..quantize import Fp8FlashMHF
+from ..quantize.packing import E4M3, check_layout
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The place of a process among ``size`` tensor-parallel ones; ``all_reduce`` sums a tensor over them and returns
+    the sum.
+
+    Raises ValueError for an index outside of 0 to size - 1, and for a size above 1 without ``all_reduce``.
+    """
+
+    index: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.size:
+            raise ValueError(f"index is {self.index}; supported: 0 to size - 1 = {self.size - 1}")
+        if self.size > 1 and self.all_reduce is None:
+            raise ValueError(f"all_reduce is None; size {self.size} needs a function that sums a tensor over the ranks")
+
+    def of(self, name: str, count: int) -> int:
+        """Return what this rank holds of ``count``. Raises ValueError if the ranks do not divide it."""
+        if count % self.size:
+            raise ValueError(f"{name} is {count}; supported: multiples of the tensor-parallel size {self.size}")
+        return count // self.size
+
+
+_NETWORKS = (FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF)
+
+
+def _part(name: str, whole: Tensor, rank: Rank, sharded: dict[str, int]) -> Tensor:
+    if name == "out_proj.bias" and rank.index:
+        return torch.zeros_like(whole)  # it enters the sum over the ranks once
+    return whole.tensor_split(rank.size, sharded[name])[rank.index] if name in sharded else whole
+
+
+def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor], shape: torch.Size) -> nn.Parameter:
+    """Give ``parameter`` the attribute by which engines load it, ``weight_loader(parameter, whole)``, and return it.
+
+    ``part`` takes this rank's part of the checkpoint's tensor of ``shape``. The loader names the tensor in its errors:
+    ValueError for another shape, TypeError for packed weights that are not in e4m3 and for e4m3 or integers in place of
+    other weights, since their scales are elsewhere.
+    """
+
+    def load(target: nn.Parameter, whole: Tensor) -> None:
+        if whole.shape != shape:
+            raise ValueError(f"{name} has shape {list(whole.shape)} in the checkpoint; expected {list(shape)}")
+        if whole.dtype != target.dtype and (E4M3 in (whole.dtype, target.dtype) or not whole.is_floating_point()):
+            raise TypeError(f"{name} has dtype {whole.dtype} in the checkpoint; expected {target.dtype}")
+        if name.rpartition(".")[2] == "layout":
+            check_layout(whole)
+        with torch.no_grad():
+            target.copy_(part(whole))
+
+    parameter.requires_grad_(False)
+    parameter.weight_loader = load
+    return parameter
+
+
+def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
+    """Leave the heads of one rank in ``network``, in place, and sum its result over the ranks, for inference.
+
+    Args:
+        network: a :class:`flashmhf.FlashMHF`, ``MHFFN``, ``ParametricKV`` or :class:`flashmhf.quantize.Fp8FlashMHF`.
+            One on the meta device gets empty weights on the current default device.
+        rank: the rank of this process.
+        prefix: the text before the parameters' names in messages, such as "model.layers.0.mlp.".
+
+    The class's table ``SHARDED`` says by which dimension each parameter is divided. Buffers of packed weights become
+    parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a
+    checkpoint of the whole network loads into every rank.
+
+    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V, TypeError
+    for another network, and NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
+    """
+    if not isinstance(network, _NETWORKS):
+        raise TypeError(
+            f"network is a {type(network).__name__}; supported: {', '.join(kind.__name__ for kind in _NETWORKS)}"
+        )
+    if network.in_proj is None:
+        raise NotImplementedError("skip_linear is True; supported: False")
+    keys = network.k8 if hasattr(network, "k8") else network.k
+    for count, total in {"num_heads": network.num_heads, "num_kv_heads": len(keys)}.items():
+        setattr(network, count, rank.of(count, total))
+    for name, whole in [*network.named_parameters(), *network.named_buffers()]:
+        part = _part(name, whole.detach(), rank, network.SHARDED)
+        local = torch.empty(part.shape, dtype=part.dtype) if whole.is_meta else part.clone()
+        parent, _, attribute = name.rpartition(".")
+        owner = network.get_submodule(parent)
+        delattr(owner, attribute)
+        take = lambda tensor, name=name: _part(name, tensor, rank, network.SHARDED)  # noqa: E731
+        parameter = nn.Parameter(local, requires_grad=False)
+        owner.register_parameter(attribute, loadable(parameter, prefix + name, take, whole.shape))
+    if rank.size > 1:
+        network.register_forward_hook(lambda module, args, y: rank.all_reduce(y))
+    return network
