@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_python
-from test_packaging import ROOT, readelf, script
+from processes import ROOT, run_python, script
+from test_packaging import readelf
 
 import flashmhf
 
