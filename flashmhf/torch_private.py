@@ -68,19 +68,27 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     )
 
 
-def is_observed() -> bool:
-    """Return whether something follows each call: a torch.func transform, forward-mode differentiation, a dispatch mode
-    (FlopCounterMode, fake tensors), torch.jit.trace or a function mode other than that of a default device."""
+def is_observed(device_type: str) -> bool:
+    """Return whether something sees or changes the single calls of a network's parts on this device type: autocast,
+    hooks on all modules, a torch.func transform, forward-mode differentiation, torch.jit.trace, a dispatch mode
+    (FlopCounterMode, fake tensors), a function mode.
+
+    What ``torch.compile`` and ``torch.export`` trace with does not count, only function modes in code that Dynamo sees.
+    """
+    if autocasts(device_type) or module._global_forward_pre_hooks or module._global_forward_hooks:
+        return True
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_dynamo_compiling() and _has_function_mode()
     return (
         torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or has_function_mode()
+        or (torch._C._len_torch_function_stack() > 0 and _has_function_mode())
     )
 
 
-def has_function_mode() -> bool:
+def _has_function_mode() -> bool:
     """Return whether a TorchFunctionMode is active that does more than place new tensors, as torch.set_default_device
     does.
     """
@@ -93,11 +101,6 @@ def is_dtensor(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor, without importing their module: only who has imported it has DTensors."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
-
-
-def has_global_hooks() -> bool:
-    """Return whether forward hooks are registered for all modules."""
-    return bool(module._global_forward_pre_hooks or module._global_forward_hooks)
 
 
 class DispatchRules(GenericTorchDispatchRuleHolder):

@@ -6,7 +6,6 @@ back end reads no global state but the current stream, and neither copies q nor 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,12 +37,6 @@ class LayerWeights(NamedTuple):
     @property
     def is_fp8(self) -> bool:
         return len(self.mix) == 4
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor there is."""
-        for value in (*self.in_proj, *self.mix, self.router, *self.out_proj, self.q_norm):
-            if value is not None:
-                yield value
 
 
 class Router(NamedTuple):

@@ -15,7 +15,7 @@ from ..backends.contract import LayerWeights
 from ..ops import layer
 from ..ops.mix import gated_flash_mhf
 from .arguments import backend_and_deterministic, epsilon, positive
-from .multihead import GroupedHeads, check_input, only_values_matter, plain_layer
+from .multihead import GroupedHeads, check_input, plain_layer
 from .network import constant
 
 
@@ -48,13 +48,6 @@ def other_part(feed_forward: nn.Module) -> str | None:
 
 
 _PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
-
-
-def _keeps_parts(module: nn.Module) -> bool:
-    """Return whether ``module``, an instance of FlashMHF or a subclass, computes what FlashMHF computes."""
-    kind = type(module)
-    same = kind is FlashMHF or all(getattr(kind, name) is getattr(FlashMHF, name) for name in _PARTS)
-    return same and not any(name in module.__dict__ for name in _PARTS)
 
 
 class FlashMHF(GroupedHeads):
@@ -230,26 +223,23 @@ class FlashMHF(GroupedHeads):
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
-        weights = self._plain_weights(x) if only_values_matter(x) else None
-        if weights is None or (
-            torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))
-        ):
+        weights = self._plain_weights()
+        if weights is None or not layer.serves(x, weights):
             return self.join_heads(self._mix(self.split_heads(x)))
         return layer.run(x, weights, self.backend, self.activation)
 
-    def _plain_weights(self, x: Tensor) -> LayerWeights | None:
-        """Return the weights if the module is what its class says and fits x;
-
-        its projections refuse x by the module's names.
-        """
-        if not _keeps_parts(self) or (self.backend == REFERENCE and torch.compiler.is_compiling()):
+    def _plain_weights(self) -> LayerWeights | None:
+        """Return the weights if the module and its parts compute what their classes say, else None."""
+        kind, own, parameters = type(self), self.__dict__, self._parameters
+        for name in _PARTS:
+            if name in own or (kind is not FlashMHF and getattr(kind, name) is not getattr(FlashMHF, name)):
+                return None
+        if self.backend == REFERENCE and torch.compiler.is_compiling():
             return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
-        parameters = self._parameters
-        k, u, v = parameters.get("k"), parameters.get("u"), parameters.get("v")
-        weights = plain_layer(self, (k, u, v), parameters.get("router"))
-        if weights is None or x.dtype != weights.in_proj.w.dtype or x.device != weights.in_proj.w.device:
-            return None
-        return weights if k.dim() == 4 else weights._replace(mix=self._weights())
+        k, u, v, router = parameters.get("k"), parameters.get("u"), parameters.get("v"), parameters.get("router")
+        if k is None or u is None or v is None or router is None:
+            return None  # computed, as pruning does
+        return plain_layer(self, (k, u, v) if k.dim() == 4 else self._weights(), router)
 
     def _mix(self, q: Tensor) -> Tensor:
         """Return S for Q, both [..., H, d_h].

@@ -18,7 +18,8 @@ from .network import Network, constant
 def check_input(x: Tensor, d_model: int) -> None:
     if type(x) is not Tensor or x.is_nested or x.layout != torch.strided:
         checks.strided(x=x)
-    checks.floating("x", x)
+    if x.dtype not in checks.FLOAT_DTYPES:
+        checks.floating("x", x)
     if x.dim() < 1 or x.shape[-1] != d_model:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
 
@@ -41,55 +42,6 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
     if x.dtype != weight.dtype and not torch_private.autocasts(x.device.type):
         supported = f"{checks.name_of(weight.dtype)}, the module's dtype; module.to(x.dtype) changes it, torch.autocast takes any"
         raise TypeError(f"x has dtype {checks.name_of(x.dtype)}; supported: {supported}")
-
-
-def only_values_matter(x: Tensor) -> bool:
-    """Return whether a call on x may run as one operator: no autocast, transform, mode or global hook would see the
-    parts' calls.
-
-    A dispatch mode that traces under ``torch.compile`` or ``torch.export`` does not count.
-    """
-    if torch_private.autocasts(x.device.type) or torch_private.has_global_hooks() or not is_ordinary(x):
-        return False
-    if torch.compiler.is_compiling():
-        return not (torch.compiler.is_dynamo_compiling() and torch_private.has_function_mode())
-    return not torch_private.is_observed()
-
-
-def is_ordinary(x: object) -> bool:
-    """Return whether x is a tensor or parameter of PyTorch's own type, or one that stands for such a tensor while a
-    graph is traced.
-    """
-    if type(x) in (Tensor, nn.Parameter):
-        return True
-    # Dynamo shows a plain tensor as one, and that of torch 2.11 cannot ask the class of a DTensor for an attribute.
-    if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
-        return False
-    # a DTensor and its kin can be flattened
-    return isinstance(x, Tensor) and not hasattr(type(x), "__tensor_flatten__")
-
-
-def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Return whether ``module`` computes exactly what ``kind`` does:
-
-    it is not replaced, patched, hooked, pruned or parametrised.
-    """
-    # A subclass that keeps the forward, such as Projection, computes what its base does.
-    if getattr(type(module), "forward", None) is not kind.forward or "forward" in module.__dict__:
-        return False
-    if module._forward_pre_hooks or module._forward_hooks:
-        return False
-    # what a parametrisation, pruning or spectral_norm computes is no parameter
-    return is_ordinary(module._parameters.get("weight"))
-
-
-def plain_linear(module: nn.Module | None) -> ProjectionWeights | None:
-    """Return the weights of ``module`` if it is a linear layer as :func:`is_plain` has it, else None."""
-    if not is_plain(module, nn.Linear):
-        return None
-    parameters = module._parameters
-    bias = parameters.get("bias", module)  # absent: computed, as the weight may be
-    return ProjectionWeights(parameters["weight"], bias) if bias is None or is_ordinary(bias) else None
 
 
 class HeadRMSNorm(nn.Module):
@@ -118,17 +70,22 @@ class HeadRMSNorm(nn.Module):
 def plain_layer(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor) -> LayerWeights | None:
     """Return the weights of a whole layer if no part of it is hooked, replaced, patched or computed, else None."""
     modules = module._modules  # not attributes, each of which takes the host a microsecond
-    in_proj, out_proj, q_norm = (
-        plain_linear(modules.get("in_proj")),
-        plain_linear(modules.get("out_proj")),
-        modules.get("q_norm"),
-    )
-    if in_proj is None or out_proj is None or not (q_norm is None or is_plain(q_norm, HeadRMSNorm)):
-        return None
-    if not (is_ordinary(router) and all(map(is_ordinary, networks))):
-        return None
+    in_proj, out_proj, q_norm = modules.get("in_proj"), modules.get("out_proj"), modules.get("q_norm")
+    for part, kind in ((in_proj, nn.Linear), (out_proj, nn.Linear), (q_norm, HeadRMSNorm)):
+        if part is None and kind is HeadRMSNorm:
+            continue
+        # A subclass that keeps the forward, such as Projection, computes what its base does.
+        if getattr(type(part), "forward", None) is not kind.forward or "forward" in part.__dict__:
+            return None
+        if part._forward_pre_hooks or part._forward_hooks:
+            return None
+        # what a parametrisation, pruning or spectral_norm computes is no parameter
+        if part._parameters.get("weight") is None or (kind is nn.Linear and "bias" not in part._parameters):
+            return None
+    in_weights = ProjectionWeights(in_proj._parameters["weight"], in_proj._parameters["bias"])
+    out_weights = ProjectionWeights(out_proj._parameters["weight"], out_proj._parameters["bias"])
     norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
-    return LayerWeights(in_proj, networks, router, module.router_eps, out_proj, *norm)
+    return LayerWeights(in_weights, networks, router, module.router_eps, out_weights, *norm)
 
 
 class MultiHead(Network):

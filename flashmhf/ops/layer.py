@@ -3,7 +3,7 @@ operator.
 
 A compiled layer is one node of the graph. It picks its kernels by the number of tokens when it runs: the compiler adds
 no guard on that number, and calls with a fixed number launch the same kernels every time, so that CUDA graphs can
-capture them. In eager mode :func:`run` calls the same code without the dispatcher, whose time few tokens would notice.
+capture them. Whether a module's call may run so, and past the dispatcher, is decided here alone: :func:`serves`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .. import backends, checks, reference
+from .. import backends, checks, reference, torch_private
 from ..backends.contract import LayerWeights, ProjectionWeights
 from .library import define, register_vmap
 
+_ORDINARY = (Tensor, torch.nn.Parameter)
 CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
 
 
@@ -138,7 +139,7 @@ def values(call: Call) -> Tensor:
     if weights.mix[0].dim() == 4:
         _, _, d_e, d_h = weights.mix[0].shape
         case = (backend, x.device, x.dtype, d_h, d_e)
-        chosen = backends.select_fp8(*case) if weights.is_fp8 else backends.select(*case, activation)
+        chosen = backends.select_fp8(*case) if len(weights.mix) == 4 else backends.select(*case, activation)
         y = chosen.layer(x, weights)
         if y is not None:
             return y
@@ -208,11 +209,35 @@ def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: st
     return torch.ops.flashmhf.layer(*operands, backend=backend, activation=activation)
 
 
-def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
-    """Return the layer's values where nothing but the values matters: the caller has seen to autograd, autocast, modes
-    and transforms.
+def serves(x: Tensor, weights: LayerWeights) -> bool:
+    """Return whether only the values of a layer's call on x matter, so that it may run as one operation: no gradient is
+    wanted, nobody watches the calls of its parts, and all tensors are PyTorch's own, x of the weights' dtype and device.
+    """
+    if torch_private.is_observed(x.device.type):
+        return False
+    differentiated = torch.is_grad_enabled()
+    in_proj, networks, router, _, out_proj, q_norm, _ = weights
+    for tensor in (x, *in_proj, *networks, router, *out_proj, q_norm):
+        if tensor is None:
+            continue
+        if type(tensor) not in _ORDINARY and not _stands_for_one(tensor):
+            return False
+        if differentiated and tensor.requires_grad:
+            return False
+    return x.dtype == in_proj.w.dtype and x.device == in_proj.w.device
 
-    In eager mode the dispatcher is left out.
+
+def _stands_for_one(x: Tensor) -> bool:
+    """Return whether x stands for an ordinary tensor while a graph is traced."""
+    # Dynamo shows a plain tensor as one, and that of torch 2.11 cannot ask the class of a DTensor for an attribute.
+    if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
+        return False
+    return not hasattr(type(x), "__tensor_flatten__")  # a DTensor and its kin can be flattened
+
+
+def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
+    """Return the layer's result for a call that :func:`serves` lets pass: in eager mode without the dispatcher, whose
+    time few tokens would notice.
     """
     if torch.compiler.is_compiling() or x.is_meta:
         return call(x, weights, backend, activation)

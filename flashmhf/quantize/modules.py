@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import checks, extras, torch_private
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
-from ..nn.multihead import check_input, only_values_matter, plain_layer
+from ..nn.multihead import check_input, plain_layer
 from ..nn.network import Contiguous, FixedDtypes, constant
 from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
@@ -80,10 +80,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
-        weights = self._plain_weights() if only_values_matter(x) else None
-        if weights is None or (
-            torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights.tensors()))
-        ):
+        weights = self._plain_weights()
+        if weights is None or not layer.serves(x, weights):
             return self._forward_parts(x)  # the operator within refuses a q that requires a gradient
         return layer.run(x, weights, self.backend)
 

@@ -70,7 +70,7 @@ def test_modules_at_inference():
     ffn = flashmhf.FlashMHF(128, 2, 3, 16)
     served, x = flashmhf.quantize.to_fp8(ffn), torch.randn(*LEADING, 128)
     with torch.no_grad():
-        operators = (lambda: layer.call(x, ffn._plain_weights(x)), lambda: layer.call(x, served._plain_weights()))
+        operators = (lambda: layer.call(x, ffn._plain_weights()), lambda: layer.call(x, served._plain_weights()))
         assert [count(run) for run in (lambda: ffn(x), lambda: served(x), *operators)] == 4 * [
             T * (4 * 128 * 128 + 6 * 128 * 3 * 16 + 2 * 128 * 3)
         ]
