@@ -19,6 +19,7 @@ from pathlib import Path
 from openai import OpenAI
 
 PROMPT = "    def __init__(self"
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager"]
 
 
@@ -26,20 +27,10 @@ def train(run: Path, steps: int) -> None:
     """Train a tiny FlashMHF model of Python's standard library, with a chat template."""
     text = run.with_name("text.txt")
     text.write_text("\n".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))))
-    command = [
-        sys.executable,
-        "-m",
-        "flashmhf_recipes",
-        "train",
-        "--output",
-        str(run),
-        "--preset",
-        "tiny",
-        "--device",
-        "cpu",
-    ]
-    command += ["--steps", str(steps), "--chat-template", "plain", "--eval-fraction", "0.05", "--data", str(text)]
+    command = [sys.executable, "-m", "flashmhf_recipes", "train", "--output", str(run), "--preset", "tiny"]
+    command += ["--device", "cpu", "--steps", str(steps), "--eval-fraction", "0.05", "--data", str(text)]
     subprocess.run(command, check=True)
+    (run / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
 
 
 def wait(process: subprocess.Popen, url: str) -> None:

@@ -1,14 +1,9 @@
-"""What commands share:
-
-a parser whose errors are exceptions, flags made from a dataclass, devices by name, output no command dies of.
-"""
+"""What commands share: a parser whose errors are exceptions, flags made from a dataclass, devices by name."""
 
 from __future__ import annotations
 
 import argparse
-import errno
 import json
-import os
 import typing
 from dataclasses import fields
 
@@ -87,35 +82,3 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
         group.add_argument(
             flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings
         )
-
-
-class Stream:
-    """A text stream that writes what its encoding lacks as escapes, and drops what can no longer be written.
-
-    A reader that has closed its pipe, a full disk and a stream that is closed from the start (None) are noted in
-    :attr:`error`; the command goes on, and its status tells in the end.
-    """
-
-    def __init__(self, stream: typing.TextIO | None):
-        self.error = None if stream else OSError(errno.EBADF, os.strerror(errno.EBADF))
-        self._stream = stream or open(os.devnull, "w", encoding="utf-8")
-        self._encoding = getattr(self._stream, "encoding", None) or "utf-8"
-
-    def __getattr__(self, name: str):
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._attempt(self._stream.write, text.encode(self._encoding, "backslashreplace").decode(self._encoding))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def _attempt(self, action, *args) -> None:
-        if self.error is None:
-            try:
-                action(*args)
-            except OSError as error:
-                self.error = error
-                # What is still buffered would fail again, with a traceback when Python ends.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())

@@ -29,57 +29,20 @@ from .layout import Layout, layout_of
 
 MICRO_BATCH = 8
 
-# Settings of TrainingArguments that are options of a run, by their names there.
-OWN_ARGUMENTS = {
-    **{name: name for name in ("learning_rate", "weight_decay", "max_grad_norm", "seed")},
-    **{
-        "output_dir": "output",
-        "max_steps": "steps",
-        "torch_compile": "compile",
-        "gradient_checkpointing": "checkpointing",
-    },
-    **{"logging_steps": "log_every", "save_steps": "save_every", "eval_steps": "eval_every"},
-}
-# Those that do in a run what transformers' documentation says. Others follow from options or do not fit: the run could
-# not be resumed, it makes its own batches, is evaluated by the held-out loss alone; a setting of a later version is not
-# known.
-PASSED_ARGUMENTS = {
-    *(
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "optim",
-        "optim_args",
-        "optim_target_modules",
-        "adam_epsilon",
-        "neftune_noise_alpha",
-    ),
-    *(
-        "label_smoothing_factor",
-        "average_tokens_across_devices",
-        "tf32",
-        "full_determinism",
-        "use_cache",
-        "torch_empty_cache_steps",
-    ),
-    *(
-        "activation_checkpointing_kwargs",
-        "gradient_checkpointing_kwargs",
-        "torch_compile_backend",
-        "torch_compile_mode",
-    ),
-    *(
-        "logging_strategy",
-        "logging_first_step",
-        "log_on_each_node",
-        "include_num_input_tokens_seen",
-        "log_level",
-        "log_level_replica",
-    ),
-    *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    *("eval_delay", "eval_on_start", "save_strategy"),
-    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *("dataloader_multiprocessing_context", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    *("ddp_static_graph", "ddp_backend", "ddp_timeout", "debug", "skip_memory_metrics"),
+# Settings of TrainingArguments that options of a run hold as they are, by their names there.
+_HELD = {name: name for name in ("learning_rate", "weight_decay", "max_grad_norm", "seed")}
+_HELD |= {"output_dir": "output", "max_steps": "steps", "torch_compile": "compile", "logging_steps": "log_every"}
+_HELD |= {"gradient_checkpointing": "checkpointing", "save_steps": "save_every", "eval_steps": "eval_every"}
+# All that a run decides by itself, and the options by which: the other settings are transformers' own.
+DECIDED = _HELD | {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "micro_batch"),
+    **dict.fromkeys(("gradient_accumulation_steps", "auto_find_batch_size"), "batch and micro_batch"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "warmup"),
+    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "precision"),
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "tp and dp_shard"),
+    **{"num_train_epochs": "steps", "data_seed": "seed", "use_cpu": "device", "save_total_limit": "keep"},
+    **{"eval_strategy": "eval_fraction", "load_best_model_at_end": "init_from with the checkpoint that is best"},
 }
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
 _OWN_SETTINGS = {"vocab_size": "vocab_size", "ffn_type": "ffn"} | dict.fromkeys(
@@ -147,9 +110,6 @@ class Options:
     split: str = _option("train", "split of --dataset")
     text_field: str = _option("text", "field or column that holds the text")
     tokenizer: str | None = _option(None, "directory, tokenizer.json or name; without it one is trained on the data")
-    chat_template: str | None = _option(
-        None, "'plain', or a Jinja file that the tokenizer gets; servers refuse chats without one", metavar="FILE"
-    )
     vocab_size: int | None = _option(None, "size of the vocabulary (the preset's)")
     length: int | None = _option(None, "tokens in a sequence (the preset's)")
     eval_fraction: float = _option(0.0, "share of the tokens held out at the end")
@@ -208,7 +168,7 @@ class Options:
         if chosen:
             defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
         # Names of the hub stay.
-        given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer", "chat_template")}
+        given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer")}
         resolved = replace(
             self,
             preset=chosen and chosen.name,
@@ -274,24 +234,8 @@ class Options:
         positions = self.model.get("max_position_embeddings")
         if isinstance(positions, int) and self.length and positions < self.length:
             raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
-        _check_settings("arguments", self.arguments, PASSED_ARGUMENTS, OWN_ARGUMENTS)
-        defaults = {entry.name: entry.default for entry in fields(TrainingArguments)}
-        for name, value in self.arguments.items():  # TrainingArguments does not check types
-            expected = (
-                bool
-                if isinstance(defaults[name], bool)
-                else int | float
-                if isinstance(defaults[name], int | float)
-                else object
-            )
-            if not isinstance(value, expected):
-                kind = "true or false" if expected is bool else "a number"
-                raise OptionError(f"arguments sets {name} to {value!r}; it must be {kind}")
-        smoothing = self.arguments.get("label_smoothing_factor", 0.0)
-        if not 0 <= smoothing < 1:  # at 1 the right token does not count, and above it the loss falls without end
-            raise OptionError(
-                f"arguments sets label_smoothing_factor to {smoothing}; it must be at least 0 and below 1"
-            )
+        known = {entry.name for entry in fields(TrainingArguments) if entry.init}
+        _check_settings("arguments", self.arguments, known - DECIDED.keys(), DECIDED)
         # a run that is stopped leaves out a held-out loss, and would choose another one
         if self.arguments.get("save_strategy") == "best":
             raise OptionError("arguments sets save_strategy to 'best'; supported: steps, epoch, no")
@@ -366,7 +310,7 @@ def training_arguments(options: Options) -> TrainingArguments:
     """
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     report = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
-    settings = {name: getattr(options, option) for name, option in OWN_ARGUMENTS.items()} | dict(
+    settings = {name: getattr(options, option) for name, option in _HELD.items()} | dict(
         # fixed: the held-out loss has the same bits for any number of processes
         per_device_eval_batch_size=options.micro_batch,
         lr_scheduler_type="cosine_with_min_lr",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -48,33 +47,6 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
-
-
-_PLAIN_TEMPLATE = """\
-{%- for message in messages %}{{ message.role }}: {{ message.content }}
-{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
-
-
-def chat_template(name: str) -> str:
-    """The Jinja text of a chat template: "plain" (a line "role: content" a message), or a file.
-
-    Raises OptionError for a file that is not there, is no template, or leaves out the messages.
-    """
-    if name == "plain":
-        return _PLAIN_TEMPLATE
-    message = [{"role": "user", "content": "a message"}]
-    try:
-        text = Path(name).read_text("utf-8")
-        probe = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.BPE()), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
-        )
-        if "a message" not in probe.apply_chat_template(
-            message, chat_template=text, tokenize=False, add_generation_prompt=True
-        ):
-            raise ValueError("it leaves the messages out")
-    except (OSError, ValueError, TemplateError) as error:
-        raise OptionError(f"chat_template is {name!r}: {error}; supported: plain, or a Jinja file") from error
-    return text
 
 
 def _limited(texts: Iterable[str]) -> Iterable[str]:

@@ -39,7 +39,7 @@ from .errors import DataError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, empty_model, naming, schedule, training_arguments
 from .stopping import Stopped, StopSignals
-from .tokenizer import chat_template, token_numbers
+from .tokenizer import token_numbers
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
@@ -89,12 +89,6 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if first_process():
         _refuse_occupied(output, options)
     find_files(options.data)
-    if options.chat_template is not None:
-        template = chat_template(options.chat_template)
-        if (output / TOKENIZER).exists() and load_tokenizer(str(output / TOKENIZER)).chat_template != template:
-            raise OptionError(
-                f"chat_template is {options.chat_template!r}; the tokenizer that is in {output} has another or none"
-            )
     trained = _load_trained(options) if options.init_from else None
     model = trained[0] if trained else empty_model(options)
     arguments = training_arguments(options)
@@ -310,7 +304,7 @@ def _train(
         if options.init_from and not (output / INIT).exists():
             # A run killed before its first checkpoint needs the model again.
             trained = trained or _load_trained(options)
-            _save_tokenizer(trained[1], output, options.chat_template)
+            _save_tokenizer(trained[1], output)
             with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
                 checkpoints.save_pretrained(partial, *trained)
         if not (output / DATA / data.MANIFEST).exists():
@@ -380,7 +374,7 @@ def prepare(options: Options, bar: bool) -> None:
     """
     output = Path(options.output)
     if options.tokens is not None:
-        return _take_tokens(Path(options.tokens), output, options.chat_template)
+        return _take_tokens(Path(options.tokens), output)
     # --data may hold the run's directory: what a killed process has left is gone by now
     with _whole(output / DATA) as partial:
         partial.mkdir()
@@ -395,7 +389,7 @@ def prepare(options: Options, bar: bool) -> None:
                 if options.tokenizer
                 else train_tokenizer(documents, options.vocab_size, bar)
             )
-            _save_tokenizer(made, output, options.chat_template)
+            _save_tokenizer(made, output)
         wanted = (
             math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
         )
@@ -405,7 +399,7 @@ def prepare(options: Options, bar: bool) -> None:
         tqdm.write(report)
 
 
-def _take_tokens(source: Path, output: Path, template: str | None) -> None:
+def _take_tokens(source: Path, output: Path) -> None:
     """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no
     more.
     """
@@ -413,7 +407,7 @@ def _take_tokens(source: Path, output: Path, template: str | None) -> None:
         raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
     tokenizer = load_tokenizer(str(source / TOKENIZER))
     data.load(source / DATA)  # refuses what is damaged
-    _save_tokenizer(tokenizer, output, template)
+    _save_tokenizer(tokenizer, output)
     if load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab():
         raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
     with _whole(output / DATA) as partial:
@@ -428,11 +422,9 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _save_tokenizer(tokenizer, output: Path, template: str | None) -> None:
+def _save_tokenizer(tokenizer, output: Path) -> None:
     """Write the run's tokenizer if it has none: a process that was killed may have written it."""
     if (output / TOKENIZER).exists():
         return
-    if template is not None:
-        tokenizer.chat_template = chat_template(template)
     with _whole(output / TOKENIZER) as partial:
         tokenizer.save_pretrained(partial)

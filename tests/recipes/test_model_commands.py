@@ -10,7 +10,7 @@ from lm_runs import options
 from transformers import trainer
 
 from flashmhf.models.presets import PRESETS, SCALES
-from flashmhf_recipes import cli, pretrained, tokenizer, training
+from flashmhf_recipes import cli, tokenizer, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,37 +94,3 @@ def test_a_resumed_tied_model_warns_of_nothing(text, tmp_path, monkeypatch):
     training.start(options(tmp_path / "run", text, steps=2, arguments={"report_to": []}), bar=False)
     training.resume(tmp_path / "run", bar=False)
     assert not warnings
-
-
-def test_chat_template(text, tmp_path, capsys):
-    """The tokenizer of a run has the template; a file that is none ends the command before anything is written."""
-    template = tmp_path / "chat.jinja"
-    template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
-    for given, expected in (("plain", "user: Hi\nassistant:"), (str(template), "<Hi>")):
-        output = tmp_path / f"run-{len(given)}"
-        result = training.start(
-            options(output, text, steps=1, chat_template=given, arguments={"report_to": []}), bar=False
-        )
-        loaded = pretrained.load(str(result.output), device="cpu")[1]
-        assert (
-            loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
-            == expected
-        )
-    capsys.readouterr()  # progress bars of the runs
-    for content, message in (("{% for", "chat.jinja"), ("{{ bos_token }}", "it leaves the messages out")):
-        template.write_text(content)
-        arguments = [
-            "train",
-            "--output",
-            str(tmp_path / "new"),
-            "--preset",
-            "tiny",
-            "--data",
-            str(text),
-            "--chat-template",
-            str(template),
-        ]
-        assert cli.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert "chat_template is" in error and message in error and error.count("\n") == 1
-        assert not (tmp_path / "new").exists()

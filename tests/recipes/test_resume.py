@@ -23,7 +23,7 @@ from official import write_official
 from processes import run_python
 
 from flashmhf_recipes import checkpoints, cli, data, metrics, pretrained, training
-from flashmhf_recipes.errors import DataError, OptionError, TrainingError
+from flashmhf_recipes.errors import DataError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
@@ -477,8 +477,6 @@ def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path):
         training.start(options(output, text), bar=False)
     with pytest.raises(DataError, match="less than one block"):
         training.start(options(output, text, data=[], tokens=str(output), length=10**6), bar=False)
-    with pytest.raises(OptionError, match="chat_template is 'plain'; the tokenizer that is in .* has another or none"):
-        training.start(options(output, text, data=[], tokens=str(output), chat_template="plain"), bar=False)
     training.start(options(output, text, data=[], tokens=str(output), **HELD_OUT), bar=False)
     same_run(output, expected)
 
