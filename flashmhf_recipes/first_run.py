@@ -1,9 +1,8 @@
-"""The bare command: errors against float64, time and memory of the feed-forward modules, small language models; a
+"""The bare command: errors against float64, time and memory of the feed-forward networks, small language models; a
 table, a picture.
 
-Everything is compared at equal parameters. The language models read bytes of real text and are trained by the recipe
-with the settings with which both networks learn best in docs/quality.md: Muon, warm-up, FlashMHF's projections at 0.3
-of the learning rate. They need the extra ``flashmhf[lm]``; the rest needs torch alone.
+It ends within three minutes on any machine: steps are timed, and what would not be done in time is left out and named.
+The language models need the extra ``flashmhf[lm]``; the rest needs torch alone.
 """
 
 from __future__ import annotations
@@ -33,9 +32,18 @@ from flashmhf.ops import mix as ops
 from .errors import DataError
 from .plots import draw
 
-COLORS = {"SwiGLU": "tab:orange", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
-FIGURES = {"forward_ms": "forward, ms", "step_ms": "training step, ms", "peak_mib": "peak memory of a step, MiB"}
+COLORS = {"SwiGLU": "tab:orange", "SwiGLU compiled": "tab:red", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
+FIGURES = {
+    "forward_ms": "inference, ms",
+    "forward_mib": "peak memory at inference, MiB",
+    "step_ms": "training step, ms",
+    "step_mib": "peak memory of a training step, MiB",
+}
 WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast kernels for SwiGLU
+NAIVE_TOKENS = 2048  # on a CPU: more would take gigabytes
+# Milliseconds of all layers on an H100, bf16, 32,256 tokens: FlashMHF (20 layers), compiled SwiGLU (24).
+RECORD = "benchmarks/results/layer_h100.json"
+RECORDED = {"inference": (109, 134), "a training step": (453, 372)}
 
 
 @dataclass(frozen=True)
@@ -51,23 +59,22 @@ class Setting:
     batch: int
     lengths: tuple[int, ...]
     repeats: int
-    seconds: float  # after this time no further length starts
+    layers: tuple[int, int]  # of FlashMHF and of SwiGLU, with equal parameters in all
 
 
 def default_setting(device: torch.device) -> Setting:
-    """GPU: the paper's efficiency table. CPU: a layer of its 128M model, for half a minute on two cores."""
+    """Return README's chart on a GPU, and on a CPU a layer of the smallest model in docs/guides/sizes.md."""
     if device.type == "cuda":
-        return Setting(device, torch.bfloat16, 2048, 16, 22, 384, 8, (192, 384, 768, 1536, 2880, 4032), 10, 60.0)
-    return Setting(device, torch.float32, 768, 6, 8, 256, 1, (256, 512, 1024, 2048, 4096), 3, 30.0)
+        lengths = 192, 384, 768, 1536, 2880, 4032
+        return Setting(device, torch.bfloat16, 2048, 16, 22, 384, 8, lengths, 10, (20, 24))
+    return Setting(device, torch.float32, 768, 6, 6, 384, 1, (256, 512, 1024, 2048, 4096), 1, (1, 1))
 
 
 def headline(setting: Setting) -> str:
     """Return one line: version, machine, and the back end that runs there."""
     sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
     usable = (
-        name
-        for name, module in backends.BACKENDS.items()
-        if module.why_not(setting.device, setting.dtype, **sizes) is None
+        name for name, module in backends.BACKENDS.items() if not module.why_not(setting.device, setting.dtype, **sizes)
     )
     gpu = setting.device.type == "cuda"
     machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
@@ -76,15 +83,37 @@ def headline(setting: Setting) -> str:
 
 def shows(device: torch.device) -> str:
     """Return what a run on ``device`` can show and what it cannot, for people."""
+    small = (
+        "Models this small, trained so shortly, do not tell which network learns better;\n"
+        "docs/quality.md has runs that do."
+    )
     if device.type == "cuda":
         return (
-            "This shows whether results are right here, and time and memory of a layer of the paper's size on this GPU."
+            f"This shows whether results are right here, and time and memory of README's layers on this GPU.\n{small}"
         )
     return (
-        "A run on a CPU shows whether results are right, how much memory a layer needs, and that its models learn. It says nothing of\n"
-        "the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators compute FlashMHF in blocks. One model\n"
-        "this small, of one seed, does not tell which network learns better; docs/quality.md has the runs that do."
+        "A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.\n"
+        "It says nothing of the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators\n"
+        f"compute FlashMHF in blocks.\n{small}"
     )
+
+
+def recorded() -> str:
+    """Return the recorded times of a GPU, for people: they stand beside a CPU's."""
+    ways = "; ".join(f"{way} {ours} ms, compiled SwiGLU {theirs} ms" for way, (ours, theirs) in RECORDED.items())
+    return f"not measured here: on an H100 (20 FlashMHF and 24 SwiGLU layers, bf16, 32,256 tokens; {RECORD}) {ways}"
+
+
+class Clock:
+    """The seconds that a run may take, since ``start``, and what it has left out."""
+
+    def __init__(self, limit: float = math.inf, start: float | None = None):
+        self.limit, self.start = limit, time.monotonic() if start is None else start
+        self.left_out: list[str] = []
+
+    def left(self, share: float = 1.0) -> float:
+        """Return the seconds until ``share`` of the limit."""
+        return self.limit * share - (time.monotonic() - self.start)
 
 
 # Errors
@@ -105,96 +134,97 @@ class Accuracy:
     def passed(self) -> bool:
         return self.error <= self.limit  # false for nan
 
+    @property
+    def kind(self) -> str:
+        return f"{self.backend} {str(self.dtype).removeprefix('torch.')}"
 
-def check(device: torch.device, *, backend: str | None = None) -> Iterator[Accuracy]:
-    """Forward and gradients of every usable back end (or one) in every dtype it supports there, on fixed random inputs."""
+
+def check(device: torch.device, *, backend: str | None = None, clock: Clock | None = None) -> Iterator[Accuracy]:
+    """Yield errors of output and gradients, of every usable back end (or one) in every dtype, on fixed inputs."""
     for name in backends.BACKENDS if backend is None else (backend,):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            if backends.BACKENDS[name].why_not(device, dtype, d_h=128, d_e=384) is None:
-                p = testing.problem(500, 2, 128, 3, 384, dtype, device, seed=0)
-                (plain_out, exact_out), (plain_gradients, exact_gradients) = p.forward(), p.backward()
-                leaves = tuple(x.requires_grad_() for x in (*p.operands, p.r))
-                out = ops.flash_mhf(*leaves, backend=name)
-                ours = (out.detach(), *torch.autograd.grad(out, leaves, p.grad_out))
-                names = ("out", "dq", "dk", "du", "dv", "dr")
-                results = zip(names, ours, (plain_out, *plain_gradients), (exact_out, *exact_gradients), strict=True)
-                for tensor, actual, plain, exact in results:
-                    limit = testing.limit(plain, exact, dtype, fixed_limits=name != "eager")
-                    yield Accuracy(
-                        name,
-                        dtype,
-                        tensor,
-                        testing.relative_l2(actual, exact),
-                        testing.relative_l2(plain, exact),
-                        limit,
-                    )
+            if backends.BACKENDS[name].why_not(device, dtype, d_h=128, d_e=384) is not None:
+                continue
+            if clock and clock.left(0.25) < 0:
+                clock.left_out.append(f"the check of {name} in {str(dtype).removeprefix('torch.')}")
+                continue
+            p = testing.problem(500, 2, 128, 3, 384, dtype, device, seed=0)
+            (plain_out, exact_out), (plain_gradients, exact_gradients) = p.forward(), p.backward()
+            leaves = tuple(x.requires_grad_() for x in (*p.operands, p.r))
+            out = ops.flash_mhf(*leaves, backend=name)
+            ours = (out.detach(), *torch.autograd.grad(out, leaves, p.grad_out))
+            results = zip(ours, (plain_out, *plain_gradients), (exact_out, *exact_gradients), strict=True)
+            for tensor, (actual, plain, exact) in zip(("out", "dq", "dk", "du", "dv", "dr"), results, strict=True):
+                limit = testing.limit(plain, exact, dtype, fixed_limits=name != "eager")
+                errors = testing.relative_l2(actual, exact), testing.relative_l2(plain, exact)
+                yield Accuracy(name, dtype, tensor, *errors, limit)
 
 
 # Time and memory
 
 
-def equal_parameter_modules(
-    d_model: int, num_heads: int, num_subnets: int, subnet_dim: int, **factory
-) -> dict[str, Callable[[], nn.Module]]:
-    """Constructors of SwiGLU, naive MH-FFN and FlashMHF, the first two with the width of equal parameter counts."""
-    mixing, router = 3 * d_model * num_subnets * subnet_dim, d_model * num_subnets
-    projections = 2 * d_model * d_model
+def modules(setting: Setting, **factory) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
+    """Return layers and constructor of each network; SwiGLU and naive MH-FFN get the width of equal parameters."""
+    d, width = setting.d_model, setting.num_subnets * setting.subnet_dim
+    ours, theirs = setting.layers
+    mixing = 3 * d * width + d * setting.num_subnets
 
-    def width(parameters: int) -> int:
-        return round(parameters / (3 * d_model) / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    def of(parameters: float) -> int:
+        return round(parameters / (3 * d) / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
-    return {
-        "SwiGLU": lambda: SwiGLU(d_model, width(projections + mixing + router), **factory),
-        "naive MH-FFN": lambda: MHFFN(d_model, num_heads, width(mixing + router), backend="naive", **factory),
-        "FlashMHF": lambda: FlashMHF(d_model, num_heads, num_subnets, subnet_dim, **factory),
-    }
+    def swiglu() -> nn.Module:
+        return SwiGLU(d, of((2 * d * d + mixing) * ours / theirs), **factory)
+
+    found = {"SwiGLU": (theirs, swiglu)}
+    if setting.device.type == "cuda":
+        found["SwiGLU compiled"] = (theirs, lambda: torch.compile(swiglu()))
+    found["naive MH-FFN"] = (ours, lambda: MHFFN(d, setting.num_heads, of(mixing), backend="naive", **factory))
+    sizes = d, setting.num_heads, setting.num_subnets, setting.subnet_dim
+    return found | {"FlashMHF": (ours, lambda: FlashMHF(*sizes, **factory))}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians in ms and the peak memory of a training step in MiB; nan if it ran out of memory."""
+    """Parameters and medians in ms of all layers, and the peak memory of one in MiB; nan if it ran out of memory."""
 
     module: str
     parameters: int
-    length: int
+    tokens: int
     forward_ms: float
     step_ms: float
-    peak_mib: float
+    forward_mib: float
+    step_mib: float
 
 
-def compare(setting: Setting) -> Iterator[Measurement]:
-    """Measures every module at every length; all see the same input and upstream gradient."""
-    modules = equal_parameter_modules(
-        setting.d_model,
-        setting.num_heads,
-        setting.num_subnets,
-        setting.subnet_dim,
-        device=setting.device,
-        dtype=setting.dtype,
-    )
-    start = time.perf_counter()
+def compare(setting: Setting, clock: Clock | None = None) -> Iterator[Measurement]:
+    """Measure every network at every length; all see the same input and upstream gradient."""
+    took = 0.0
     for length in setting.lengths:
-        if time.perf_counter() - start > setting.seconds:
+        start = time.monotonic()
+        if clock and clock.left(0.45) < 2.2 * took:  # the next length has about twice the tokens
+            clock.left_out.append(f"lengths from {length:,} on")
             return
         generator = torch.Generator().manual_seed(length)
-        x, grad = (
-            torch.randn(setting.batch, length, setting.d_model, generator=generator).to(setting.device, setting.dtype)
-            for _ in range(2)
-        )
+        shape = setting.batch, length, setting.d_model
+        x, grad = (torch.randn(shape, generator=generator).to(setting.device, setting.dtype) for _ in range(2))
         x.requires_grad_()
-        for name, construct in modules.items():
+        for name, (layers, construct) in modules(setting, device=setting.device, dtype=setting.dtype).items():
+            if name == "naive MH-FFN" and setting.device.type == "cpu" and setting.batch * length > NAIVE_TOKENS:
+                continue
             module = construct()
-            parameters = sum(p.numel() for p in module.parameters())
+            parameters = layers * sum(p.numel() for p in module.parameters())
             try:
-                figures = _measure(module, x, grad, setting.repeats)
+                times, peaks = _measure(module, x, grad, setting.repeats)
             except torch.OutOfMemoryError:
-                figures = (float("nan"),) * 3
+                times = peaks = (math.nan, math.nan)
                 torch.cuda.empty_cache()
-            yield Measurement(name, parameters, length, *figures)
+            yield Measurement(name, parameters, setting.batch * length, *(layers * t for t in times), *peaks)
+        took = time.monotonic() - start
 
 
-def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[float, float, float]:
-    leaves = [x, *module.parameters()]
+def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return (ms, MiB) of inference and of a training step, as two tuples."""
+    leaves, threads = [x, *module.parameters()], torch.get_num_threads()  # the timer's default is one
 
     def forward():
         with torch.no_grad():
@@ -204,68 +234,72 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[
         torch.autograd.grad(module(x), leaves, grad)
 
     def median_ms(call: Callable[[], None]) -> float:
-        threads = torch.get_num_threads()  # the timer's default is one
         timer = benchmark.Timer("call()", globals={"call": call}, num_threads=threads)
-        timer.timeit(1)
         return 1e3 * statistics.median(timer.timeit(1).median for _ in range(repeats))
 
-    return median_ms(forward), median_ms(step), _peak(step, x.device) / 2**20
+    peaks, once = zip(*(_peak(call, x.device) for call in (forward, step)), strict=True)  # which warms up
+    times = once if repeats == 1 else tuple(median_ms(call) for call in (forward, step))
+    return times, tuple(peak / 2**20 for peak in peaks)
 
 
-def _peak(run: Callable[[], None], device: torch.device) -> float:
-    """Return the bytes that a second ``run`` allocates at its peak; on a CPU, by which it raises the process's resident
-    memory.
-
-    nan on a CPU without Linux's resettable high-water mark.
+def _peak(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Return the bytes that a second ``run`` allocates at its peak, and its ms. On a CPU, the bytes by which it raises
+    the process's resident memory; nan without Linux's resettable high-water mark.
     """
 
     def high_water() -> int:
         return 1024 * int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0])
 
     run()
+    before = math.nan
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
-        Path("/proc/self/clear_refs").write_text("5", "utf-8")
-        before = high_water()
-    except (OSError, AttributeError):
-        return float("nan")
+    else:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
+            Path("/proc/self/clear_refs").write_text("5", "utf-8")
+            before = high_water()
+    start = time.perf_counter()
     run()
-    return high_water() - before
+    ms = 1e3 * (time.perf_counter() - start)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before, ms
+    return math.nan if math.isnan(before) else high_water() - before, ms
 
 
-# Language models
+# Language models: bytes of real text, by the recipe of docs/quality.md for short runs (Muon, warm-up, projections at
+# 0.3 of the rate) and shapes of docs/guides/sizes.md: heads of 128, three sub-networks each, five layers instead of six.
 
 HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
-
-
-# The settings of FlashMHF's model and of its run, by the kind of device.
-SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "ffn_num_heads",
-    "ffn_num_subnets",
-    "intermediate_size",
-)
-RECIPES = {
-    "cpu": (dict(zip(SIZES, (128, 4, 2, 2, 2, 352), strict=True)), {"length": 128, "batch": 8, "steps": 320}),
-    "cuda": (dict(zip(SIZES, (512, 6, 4, 4, 4, 1536), strict=True)), {"length": 512, "batch": 32, "steps": 400}),
+TRIAL_STEPS, FEWEST_STEPS = 4, 40
+_SWIGLU = {"num_hidden_layers": 6, "num_attention_heads": 4}
+_FLASHMHF = {"num_hidden_layers": 5, "num_attention_heads": 4, "ffn_num_subnets": 3}
+SIZES = {
+    "cpu": (
+        _SWIGLU | {"hidden_size": 256, "intermediate_size": 512},
+        _FLASHMHF | {"hidden_size": 256, "ffn_num_heads": 2, "intermediate_size": 528},
+    ),
+    "cuda": (
+        _SWIGLU | {"hidden_size": 512, "intermediate_size": 1536},
+        _FLASHMHF | {"hidden_size": 512, "ffn_num_heads": 4, "intermediate_size": 1632},
+    ),
+}
+BUDGETS = {
+    "cpu": {"length": 128, "batch": 8, "steps": 320},
+    "cuda": {"length": 512, "batch": 32, "steps": 400},
 }
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model's parameters, the loss of every step and the held-out loss (nats a byte)."""
+    """A model's parameters, the loss of every step, the held-out loss (nats a byte) and the seconds of a step."""
 
     parameters: int
     losses: list[float]
     held_out: float
+    step_s: float
 
 
 def training_text(path: str | None) -> bytes:
@@ -275,18 +309,15 @@ def training_text(path: str | None) -> bytes:
     """
     data = _standard_library() if path is None else Path(path).read_bytes()
     if b"\0" in data:
-        raise DataError(
-            f"{path} has NUL bytes and looks like a binary file; plain text in an 8-bit encoding such as UTF-8 is needed"
-        )
+        raise DataError(f"{path} has NUL bytes and looks like a binary file; supported: text")
     if len(data) < MINIMUM_BYTES:
-        raise DataError(
-            f"{path or 'the standard library'} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}"
-        )
+        name = path or "the standard library"
+        raise DataError(f"{name} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
     return data[:MAXIMUM_BYTES]
 
 
 def _standard_library() -> bytes:
-    """Its modules in a fixed shuffled order, so that the held-out end is like the rest."""
+    """Return its modules in a fixed shuffled order, so that the held-out end is like the rest."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     files = [path for path in sorted(root.rglob("*.py")) if left_out.isdisjoint(path.relative_to(root).parts)]
@@ -296,58 +327,57 @@ def _standard_library() -> bytes:
     return b"\n".join(path.read_bytes() for path in files)
 
 
-def train(text: bytes, device: torch.device, steps: int | None = None, bar: bool = False) -> dict[str, Trained]:
-    """Train a model with each of the networks on the same batches.
+def train(
+    text: bytes, device: torch.device, steps: int | None = None, bar: bool = False, clock: Clock | None = None
+) -> dict[str, Trained]:
+    """Train a model with each network on the same batches, for ``steps`` or for as many as ``clock`` has time for.
 
-    Raises ModuleNotFoundError without the extra flashmhf[lm].
+    Returns nothing where it has no time for FEWEST_STEPS. Raises ModuleNotFoundError without the extra flashmhf[lm].
     """
+    clock, budget = clock or Clock(), BUDGETS[device.type]
+    chosen = dict(zip(("SwiGLU", "FlashMHF"), SIZES[device.type], strict=True))
+    wanted = steps or budget["steps"]
+    if steps is None and clock.limit < math.inf:
+        from . import training  # noqa: F401 - its time is none of a run's
+
+        start, short = time.monotonic(), budget | {"steps": TRIAL_STEPS}
+        both = sum(_train(text, name, sizes, device, short, False).step_s for name, sizes in chosen.items())
+        once = max(0.0, time.monotonic() - start - TRIAL_STEPS * both)  # of a run, without its steps
+        possible = int((clock.left() - once) / (1.15 * both))  # a part for the held-out loss and the clock's noise
+        if possible < FEWEST_STEPS:
+            clock.left_out.append(f"the language models: there is time for {max(0, possible)} steps of each")
+            return {}
+        if possible < wanted:
+            clock.left_out.append(f"{wanted - possible} of {wanted} steps of the language models")
+        wanted = min(wanted, possible)
+    return {name: _train(text, name, sizes, device, budget | {"steps": wanted}, bar) for name, sizes in chosen.items()}
+
+
+def _train(text: bytes, name: str, sizes: dict, device: torch.device, budget: dict[str, int], bar: bool) -> Trained:
     from transformers.utils import logging
 
     from . import metrics, tokenizer, training
 
     logging.disable_progress_bar()
-    ours, budget = RECIPES[device.type]
-    budget = budget | {"steps": steps or budget["steps"]}
-    heads, subnets, width = (ours[name] for name in SIZES[-3:])
-    modules = equal_parameter_modules(ours["hidden_size"], heads, subnets, width // subnets, device="meta")
-    swiglu = {name: value for name, value in ours.items() if not name.startswith("ffn_")}
-    swiglu["intermediate_size"] = modules["SwiGLU"]().intermediate_dim
-    trained = {}
+    steps, length = budget["steps"], budget["length"]
+    # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
+    model = sizes | {"max_position_embeddings": length, "initializer_range": sizes["hidden_size"] ** -0.5}
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "text.txt"
-        wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + budget["length"]  # more would only be tokenised
+        wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + length  # more would only be tokenised
         file.write_text(text[:wanted].decode(errors="replace"), "utf-8")
-        for name, sizes in (("SwiGLU", swiglu), ("FlashMHF", ours)):
-            # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
-            model = sizes | {
-                "max_position_embeddings": budget["length"],
-                "initializer_range": sizes["hidden_size"] ** -0.5,
-            }
-            options = training.Options(
-                output=str(Path(scratch) / name),
-                preset="tiny",
-                ffn=name.lower(),
-                model=model,
-                data=file,
-                vocab_size=tokenizer.SMALLEST,  # no merges: a token a byte
-                micro_batch=budget["batch"],
-                optimizer="muon",
-                weight_decay=0.3,
-                learning_rate=8e-3,
-                min_learning_rate=8e-4,
-                warmup=min(60, max(1, budget["steps"] // 4)),
-                eval_fraction=HELD_OUT,
-                eval_every=budget["steps"],
-                log_every=1,
-                device="cpu" if device.type == "cpu" else "auto",
-                arguments={"report_to": [], "save_strategy": "no"},
-                **budget,
-            )
-            with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
-                result = training.start(options, bar=bar)
-            losses = [row["loss"] for row in metrics.read_rows(result.output) if "loss" in row]
-            trained[name] = Trained(result.parameters, losses, result.eval_loss)
-    return trained
+        settings = {"preset": "tiny", "ffn": name.lower(), "model": model, "data": file, "micro_batch": budget["batch"]}
+        settings |= {"optimizer": "muon", "weight_decay": 0.3, "learning_rate": 8e-3, "min_learning_rate": 8e-4}
+        settings |= {"warmup": min(60, max(1, steps // 4)), "eval_fraction": HELD_OUT, "eval_every": steps}
+        settings |= {"vocab_size": tokenizer.SMALLEST, "log_every": 1}  # no merges: a token a byte
+        settings |= {"device": "cpu" if device.type == "cpu" else "auto"}
+        settings |= {"arguments": {"report_to": [], "save_strategy": "no"}}
+        with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
+            result = training.start(training.Options(str(Path(scratch) / "run"), **settings, **budget), bar=bar)
+        rows = [row for row in metrics.read_rows(result.output) if "loss" in row]
+    speeds = [row["tokens_per_second"] for row in rows[1:] if "tokens_per_second" in row]
+    step_s = length * budget["batch"] / statistics.median(speeds) if speeds else math.nan
+    return Trained(result.parameters, [row["loss"] for row in rows], result.eval_loss, step_s)
 
 
 # Table and picture
@@ -360,97 +390,117 @@ def _number(value: float | None) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligns the first column to the left and the others to the right. An empty row becomes a blank line."""
+    """Return lines with the first column aligned to the left, the others to the right; an empty row is a blank one."""
     widths = [max(len(row[i]) for row in rows if row) for i in range(len(rows[0]))]
     lines = ((cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def check_table(accuracies: Iterable[Accuracy]) -> str:
-    """One row a tensor: its error, the error of PyTorch code in the same precision, the limit."""
-    rows = [("back end", "dtype", "tensor", "error", "PyTorch's", "limit", "")]
+    """Return one row a tensor: its error, the error of PyTorch code in the same precision, the limit."""
+    rows = [("back end, dtype", "tensor", "error", "PyTorch's", "limit", "")]
     for a in accuracies:
         figures = (f"{value:.2e}" for value in (a.error, a.plain, a.limit))
-        rows.append(
-            (a.backend, str(a.dtype).removeprefix("torch."), a.tensor, *figures, "ok" if a.passed else "FAILED")
-        )
+        rows.append((a.kind, a.tensor, *figures, "ok" if a.passed else "FAILED"))
     return _aligned(rows)
 
 
 def table(
     setting: Setting,
-    accuracies: Sequence[Accuracy],
-    measurements: Sequence[Measurement],
-    trained: dict[str, Trained],
+    accuracies: Sequence[Accuracy] = (),
+    measurements: Sequence[Measurement] = (),
+    trained: dict[str, Trained] | None = None,
     text: str = "",
 ) -> str:
-    """One column a module;
+    """Return one column a network; blocks for errors, time and memory, and the language models on ``text``."""
+    trained, names = trained or {}, [name for name in COLORS if name in modules(setting)]
+    rows: list[tuple[str, ...]] = [("", *names)]
 
-    blocks for errors, time and memory, and the language models on ``text``. Empty parts are left out.
-    """
-    rows: list[tuple[str, ...]] = [("", *COLORS)]
+    def add(title: str, values: dict[str, object], attribute: str) -> None:
+        rows.append((title, *(_number(getattr(values.get(name), attribute, None)) for name in names)))
 
-    def add(title: str, value: Callable[[str], float | None]) -> None:
-        rows.append((title, *(_number(value(name)) for name in COLORS)))
-
-    for backend, dtype in dict.fromkeys((a.backend, a.dtype) for a in accuracies):
-        worst = max(
-            (a for a in accuracies if (a.backend, a.dtype) == (backend, dtype)), key=lambda a: a.error / a.limit
-        )
-        label = f"{backend} {str(dtype).removeprefix('torch.')}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
-        rows.append((label, "-", "-", f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"))
+    for kind in dict.fromkeys(a.kind for a in accuracies):
+        worst = max((a for a in accuracies if a.kind == kind), key=lambda a: a.error / a.limit)
+        label = f"{kind}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
+        rows.append((label, *["-"] * (len(names) - 1), f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"))
     if measurements:
-        by_place = {(m.module, m.length): m for m in measurements}
-        first, dtype = measurements[0].length, str(setting.dtype).removeprefix("torch.")
+        by_tokens = {m.tokens: {} for m in measurements}
+        for m in measurements:
+            by_tokens[m.tokens][m.module] = m
+        ours, theirs = setting.layers
+        layers = "one layer" if ours == theirs == 1 else f"{ours} layers, {theirs} of SwiGLU"
+        dtype = str(setting.dtype).removeprefix("torch.")
         rows.append(())
-        add(
-            f"one layer, d_model {setting.d_model}, batch {setting.batch}, {dtype}: parameters",
-            lambda name: by_place[name, first].parameters,
-        )
+        add(f"{layers}, d_model {setting.d_model}, {dtype}: parameters", next(iter(by_tokens.values())), "parameters")
         for attribute, title in FIGURES.items():
-            for length in dict.fromkeys(m.length for m in measurements):
-                add(
-                    f"  {title}, length {length}",
-                    lambda name, at=length, of=attribute: getattr(by_place.get((name, at)), of, None),
-                )
+            each = f"{title} (one layer)" if attribute.endswith("mib") and ours > 1 else title
+            for tokens, values in by_tokens.items():
+                add(f"  {each}, {tokens:,} tokens", values, attribute)
     if trained:
-        steps = len(trained["FlashMHF"].losses)
         rows.append(())
-        add(f"language model on {text}: parameters", lambda name: getattr(trained.get(name), "parameters", None))
-        add(
-            f"  held-out loss after {steps} steps, nats/byte", lambda name: getattr(trained.get(name), "held_out", None)
-        )
+        add(f"language model on {text}: parameters", trained, "parameters")
+        add("  seconds of a step", trained, "step_s")
+        add(f"  held-out loss after {len(trained['FlashMHF'].losses)} steps, nats/byte", trained, "held_out")
     return headline(setting) + "\n\n" + _aligned(rows)
 
 
-def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], trained: dict[str, Trained]) -> bool:
-    """Draw time and memory over length, and the training curves; return whether the PNG was written."""
+def picture(
+    path: Path,
+    setting: Setting,
+    accuracies: Sequence[Accuracy],
+    measurements: Sequence[Measurement],
+    trained: dict[str, Trained],
+) -> bool:
+    """Draw errors beside their limits (CPU) or time and memory of inference (GPU), memory of a training step, and the
+    training curves; return whether the PNG was written.
+    """
+    attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
+
+    def errors(axis) -> None:
+        kinds = dict.fromkeys(a.kind for a in accuracies)
+        for place, a in enumerate(accuracies):
+            axis.plot([place - 0.4, place + 0.4], [a.limit] * 2, color="black", label=None if place else "limit")
+            for value, style, name in ((a.plain, "x", "PyTorch's own operators"), (a.error, "o", "FlashMHF")):
+                color = COLORS["FlashMHF" if style == "o" else "naive MH-FFN"]
+                axis.plot(place, value, style, color=color, label=None if place else name)
+        axis.set_xticks(range(len(accuracies)), [a.tensor for a in accuracies], fontsize=8)
+        for number, kind in enumerate(kinds):
+            places = [place for place, a in enumerate(accuracies) if a.kind == kind]
+            axis.text(statistics.fmean(places), 0.02, kind, transform=axis.get_xaxis_transform(), ha="center")
+            if number:
+                axis.axvline(places[0] - 0.5, color="lightgray")
+        axis.set(title="relative error against float64 (below the line: right)", yscale="log")
+        axis.margins(y=0.15)
+
+    def lines(axis, attribute: str) -> None:
+        tokens = sorted({m.tokens for m in measurements})
+        for name, color in COLORS.items():
+            if found := [m for m in measurements if m.module == name]:
+                values = [getattr(m, attribute) for m in found]
+                axis.plot([m.tokens for m in found], values, "o-", color=color, label=name)
+        each = "one layer" if attribute.endswith("mib") or setting.layers == (1, 1) else "all layers"
+        axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
+        axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_minor_formatter("{x:,.0f}")
+
+    def losses(axis) -> None:
+        for name, model in trained.items():
+            smoothed = [statistics.fmean(model.losses[max(0, at - 9) : at + 1]) for at in range(len(model.losses))]
+            label = f"{name}, {model.parameters / 1e6:.2f}M: held out {model.held_out:.3f}"
+            axis.plot(smoothed, color=COLORS[name], label=label)
+            axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
+        axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")
 
     def paint(figure) -> None:
-        *axes, loss_axis = figure.subplots(1, 3)
-        lengths = sorted({m.length for m in measurements})
-        for axis, attribute in zip(axes, ("step_ms", "peak_mib"), strict=True):
-            for name, color in COLORS.items():
-                found = [m for m in measurements if m.module == name]
-                axis.plot(
-                    [m.length for m in found], [getattr(m, attribute) for m in found], "o-", color=color, label=name
-                )
-            axis.set(title=FIGURES[attribute], xlabel=f"length (batch {setting.batch})", xscale="log", yscale="log")
-            axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
-            axis.set_xticks([], minor=True)
-            axis.yaxis.set_major_formatter("{x:,.0f}")
-            axis.yaxis.set_minor_formatter("{x:,.0f}")
-        for name, model in trained.items():
-            smoothed = [
-                statistics.fmean(model.losses[max(0, step - 9) : step + 1]) for step in range(len(model.losses))
-            ]
-            loss_axis.plot(smoothed, color=COLORS[name], label=f"{name}, held out {_number(model.held_out)}")
-            loss_axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
-        loss_axis.set(title="language model: loss (nats/byte)", xlabel="step")
-        for axis in (*axes, loss_axis):
+        panels = [] if attributes[1:] or not accuracies else [errors]
+        panels += [lambda axis, name=name: lines(axis, name) for name in attributes if measurements]
+        panels += [losses] if trained else []
+        for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            panel(axis)
             axis.grid(True, which="both", alpha=0.3)
-            if axis.lines:
-                axis.legend()
+            axis.legend(fontsize=9)
         figure.suptitle(headline(setting))
 
-    return draw(path, (15, 4.5), paint, dpi=110)
+    return draw(path, (5.5 * (len(attributes) + 1 + (not attributes[1:])), 4.8), paint, dpi=110)
