@@ -268,8 +268,8 @@ def _peak(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
     return math.nan if math.isnan(before) else high_water() - before, ms
 
 
-# Language models: bytes of real text, by the recipe of docs/quality.md for short runs (Muon, warm-up, projections at
-# 0.3 of the rate) and shapes of docs/guides/sizes.md: heads of 128, three sub-networks each, 5 layers instead of 6.
+# Language models: bytes of real text, by the recipe of docs/quality.md (Muon, warm-up) and shapes of
+# docs/guides/sizes.md: heads of 128, three sub-networks each, five layers instead of six.
 
 HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
