@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-MODELS = {  # name: preset, its sizes, vLLM's quantization
+MODELS = {  # name: preset, its sizes, vLLM's quantization or the record in the configuration
     "llama-24": ("swiglu-1.3b", {}, None),
     "flashmhf-20": ("flashmhf-1.3b", {}, None),
     "flashmhf-21": (
@@ -30,7 +30,7 @@ MODELS = {  # name: preset, its sizes, vLLM's quantization
         None,
     ),
     "llama-24-fp8": ("swiglu-1.3b", {}, "fp8"),
-    "flashmhf-20-fp8": ("flashmhf-1.3b", {}, "flashmhf_fp8"),
+    "flashmhf-20-fp8": ("flashmhf-1.3b", {}, "stored"),
 }
 DECODE, PREFILL, PROMPT, LONG = (1, 8, 32, 128, 256), (1, 8), 512, 4096
 
@@ -49,7 +49,7 @@ def write_config(name: str, directory: Path) -> None:
         shared = LlamaConfig().to_dict().keys() - {"model_type", "transformers_version"}
         stored = LlamaConfig(**{key: stored[key] for key in shared & stored.keys()}).to_dict()
     stored["architectures"] = ["LlamaForCausalLM" if name.startswith("llama") else "FlashMHFForCausalLM"]
-    if quantization == "flashmhf_fp8":
+    if quantization == "stored":
         stored["quantization_config"] = FlashMHFFp8Config().to_dict()
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(stored))
@@ -87,7 +87,7 @@ def measure(name: str, directory: Path, decode: tuple[int, ...], new: int, round
         "model": str(directory),
         "dtype": "bfloat16",
         "load_format": "dummy",
-        "quantization": quantization,
+        "quantization": None if quantization == "stored" else quantization,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "max_model_len": LONG + 1,
