@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._library import simple_registry
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module
 from torch.utils._device import DeviceContext
 
@@ -95,6 +97,21 @@ def _has_function_mode() -> bool:
     return torch._C._len_torch_function_stack() > 0 and any(
         type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()
     )
+
+
+def decomposes_for_inductor(tracer: Any) -> bool:
+    """Return whether ``tracer``, a ProxyTorchDispatchMode, decomposes operators as Inductor and AOTInductor have them
+    decomposed; torch.export and other compilers have other tables.
+    """
+    table = getattr(tracer, "decomposition_table", None)  # before torch 2.12 a global
+    if table is None:
+        table = proxy_tensor.CURRENT_DECOMPOSITION_TABLE
+    return any(getattr(rule, "__module__", None) == "torch._inductor.decomposition" for rule in table.values())
+
+
+def address(x: Tensor) -> int:
+    """Return the address of ``x``; for a fake tensor its distance from the begin of an allocation, which is aligned."""
+    return x.storage_offset() * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
 
 
 def is_dtensor(tensor: Tensor) -> bool:

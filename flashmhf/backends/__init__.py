@@ -52,6 +52,14 @@ def select_fp8(backend: str, device: torch.device, dtype: torch.dtype, d_h: int,
     return _select(FP8_BACKENDS, tuple(FP8_BACKENDS), backend, device, dtype, d_h, d_e, "silu")
 
 
+def chooses_hopper(
+    backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
+) -> bool:
+    """Return whether :func:`select` and :func:`select_fp8` return the hopper back end; sizes may be symbolic."""
+    case = {"d_h": d_h, "d_e": d_e, "activation": activation}
+    return backend in ("auto", "hopper") and hopper.why_not(device, dtype, **case) is None
+
+
 def _select(
     known: dict[str, _T], order: tuple[str, ...], backend: str, device, dtype, d_h: int, d_e: int, activation: str
 ) -> _T:

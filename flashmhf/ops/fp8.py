@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import backends, checks
 from ..backends.contract import Gate, Router
 from ..backends.fp8_layout import check_packed
+from ..backends.hopper import fp8 as hopper_fp8
 from .library import define
 
 
@@ -49,6 +50,7 @@ def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor
 def _fake(call: Call) -> Tensor:
     check_operands(call.q, *call.packed)
     checks.gate(call.q, call.packed[0], call.r)
+    backends.hopper.load_for(call.q)
     return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
 
 
@@ -62,14 +64,32 @@ def values(call: Call) -> Tensor:
     return chosen.forward(q, *packed, r) if q.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
+def _in_graph(call: Call) -> Tensor | None:
+    q, packed, r, backend = call
+    k8, u8, v8, _ = packed
+    gate = r if isinstance(r, Tensor) else None
+    if not backends.chooses_hopper(backend, q.device, q.dtype, k8.shape[3], k8.shape[2]):
+        return None
+    return hopper_fp8.forward(q, *packed, r) if backends.hopper.reads(q, gate, k8=k8, u8=u8, v8=v8) else None
+
+
 _OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
 _SETTINGS = '*, str backend="auto"'
-define("fp8_forward", f"({_OPERANDS}, Tensor? r=None, {_SETTINGS}) -> Tensor", _forward, values, _fake, casts="q")
+define(
+    "fp8_forward",
+    f"({_OPERANDS}, Tensor? r=None, {_SETTINGS}) -> Tensor",
+    _forward,
+    values,
+    _fake,
+    _in_graph,
+    casts="q",
+)
 define(
     "fp8_gated_forward",
     f"({_OPERANDS}, Tensor w, float eps, {_SETTINGS}) -> Tensor",
     _gated_forward,
     values,
     _fake,
+    _in_graph,
     casts="q",
 )

@@ -134,8 +134,6 @@ def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, o
 def values(call: Call) -> Tensor:
     """Return the layer's result: what both operators run on every device."""
     x, weights, backend, activation = call
-    if x.shape[:-1].numel() > CHUNK_TOKENS:
-        return _by_chunks(x, weights, backend, activation)
     if weights.mix[0].dim() == 4:
         _, _, d_e, d_h = weights.mix[0].shape
         case = (backend, x.device, x.dtype, d_h, d_e)
@@ -144,12 +142,13 @@ def values(call: Call) -> Tensor:
         if y is not None:
             return y
     _check(x, weights)
+    if x.shape[:-1].numel() > CHUNK_TOKENS:
+        return _by_chunks(x, weights, backend, activation)
     return _by_parts(x, weights, backend, activation)
 
 
 def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
     """Run the layer in chunks of tokens. The peak memory beyond x is the result and S of one chunk."""
-    _check(x, weights)
     out = x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
     rows, results = x.flatten(0, -2), out.flatten(0, -2)
     chunks = -(-len(rows) // CHUNK_TOKENS)
@@ -173,6 +172,14 @@ def _fake(call: Call) -> Tensor:
     return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
 
 
+def _in_graph(call: Call) -> Tensor | None:
+    x, weights, backend, activation = call
+    _, _, d_e, d_h = weights.mix[0].shape
+    if not backends.chooses_hopper(backend, x.device, x.dtype, d_h, d_e, activation):
+        return None
+    return backends.hopper.graph_layer(x, weights)
+
+
 _BEFORE, _AFTER = "Tensor x, Tensor in_w, Tensor? in_bias", "float eps, Tensor out_w, Tensor? out_bias"
 _TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
 _ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
@@ -182,6 +189,7 @@ define(
     _layer,
     _checked_values,
     _fake,
+    _in_graph,
     casts=(*_ENDS, *"kuv"),
 )
 define(
@@ -190,6 +198,7 @@ define(
     _fp8_layer,
     _checked_values,
     _fake,
+    _in_graph,
     casts=_ENDS,
 )
 register_vmap("layer", 0)

@@ -25,6 +25,7 @@ def define(
     describe: Callable[P, C],
     values: Callable[[C], R],
     fake: Callable[[C], R],
+    in_graph: Callable[[C], R | None],
     autograd: Callable[[C], R] | None = None,
     casts: Collection[str] = (),
 ) -> None:
@@ -36,6 +37,8 @@ def define(
         describe: takes the same arguments and returns the call that they make, which the next three take.
         values: runs it on every device. It and ``fake`` do the same checks.
         fake: returns tensors of the results' shapes and dtypes.
+        in_graph: runs the call on fake tensors by an operator of the back end that it takes, which Inductor then calls
+            without Python; returns None where the back end has none.
         autograd: runs above autograd; None for an operator of inference, which refuses inputs that require a gradient.
         casts: the tensor arguments that autocast casts. Nothing inside the operator is cast again.
     """
@@ -44,10 +47,29 @@ def define(
     torch.library.register_fake(f"flashmhf::{name}", _composed(fake, describe), lib=LIBRARY)
     op = getattr(torch.ops.flashmhf, name)
     torch_private.DispatchRules.install(op.default)
+    _IN_GRAPHS[op.default] = _composed(in_graph, describe)
     LIBRARY.impl(name, _composed(autograd, describe) if autograd else _without_gradients(name, op), "Autograd")
     rules = {argument.name: cast if argument.name in casts else widen for argument in op.default._schema.arguments}
     for device_type, key in torch_private.AUTOCAST_KEYS.items():
         LIBRARY.impl(name, _autocast(op, device_type, rules if casts else {}), key)
+
+
+_IN_GRAPHS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+
+
+def _trace(
+    tracer: Any, op: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """Take a call that is written into a graph: for Inductor, the back end's operator is."""
+    if torch_private.decomposes_for_inductor(tracer):
+        with tracer:
+            result = _IN_GRAPHS[op](*args, **(kwargs or {}))
+        if result is not None:
+            return result
+    return tracer.__torch_dispatch__(op, types, args, kwargs)
+
+
+torch_private.DispatchRules.answer("torch.fx.experimental.proxy_tensor", "ProxyTorchDispatchMode", lambda: _trace)
 
 
 def _composed(run: Callable[[C], R], describe: Callable[P, C]) -> Callable[P, R]:

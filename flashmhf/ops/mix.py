@@ -146,6 +146,18 @@ def values(call: Call) -> Result:
     return back_end.backward(grad_out, q, k, u, v, r, settings)
 
 
+def _in_graph(call: Call) -> Result | None:
+    """Run the call on fake tensors by the hopper back end's operator, if that is its back end and reads q in place."""
+    q, k, u, v, r, backend, settings, grad_out = call
+    case = (backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
+    gate = r if isinstance(r, Tensor) else None
+    if not backends.chooses_hopper(*case) or not backends.hopper.reads(q, gate, k=k, u=u, v=v):
+        return None
+    if grad_out is None:
+        return backends.hopper.forward(q, k, u, v, r, settings)
+    return backends.hopper.backward(grad_out, q, k, u, v, r, settings)
+
+
 def shapes(call: Call) -> Result:
     """Return uninitialised contiguous results; those that are not needed have no elements."""
     q, k, u, v, r, _, settings, grad_out = call
@@ -162,6 +174,7 @@ def shapes(call: Call) -> Result:
 
 def _fake(call: Call) -> Result:
     check(call)
+    backends.hopper.load_for(call.q)
     return shapes(call)
 
 
@@ -227,7 +240,7 @@ def _above_autograd(call: Call) -> Result:
 
 
 def _define(name: str, operands: str, how: str, results: str, describe: Callable[..., Call], casts: str = "") -> None:
-    define(name, f"({operands}, {how}) -> {results}", describe, values, _fake, _above_autograd, casts)
+    define(name, f"({operands}, {how}) -> {results}", describe, values, _fake, _in_graph, _above_autograd, casts)
 
 
 _NETWORKS = "Tensor q, Tensor k, Tensor u, Tensor v"

@@ -13,11 +13,13 @@ import pathlib
 import torch
 from torch import Tensor
 
+from ... import torch_private
 from ...checks import name_of
 from ...version import __version__
 from .. import driver
 from ..contract import Gate, Gradients, LayerWeights, Router, Settings
 from ..tokens import collapse
+from . import fakes
 
 LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
 NO_LIBRARY = LIBRARY.with_name("_no_library.txt")  # written by setup.py: why it built none
@@ -50,7 +52,14 @@ def library() -> str | None:
             f"the NVIDIA driver supports CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built with CUDA {runtime}; "
             "update the driver or rebuild with an older nvcc (12.4 or later)"
         )
+    fakes.register()
     return None
+
+
+def load_for(x: Tensor) -> None:
+    """Load the op library if ``x``, a fake tensor, is on a GPU: the graph that is traced may come from a cache."""
+    if x.device.type == "cuda":
+        library()
 
 
 def build_info() -> dict:
@@ -76,6 +85,10 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     return library()
 
 
+def _is_aligned(x: Tensor) -> bool:
+    return torch_private.address(x) % TMA_ALIGNMENT == 0
+
+
 def _unreadable(x: Tensor) -> str | None:
     """Return why the kernels cannot read x [..., H, d_h] in place through a tensor map, or None if they can."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -85,7 +98,7 @@ def _unreadable(x: Tensor) -> str | None:
         return f"the leading dimensions of shape {list(x.shape)} and strides {list(x.stride())} do not collapse to one or two token strides"
     strides = [stride for _, stride in axes] + ([x.stride(-2)] if x.shape[-2] > 1 else [])
     size = x.element_size()
-    if x.data_ptr() % TMA_ALIGNMENT or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
+    if not _is_aligned(x) or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
         return (
             f"the strides {list(x.stride())} or the storage offset {x.storage_offset()} are not positive multiples of "
             f"{TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // size} elements)"
@@ -101,12 +114,21 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
             f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'"
         )
     for name, x in weights.items():
-        if x.data_ptr() % TMA_ALIGNMENT:
+        if not _is_aligned(x):
             raise ValueError(
                 f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"
             )
     if r is not None and r.shape[-1] > 1 and r.stride(-1) != 1:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
+
+
+def reads(q: Tensor, r: Tensor | None, **weights: Tensor) -> bool:
+    """Return whether :func:`check_layout` raises nothing; fake tensors may do."""
+    try:
+        check_layout(q, r, **weights)
+    except ValueError:
+        return False
+    return True
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
@@ -130,11 +152,23 @@ def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     """Return out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call.
 
     Few tokens take the library's own projection kernel where it is faster than cuBLAS. The operator checks the tensors
-    itself: for few tokens the host's time is longer than the GPU's. Returns None if x has no token, the network has no
-    gate, or a tensor's dtype, shape or layout is not what the kernels read.
+    itself: for few tokens the host's time is longer than the GPU's. Returns None if the network has no gate or a
+    tensor's dtype, shape or layout is not what the kernels read.
     """
-    in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
-    if router is None:
+    if weights.router is None:
         return None
     op = torch.ops.flashmhf_hopper.fp8_layer if weights.is_fp8 else torch.ops.flashmhf_hopper.layer
-    return op(x, *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj)
+    return op(x, *_layer_operands(weights))
+
+
+def graph_layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
+    """Return the same for fake tensors whose dtypes and shapes are checked, by the operator of compiled graphs."""
+    if weights.router is None or not all(w.is_contiguous() and _is_aligned(w) for w in weights.tensors()):
+        return None
+    op = torch.ops.flashmhf_hopper.graph_fp8_layer if weights.is_fp8 else torch.ops.flashmhf_hopper.graph_layer
+    return op(x, *_layer_operands(weights))
+
+
+def _layer_operands(weights: LayerWeights) -> tuple[Tensor | float | None, ...]:
+    in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
+    return *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj

@@ -1,0 +1,77 @@
+"""The Hopper operators on the CPU: the schemas of the C++ library with the eager back end's arithmetic behind them."""
+
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flashmhf import reference
+from flashmhf.backends import eager, hopper
+from flashmhf.backends.contract import Router, Settings
+from flashmhf.backends.eager import fp8
+from flashmhf.backends.hopper import fakes
+
+BINDINGS = pathlib.Path(__file__).resolve().parents[2] / "csrc/torch/bindings.cpp"
+LIBRARY = torch.library.Library("flashmhf_hopper", "FRAGMENT")
+
+
+def schemas() -> dict[str, str]:
+    """The operators' schemas by their names, as the C++ source has them."""
+    found = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', BINDINGS.read_text())
+    texts = ("".join(re.findall(r'"([^"]*)"', text)) for text in found)
+    return {text.partition("(")[0]: text for text in texts}
+
+
+def _forward(q, k, u, v, r, deterministic):
+    return eager.forward(q, k, u, v, r, Settings(deterministic))
+
+
+def _gated_forward(q, k, u, v, w, eps, deterministic):
+    return eager.forward(q, k, u, v, Router(w, eps), Settings(deterministic))
+
+
+def _backward(grad_out, q, k, u, v, r, deterministic, *needs):
+    return eager.backward(grad_out, q, k, u, v, r, Settings(deterministic, needs))
+
+
+def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic, *needs):
+    return eager.backward(grad_out, q, k, u, v, Router(w, eps), Settings(deterministic, needs))
+
+
+def _fp8_forward(q, k8, u8, v8, scales, r, w, eps):
+    return fp8.forward(q, k8, u8, v8, scales, r if w is None else Router(w, eps))
+
+
+def _layer(x, in_w, in_bias, q_norm, q_norm_eps, *operands) -> Tensor:
+    *networks, w, eps, out_w, out_bias = operands
+    q = torch.nn.functional.linear(x, in_w, in_bias).unflatten(-1, w.shape[:2])
+    q = q if q_norm is None else reference.normalise_heads(q, q_norm, q_norm_eps)
+    mixed = (
+        _fp8_forward(q, *networks, None, w, eps) if len(networks) == 4 else _gated_forward(q, *networks, w, eps, True)
+    )
+    return torch.nn.functional.linear(mixed.flatten(-2), out_w, out_bias)
+
+
+KERNELS: dict[str, Callable] = {
+    "forward": _forward,
+    "gated_forward": _gated_forward,
+    "backward": _backward,
+    "gated_backward": _gated_backward,
+    "fp8_forward": _fp8_forward,
+    **dict.fromkeys(("layer", "fp8_layer", "graph_layer", "graph_fp8_layer"), _layer),
+}
+
+
+@functools.cache
+def install() -> None:
+    """Give the process the operators' CPU kernels, and the operators where the C++ library has not defined them."""
+    is_loaded = hopper.library() is None
+    for name, kernel in KERNELS.items():
+        if not is_loaded:
+            LIBRARY.define(schemas()[name])
+        LIBRARY.impl(name, kernel, "CPU")
+    if not is_loaded:
+        fakes.register()

@@ -1,0 +1,237 @@
+"""What graphs of torch.compile, torch.export and AOTInductor hold of the operators."""
+
+import re
+import zipfile
+
+import fake_hopper
+import pytest
+import torch
+from targets import as_tuple, leaves
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+import flashmhf
+from flashmhf import backends, quantize
+from flashmhf.backends import hopper
+from flashmhf.testing import problem
+
+BF16 = torch.bfloat16
+X = torch.randn(2, 20, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
+
+
+@pytest.fixture(autouse=True)
+def as_on_hopper(monkeypatch, fresh_dynamo):
+    """The hopper back end takes the CPU for its GPU. Nothing is compiled or chosen yet. Returns what ends that."""
+    fake_hopper.install()
+    why_not = hopper.why_not
+
+    def forget():
+        for choice in (backends.select, backends.select_fp8):
+            choice.cache_clear()
+
+    def end():
+        monkeypatch.setattr(hopper, "why_not", why_not)
+        forget()
+
+    def for_cpu(device, dtype, **case):
+        return why_not(torch.device("cuda", 0) if device.type == "cpu" else device, dtype, **case)
+
+    monkeypatch.setattr(hopper, "library", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: hopper.CAPABILITY)
+    monkeypatch.setattr(hopper, "why_not", for_cpu)
+    forget()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield end
+    forget()
+
+
+def compiled(function, step=lambda function, *inputs: function(*inputs), inputs=(X,), **options):
+    """The result of ``step`` with a function that torch.compile has compiled, and the operators that its code calls."""
+    result, codes = run_and_get_code(step, torch.compile(function, fullgraph=True, **options), *inputs)
+    return result, sorted({name for code in codes for name in re.findall(r"torch\.ops\.(flashmhf\w*\.\w+)", code)})
+
+
+def assert_close(actual, expected):
+    for a, b in zip(as_tuple(actual), as_tuple(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item() if b.numel() else 0)
+
+
+def network(num_heads=2, dtype=BF16, **settings):
+    return flashmhf.FlashMHF(128, num_heads, 3, 32, dtype=dtype, deterministic=True, **settings)
+
+
+dynamic_or_not = pytest.mark.parametrize("dynamic", [False, True])
+options = pytest.mark.parametrize(
+    "settings", [{}, {"q_norm": True, "bias": True, "num_kv_heads": 1}], ids=["plain", "options"]
+)
+
+
+@dynamic_or_not
+@options
+@torch.no_grad()
+def test_layer(settings, dynamic):
+    module = network(**settings)
+    result, found = compiled(module, dynamic=dynamic)
+    assert found == ["flashmhf_hopper.graph_layer"]
+    assert_close(result, module(X))
+
+
+@torch.no_grad()
+def test_fp8_layer():
+    module = quantize.to_fp8(network())
+    result, found = compiled(module)
+    assert found == ["flashmhf_hopper.graph_fp8_layer"]
+    assert_close(result, module(X))
+
+
+@dynamic_or_not
+@options
+def test_training(settings, dynamic):
+    module = network(**settings)
+
+    def step(function, x):
+        x = x.clone().requires_grad_()
+        out = function(x)
+        return out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])
+
+    result, found = compiled(module, step, dynamic=dynamic)
+    assert found == ["flashmhf_hopper.gated_backward", "flashmhf_hopper.gated_forward"]
+    assert_close(result, step(module, X))
+
+
+@dynamic_or_not
+@pytest.mark.parametrize("gate", [None, "same", "float32"])
+@pytest.mark.parametrize("name", ["forward", "gated_forward"])
+def test_functions(name, gate, dynamic):
+    p = problem((2, 20), 2, 64, 3, 32, BF16, gate=gate)
+    given = leaves(name, p) if gate or name == "forward" else leaves(name, problem((2, 20), 2, 64, 3, 32, BF16))
+
+    def function(*operands):
+        return getattr(torch.ops.flashmhf, name)(*operands, deterministic=True)
+
+    def step(function, *operands):
+        out = function(*operands)
+        tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    result, found = compiled(function, step, given, dynamic=dynamic)
+    assert found == [f"flashmhf_hopper.{name.replace('forward', 'backward')}", f"flashmhf_hopper.{name}"]
+    assert_close(result, step(function, *given))
+
+
+def test_needed_gradients_only():
+    module = network()
+
+    def step(function, x):
+        return torch.autograd.grad(function(x).float().sum(), [module.k])
+
+    module.requires_grad_(False)
+    module.k.requires_grad_()
+    assert_close(compiled(module, step)[0], step(module, X))
+
+
+@torch.no_grad()
+def test_fp8_function():
+    p = problem((2, 20), 2, 64, 3, 32, BF16)
+    packed = quantize.pack_fp8(p.k, p.u, p.v).tensors
+    for gate, name in (((p.r,), "fp8_forward"), ((p.w, p.eps), "fp8_gated_forward")):
+        function = getattr(torch.ops.flashmhf, name)
+        result, found = compiled(lambda *x, op=function: op(*x), inputs=(p.q, *packed, *gate))
+        assert found == ["flashmhf_hopper.fp8_forward"]
+        assert_close(result, function(p.q, *packed, *gate))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": torch.float32}, {"num_heads": 4}, {"activation": "gelu"}, {"backend": "eager"}], ids=str
+)
+@torch.no_grad()
+def test_what_the_kernels_do_not_take_keeps_the_portable_operator(settings):
+    module = network(**settings)
+    x = X.to(module.k.dtype)
+    result, found = compiled(module, inputs=(x,))
+    assert found == ["flashmhf.layer"]
+    assert_close(result, module(x))
+
+
+@torch.no_grad()
+def test_another_device_keeps_the_portable_operator(as_on_hopper):
+    as_on_hopper()
+    assert compiled(network())[1] == ["flashmhf.layer"]
+
+
+def test_layouts_that_the_kernels_cannot_read_keep_the_portable_operator():
+    p = problem((2, 20), 2, 64, 3, 32, BF16)
+
+    def function(q, k, u, v):
+        return flashmhf.flash_mhf(torch.stack([q, q], -1)[..., 0], k, u, v)
+
+    with pytest.raises(ValueError, match="q cannot be read in place"):
+        torch.compile(function, fullgraph=True)(*p.operands)
+
+
+@torch.no_grad()
+def test_another_dtype_or_number_of_tokens():
+    module = network()
+    made = torch.compile(module, fullgraph=True)
+    counters.clear()
+    for tokens in (20, 33, 47, 64):
+        x = torch.randn(2, tokens, 128, dtype=BF16)
+        assert_close(made(x), module(x))
+    assert counters["stats"]["unique_graphs"] == 2  # the length of the first call, and any
+    module.float()
+    assert_close(made(X.float()), module(X.float()))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+@torch.no_grad()
+def test_settings_are_constants_of_the_graph():
+    module, inputs = network(q_norm=True), []
+
+    def backend(graph, examples):
+        inputs.append(examples)
+        return graph.forward
+
+    made = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
+    made(X)
+    assert sum(isinstance(x, torch.Tensor) for x in inputs[0]) == 1 + len(list(module.parameters()))
+    assert not any(isinstance(x, (float, torch.SymFloat)) for x in inputs[0])
+    module.router_eps = 0.5
+    assert_close(made(X), module(X))
+    assert len(inputs) == 2
+
+
+@torch.no_grad()
+def test_export_keeps_the_portable_operator():
+    program = torch.export.export(network(), (X,))
+    for made in (program, program.run_decompositions()):
+        found = {str(node.target) for node in made.graph.nodes if "flashmhf" in str(node.target)}
+        assert found == {"flashmhf.layer.default"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@torch.no_grad()
+def test_aot_inductor(tmp_path):
+    module = network()
+    program = torch.export.export(module, (X,))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    with zipfile.ZipFile(package) as files:
+        sources = [files.read(name).decode() for name in files.namelist() if name.endswith((".cpp", ".json"))]
+    assert set(re.findall(r"flashmhf\w*::\w+", "\n".join(sources))) == {"flashmhf_hopper::graph_layer"}
+    assert_close(torch._inductor.aoti_load_package(package)(X), module(X))
+
+
+@pytest.mark.parametrize("gate", [None, "float32"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_fakes(gate, needs):
+    p = problem((2, 20), 2, 64, 3, 32, BF16, gate=gate)
+    routed = problem((2, 20), 2, 64, 3, 32, BF16)
+    ops, how = torch.ops.flashmhf_hopper, (True, *needs)
+    checks = ("test_schema", "test_faketensor")
+    for op, given in (
+        (ops.forward, (*p.operands, p.r, True)),
+        (ops.gated_forward, (*p.operands, routed.w, p.eps, True)),
+        (ops.backward, (p.grad_out, *p.operands, p.r, *how)),
+        (ops.gated_backward, (p.grad_out, *p.operands, routed.w, p.eps, *how)),
+    ):
+        torch.library.opcheck(op, given, test_utils=checks)
