@@ -259,7 +259,7 @@ def parallelize(
         return parallelize_module(module, mesh, style)
     if sequence_dim is not None or not use_local_output:
         raise ValueError(
-            f"module is a {type(module).__name__}; sequence_dim and use_local_output are supported for FlashMHF and MHFFN only"
+            f"module is a {type(module).__name__}; sequence_dim and use_local_output are for FlashMHF and MHFFN only"
         )
     names: dict[int, list[str]] = {}  # by ids, so that a whole parameter is freed once it is sharded
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -277,9 +277,8 @@ def _tie(module: nn.Module, first: str, second: str) -> None:
     """
     parameter, other = module.get_parameter(first), module.get_parameter(second)
     if parameter.placements != other.placements:
-        raise ValueError(
-            f"{first} and {second} are one parameter, placed as {parameter.placements} and {other.placements}; untie them"
-        )
+        found = f"{parameter.placements} and {other.placements}"
+        raise ValueError(f"{first} and {second} are one parameter, placed as {found}; untie them")
     owner, _, attribute = second.rpartition(".")
     module.get_submodule(owner).register_parameter(attribute, parameter)
 

@@ -54,7 +54,7 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
         if shape[dim] % ranks:
             what = f"its heads, H = {shape[dim]}," if dim == head_dim else f"dimension {dim} of size {shape[dim]}"
             raise NotImplementedError(
-                f"{name} is sharded over {what} on a mesh of size {ranks}; supported: mesh sizes that divide {shape[dim]}"
+                f"{name} is sharded over {what} on a mesh of size {ranks}; supported: sizes that divide {shape[dim]}"
             )
 
 

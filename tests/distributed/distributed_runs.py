@@ -189,7 +189,7 @@ def network(**options) -> flashmhf.FlashMHF:
 def compare_module(
     mesh: DeviceMesh, whole: nn.Module, sequence_dim: int | None = None, wrap: Callable | None = None
 ) -> None:
-    """Results and gradients by heads, with the input and the output sharded over a dimension or not, as in one process."""
+    """Results and gradients by heads, with input and output sharded over a dimension or not, as in one process."""
     torch.manual_seed(1)
     x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64, device=whole.k.device)
     sharded = parallelize(copy.deepcopy(whole), mesh, sequence_dim=sequence_dim)

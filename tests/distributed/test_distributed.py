@@ -95,7 +95,8 @@ MET = """
 import importlib.util, sys, torch
 def probe(now):
     if now == {when!r}:
-        assert importlib.util.find_spec("torch.distributed.tensor") and importlib.util.find_spec("torch.utils.flop_counter")
+        assert importlib.util.find_spec("torch.distributed.tensor")
+        assert importlib.util.find_spec("torch.utils.flop_counter")
 probe("before")
 import flashmhf
 probe("after")

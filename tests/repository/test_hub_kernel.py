@@ -61,5 +61,5 @@ def test_the_tools_accept_it(hub):
     assert Backend.CUDA in Build.open(hub).general.backends
     for folder in (hub / "build").iterdir():
         assert Metadata.read_from_file(folder / "metadata.json").name.python_name == "flashmhf"
-    code = f"import kernels, pathlib\nprint(kernels.get_local_kernel(pathlib.Path({str(hub)!r}), backend='cpu').info().chosen)"
-    run_python("-c", code)
+    load = f"kernels.get_local_kernel(pathlib.Path({str(hub)!r}), backend='cpu')"
+    run_python("-c", f"import kernels, pathlib\nprint({load}.info().chosen)")
