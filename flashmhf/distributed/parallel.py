@@ -19,6 +19,8 @@ from .. import checks
 from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
 from ..nn.arguments import positive
 from ..nn.multihead import MultiHead
+from ..nn.weights import check_held
+from ..quantize import Fp8FlashMHF
 from . import sharding  # noqa: F401  (its import registers the rules)
 
 _DIVIDED = (FlashMHF, MHFFN, SwiGLU)
@@ -37,6 +39,20 @@ def _check_divides(size: int, name: str, count: int, what: str, of: str) -> None
 def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
     heads = module.num_kv_heads
     _check_divides(size, name, heads, f"H = {heads} heads{'' if heads == module.num_heads else ' of K, U and V'}", "H")
+
+
+def _check_weights(module: nn.Module) -> None:
+    """Refuse, before anything changes, weights that are elsewhere, belong to something else or are quantised."""
+    for name, child in module.named_modules():
+        check_held(name, child, empty=True)
+        if isinstance(child, Fp8FlashMHF):
+            raise NotImplementedError(
+                f"{name or 'module'} is a network in FP8; supported: 16 and 32 bits, or flashmhf.distributed.shard"
+            )
+        for key, parameter in child.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor) and type(parameter.data) is not Tensor:
+                found = f"{_path(name, key)} is a {type(parameter.data).__name__}"
+                raise NotImplementedError(f"{found}; supported: plain tensors: parallelize before quantising")
 
 
 def check_sharded(module: nn.Module, _: object) -> None:
@@ -64,7 +80,8 @@ class HeadParallel(ParallelStyle):
         output_layouts: the placement of the module's output: Replicate() or Shard(dim).
         use_local_output: return a tensor, not a DTensor.
 
-    Raises TypeError for another module and ValueError if the mesh's size does not divide H.
+    Raises TypeError for another module, ValueError if the mesh's size does not divide H, and what :func:`parallelize`
+    raises for weights that it cannot shard.
     """
 
     def __init__(
@@ -81,6 +98,7 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (FlashMHF, MHFFN)):
             raise TypeError(f"module is a {type(module).__name__}; supported: FlashMHF, MHFFN")
+        _check_weights(module)
         check_heads("module", module, device_mesh.size())
         _distribute(module, device_mesh, placement_of, self.src_data_rank)
         wrap_forward(module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output)
@@ -246,8 +264,9 @@ def parallelize(
 
     Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with
     :func:`shard_placement`. Raises ValueError for a mesh of several dimensions, for a mesh whose
-    size does not divide H, for a model without any such network, and for one parameter in modules that need it in two
-    placements.
+    size does not divide H, for a model without any such network, for one parameter in modules that need it in two
+    placements, and for weights that are offloaded, parametrised or held by an adapter; NotImplementedError for
+    quantised weights.
     """
     checks.instance("module", module, nn.Module, "a torch.nn.Module")
     checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")
@@ -261,6 +280,7 @@ def parallelize(
         raise ValueError(
             f"module is a {type(module).__name__}; sequence_dim and use_local_output are for FlashMHF and MHFFN only"
         )
+    _check_weights(module)
     names: dict[int, list[str]] = {}  # by ids, so that a whole parameter is freed once it is sharded
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

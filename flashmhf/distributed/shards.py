@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import MHFFN, FlashMHF, ParametricKV
+from ..nn.weights import check_held
 from ..quantize import Fp8FlashMHF
 from ..quantize.packing import E4M3, check_layout
 
@@ -86,8 +87,9 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a
     checkpoint of the whole network loads into every rank.
 
-    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V, TypeError
-    for another network, and NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
+    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V and for
+    weights that are offloaded, parametrised or held by an adapter, TypeError for another network, and
+    NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
     """
     if not isinstance(network, _NETWORKS):
         raise TypeError(
@@ -95,6 +97,8 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
         )
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
+    for name, part in network.named_modules():
+        check_held(name, part, empty=True)
     keys = network.k8 if hasattr(network, "k8") else network.k
     for count, total in {"num_heads": network.num_heads, "num_kv_heads": len(keys)}.items():
         setattr(network, count, rank.of(count, total))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..nn import FlashMHF
 from ..nn.arguments import flag
+from ..nn.weights import check_held
 
 _WEIGHTS = ("k", "u", "v")
 
@@ -20,9 +21,11 @@ def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
     return it.
 
     State dicts hold four dimensions in either case. The parameters are new objects: call this before an optimizer takes
-    them. Raises TypeError if ``network`` is not a FlashMHF or ``stacked`` not a bool.
+    them. Raises TypeError if ``network`` is not a FlashMHF or ``stacked`` not a bool, ValueError for weights that are
+    offloaded or parametrised.
     """
     checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
+    check_held("", network, empty=True)
     shape = network.weight_shape
     if flag("stacked", stacked) and network.k.dim() == 4:
         network.register_state_dict_post_hook(_unstack)

@@ -1,0 +1,31 @@
+"""Whether a module has its weights itself, for functions that read or replace them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: bool = False) -> None:
+    """Raise ValueError, with the way out, unless ``module`` itself holds the values of its weights.
+
+    Refused are modules that are parametrised or wrapped by an adapter (PEFT), those that accelerate offloads unless
+    ``offloaded`` and those on the meta device unless ``empty``. ``name`` is the module's in its model or "".
+    """
+    shown = name or type(module).__name__
+    if name.rpartition(".")[2] == "base_layer" or hasattr(module, "base_layer"):
+        raise ValueError(f"{shown} is held by an adapter; supported: modules without, as after merge_and_unload()")
+    if hasattr(module, "parametrizations"):
+        raise ValueError(
+            f"{shown} has parametrised weights; supported: plain parameters, as after "
+            "torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    for part in () if offloaded else module.modules():
+        if getattr(getattr(part, "_hf_hook", None), "offload", False):
+            raise ValueError(
+                f"{shown} is offloaded; supported: models loaded without offloading (device_map, cpu_offload)"
+            )
+    if not empty and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise ValueError(
+            f"{shown} has no values, its weights are on the meta device; supported: weights that are loaded or drawn, "
+            "and not offloaded"
+        )
