@@ -3,9 +3,9 @@
     $ python -m benchmarks.plan 16 22 384 128 32256             # H E d_e d_h T
     $ python -m benchmarks.plan 16 22 384 128 32256 --backward
 
-The fields are those of csrc/plan_bindings.cpp; csrc/README.md says what they mean. Runs without a GPU. Needs the module
-flashmhf._plan, which an installation from source builds. Exit status 2: there is no such module, or no kernel for the
-shape.
+The fields are those of csrc/forward/plan.h and csrc/backward/plan.h, which say what they mean. Runs without a GPU. Needs
+the module flashmhf._plan, which an installation from source builds. Exit status 2: there is no such module, or no
+kernel for the shape.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ a preset's model with the recipe's layout and optimizer groups, one batch after 
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from flashmhf_recipes.flops import peak_flops, training_flops_per_token
 from flashmhf_recipes.layout import Layout
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+RATE, WARM_UP_RATE = 1e-3, 1000  # reached linearly within so many steps
 WARM_UP = 3  # steps that hold the compilation
 ALONE = Layout(1, 1, 1)
 
@@ -58,10 +58,8 @@ class Recomputed(nn.Module):
 class Training:
     """The training of ``name``, a preset, on this process's device alone or over all processes.
 
-    precision: "bf16" is autocast over float32 weights, as in the recipe; "fp32" computes in float32 on the eager back
-    end.
     checkpointing: True for whole blocks, "networks" for their feed-forward networks alone.
-    rate: reached linearly within ``warm_up`` steps. sizes: of the configuration, instead of the preset's.
+    sizes: of the configuration, instead of the preset's.
     """
 
     def __init__(
@@ -73,12 +71,9 @@ class Training:
         length: int,
         compiled: bool = False,
         checkpointing: bool | str = False,
-        precision: str = "bf16",
-        rate: float = 1e-3,
-        warm_up: int = 1000,
         **sizes: object,
     ):
-        self.device, self.layout, self.length, self.precision = device, layout, length, precision
+        self.device, self.layout, self.length = device, layout, length
         self.processes = layout.data_processes * layout.tp
         config = preset(name).config(
             max_position_embeddings=max(length, 4096), tie_word_embeddings=False, use_cache=False, **sizes
@@ -91,9 +86,6 @@ class Training:
                 block.mlp = Recomputed(block.mlp)
         elif checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        for network in self.model.modules():
-            if precision == "fp32" and hasattr(network, "backend"):
-                network.backend = "eager"
         self.flops = training_flops_per_token(self.model, length)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         if layout.sharded:
@@ -101,10 +93,11 @@ class Training:
         elif compiled:
             for block in self.model.model.layers:
                 block.compile()
-        self.optimizer = torch.optim.AdamW(
-            param_groups(self.model, rate, WEIGHT_DECAY), rate, BETAS, fused=device.type == "cuda"
+        groups = param_groups(self.model, RATE, WEIGHT_DECAY)
+        self.optimizer = torch.optim.AdamW(groups, RATE, BETAS, fused=device.type == "cuda")
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_RATE)
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / warm_up))
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
         """The loss of ``batch`` [sequences, length], the same on all processes;
@@ -113,10 +106,7 @@ class Training:
         """
         rank = dist.get_rank() if self.processes > 1 else 0
         mine = batch.chunk(self.layout.data_processes)[self.layout.data_index(rank)].to(self.device)
-        bf16 = (
-            torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
-        )
-        with bf16:
+        with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(input_ids=mine, labels=mine).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)

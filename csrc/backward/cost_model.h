@@ -1,5 +1,5 @@
 // What the backward's planner counts with, in the time of one tile of 64 x 64 of all eight products (1.7 us on an H200 at d_h = 128, in
-// proportion to d_h). benchmarks/measure_cost_model.py measures them on a chip.
+// proportion to d_h). They were measured on a chip (docs/experiments.md).
 #pragma once
 
 #include <cstdint>

@@ -331,13 +331,15 @@ def test_the_fp8_baseline_is_swiglu():
 def test_four_processes(tmp_path):
     """``python -m benchmarks.distributed`` over gloo."""
     command = ("-m", "benchmarks.distributed", "--smoke", "--ranks", 4, "--steps", 2, "--out", tmp_path / "run")
-    run_python(*command, "--parts", "module", "layouts", cwd=ROOT, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    run_python(*command, "--parts", "module", "train", cwd=ROOT, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     record = json.loads((tmp_path / "run_x4_cpu.json").read_text())
     assert record["environment"]["ranks"] == 4 and {row["status"] for row in record["rows"]} == {"ok"}
     assert {row["tp"] for row in record["rows"] if row["part"] == "module"} == {1, 2, 4}
-    losses = {(row["precision"], row["layout"]): row["losses"] for row in record["rows"] if row["part"] == "layouts"}
-    assert {name for _, name in losses} == {"one", "one, reordered", "fsdp2 4", "fsdp2 2 x tp 2", "tp 4"}
-    assert all(len(values) == 2 and values[0] != values[1] for values in losses.values())
+    trained = {(row["subject"], row["layout"]): row for row in record["rows"] if row["part"] == "train"}
+    layouts = {"one", "fsdp2 4", "fsdp2 2 x tp 2", "tp 4"}
+    assert trained.keys() == {(ffn, layout) for ffn in ("flashmhf", "swiglu") for layout in layouts}
+    for (_, layout), row in trained.items():
+        assert row["losses"][0] != row["losses"][-1] and ("x_one" in row) == (layout != "one")
 
 
 def test_the_length_of_a_union_of_intervals():

@@ -14,8 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import measure_cost_model as script
-
 plan = pytest.importorskip("flashmhf._plan")
 f16, fp8 = plan.plan_forward, functools.partial(plan.plan_forward, fp8=True)
 
@@ -287,15 +285,6 @@ def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_woul
     assert late == {1: False, 2: True, 4: True, 8: True}, "16 clusters beside 1, 8 beside 7, 4 beside 3"
     assert not plan.plan_forward(1, 1, 8, 128, 22, 384, group=4, large_clusters=7)["late_successor"], "2 beside 5"
     assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["late_successor"], "no slices"
-
-
-def test_the_measured_constants_are_those_of_the_cost_models():
-    """benchmarks/measure_cost_model.py prints each constant beside the one in the code: the names agree."""
-    assert {"combine", "behind_waves", "next_item", "stream_numerator"} <= set(script.in_code("forward"))
-    assert {"cta_tiles", "launch", "ordered_slowdown", "ordered_tiles", "pair_slowdown"} <= set(
-        script.in_code("backward")
-    )
-    assert script.main(["no such folder"]) == 2
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
