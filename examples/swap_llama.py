@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flashmhf
-from flashmhf.models import load_replaced
+import flashmhf.models  # so that from_pretrained knows the networks
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ for step in range(30):
 
 with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(folder)
-    again = load_replaced(folder).to(device).eval()
+    again = LlamaForCausalLM.from_pretrained(folder).to(device).eval()
 with torch.no_grad():
     torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits)
 print("saved and loaded: the same logits")

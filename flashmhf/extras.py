@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
-
-from torch import nn
 
 _LM = (
     "accelerate",
@@ -38,16 +34,3 @@ def require(user: str, module: str) -> None:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(advice(user, error.name) or str(error), name=error.name) from None
-
-
-def pretrained_models(module: nn.Module, network: type[nn.Module]) -> Iterator[nn.Module]:
-    """Yield transformers' models within ``module``, itself included, that hold a ``network``, but none that is a part
-    of another.
-    """
-    inner: set[nn.Module] = set()
-    library = sys.modules.get("transformers.modeling_utils")  # a model of transformers has imported it
-    for part in module.modules() if library else ():
-        if part not in inner and isinstance(part, library.PreTrainedModel):
-            inner.update(part.modules())
-            if any(isinstance(each, network) for each in part.modules()):
-                yield part

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
 
-from . import checks, extras
+from . import checks, torch_private
 from .nn.arguments import positive
-from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim, other_part
+from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim
 from .nn.init import INITIALIZER_RANGE, Projection
+from .nn.weights import check_held
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_OF_MIXTURES = (".experts", "shared_expert", "shared_mlp")  # in the names of networks inside mixtures of experts
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 
 
@@ -21,9 +22,53 @@ def is_swiglu(module: nn.Module) -> bool:
     with parameters.
     """
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    linear = all(type(child) in (nn.Linear, Projection) for child in children.values()) and other_part(module) is None
+    linear = all(type(child) in (nn.Linear, Projection) for child in children.values()) and not _has_other_part(module)
     whole = next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS)
     return linear and whole and module.down_proj.out_features == module.gate_proj.in_features
+
+
+def _has_other_part(module: nn.Module) -> bool:
+    """Return whether a gated network holds a module or function that is not a linear layer, SiLU or dropout."""
+    for name, part in {**vars(module), **module._modules}.items():
+        known = isinstance(part, (nn.Linear, nn.SiLU, nn.Dropout, nn.Identity)) or part is nn.functional.silu
+        # what Module.compile, accelerate and Liger set on the instance
+        known = known or type(part).__name__ == "SiLUActivation" or hasattr(nn.Module, name) or name == "_old_forward"
+        if callable(part) and not known:
+            return True
+    return False
+
+
+def _experts(block: nn.Module) -> list[nn.Module]:
+    """Return the SwiGLU networks that ``block`` chooses among, and those that it runs beside its experts.
+
+    A mixture of experts is known by its router, a matrix of a row per expert, beside as many networks or beside one
+    tensor that holds the weights of all.
+    """
+    parts = [
+        (name, part)
+        for child, module in block.named_children()
+        for name, part in (
+            ((f"{child}.{key}", each) for key, each in module.named_children())
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            else [(child, module)]
+        )
+    ]
+    networks = [part for _, part in parts if is_swiglu(part)]
+    if not networks or isinstance(block, nn.Sequential):
+        return []
+    d_model = networks[0].gate_proj.in_features
+    tensors = [(block, each) for each in block.parameters(recurse=False)]
+    tensors += [(part, each) for _, part in parts if part not in networks for each in part.parameters()]
+    routers = {
+        (owner, *({*each.shape} - {d_model})) for owner, each in tensors if each.dim() == 2 and d_model in each.shape
+    }
+    fused = {(owner, each.shape[0]) for owner, each in tensors if each.dim() == 3 and d_model in each.shape[1:]}
+    for owner, *count in routers:
+        beside = any([size] == count and other is not owner for other, size in fused)
+        # as many networks, or one or two more that run for every token
+        if count and count[0] > 1 and (beside or 0 <= len(networks) - count[0] <= 2):
+            return networks
+    return []
 
 
 def equal_parameter_sizes(
@@ -38,8 +83,8 @@ def equal_parameter_sizes(
     smallest = 3 * kv_model * WIDTH_MULTIPLE + d_model
     if remaining < smallest // 2:
         raise ValueError(
-            f"{parameters:,} parameters at d_model = {d_model} leave too few beside W_in and W_out (2 d_model^2 = {2 * d_model**2:,}) "
-            f"for K, U, V and the router ({smallest:,} at least)"
+            f"{parameters:,} parameters at d_model = {d_model} leave too few beside W_in and W_out "
+            f"(2 d_model^2 = {2 * d_model**2:,}) for K, U, V and the router ({smallest:,} at least)"
         )
     usual = default_subnet_dim(d_model // num_heads)
     subnets = max(1, round(remaining / (3 * kv_model * usual + d_model)))
@@ -52,6 +97,8 @@ def replace_ffn(
     num_heads: int | None = None,
     num_subnets: int | None = None,
     subnet_dim: int | None = None,
+    *,
+    num_layers: int | None = None,
     **kwargs: Any,
 ) -> list[str]:
     """Replace every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; return their names.
@@ -60,28 +107,43 @@ def replace_ffn(
 
     Args:
         model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj,
-            up_proj, down_proj; with biases the FlashMHF has biases too). Networks inside mixtures of experts are left
-            alone.
+            up_proj, down_proj; with biases the FlashMHF has biases too), whole or a part of it. Networks inside
+            mixtures of experts are left alone.
         num_heads: H; None for heads of 128 (the paper's choice), or of 64, 32 or 16 if d_model is not a multiple of
             128.
         num_subnets: E; None for equal parameters, up to the granularity of d_e. Give num_subnets and subnet_dim both or
             neither.
         subnet_dim: d_e; give it together with num_subnets.
+        num_layers: how many layers the whole model has, for the drawing; None for what a configuration within ``model``
+            says, or else for the number of networks. Give it if ``model`` is a part without a configuration.
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
-    Weights are drawn by ``reset_parameters("balanced")`` for as many layers as there are networks, the router with the
-    initializer_range of ``model.config``. The configuration of a transformers model, ``model`` or a part of it, records
-    all of its FlashMHF networks, so that :func:`flashmhf.models.load_replaced` loads what the model's own
-    ``save_pretrained`` stores, and its ``init_weights`` draws them too. Raises TypeError if ``model`` is not a module,
-    ValueError if there is nothing to replace, if ``model`` itself is the network to replace, and if sizes do not fit.
+    Weights are drawn by ``reset_parameters("balanced")``, the router with the initializer_range of ``model.config``.
+    They are trainable, in the mode (train or eval) of what they replace. ``save_pretrained`` of a transformers model
+    records the networks in its configuration, and once ``flashmhf.models`` is imported ``from_pretrained`` builds and
+    ``init_weights`` draws them.
+
+    Raises TypeError if ``model`` is not a module; ValueError if there is nothing to replace, if ``model`` itself is the
+    network to replace, for networks that are sharded, offloaded, parametrised or held by an adapter, and if sizes do
+    not fit. The model is then as it was.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
+    empty = all(parameter.is_meta for parameter in model.parameters())
+    experts = {id(network) for block in model.modules() for network in _experts(block)}
     # the names of each network; ids, so that a replaced network's memory is free at once
     shared: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_swiglu(module) and not any(part in name for part in _OF_MIXTURES):
+        projections = [module._modules.get(each) for each in _PROJECTIONS]
+        if None in projections or id(module) in experts:
+            continue
+        for each, projection in zip(_PROJECTIONS, projections, strict=True):
+            held = f"{name}.{each}".lstrip(".")
+            check_held(held, projection, empty)
+            if any(map(torch_private.is_dtensor, projection.parameters())):
+                raise ValueError(f"{held} is sharded (DTensor); supported: models before parallelize or fully_shard")
+        if is_swiglu(module):
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]
     if not names:
@@ -90,22 +152,24 @@ def replace_ffn(
         )
     if "" in names:
         raise ValueError(
-            f"model is itself a SwiGLU network ({type(model).__name__}), and a module cannot be replaced in place within itself; "
-            "FlashMHF.from_swiglu(model) makes a FlashMHF of it"
+            f"model is itself a SwiGLU network ({type(model).__name__}), which cannot be replaced in place; supported: "
+            "the module that holds it"
         )
     initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
-    sizes = (num_heads, num_subnets, subnet_dim, initializer_range, len(names))
+    if num_layers is None:
+        found = (getattr(getattr(part, "config", None), "num_hidden_layers", None) for part in model.modules())
+        num_layers = max([len(names), *(count for count in found if isinstance(count, int))])
+    sizes = (num_heads, num_subnets, subnet_dim, initializer_range, positive("num_layers", num_layers))
     for name in names:  # whatever is refused is refused before the model changes
         _counterpart(model.get_submodule(name), *sizes, {**kwargs, "device": "meta"})
     for members in shared.values():
         network = _counterpart(model.get_submodule(members[0]), *sizes, kwargs)
         for name in members:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, network)
-    for part in extras.pretrained_models(model, FlashMHF):
-        from .models import replaced
+            model.set_submodule(name, network)
+    if "transformers.modeling_utils" in sys.modules:  # then the model may be one of transformers
+        from .models import quantization
 
-        replaced.adopt(part)
+        quantization.record_all(model)
     return names
 
 

@@ -314,6 +314,8 @@ def _load(args: argparse.Namespace):
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
+    from flashmhf.models.quantization import is_fp8
+
     from . import evaluation
 
     _add_model(parser)
@@ -349,10 +351,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     if tasks:
         evaluation.task_manager(tasks, args.include_path, args.shots)
     model, tokenizer = _load(args)
-    figures: dict[str, object] = {
-        "model": args.model,
-        "fp8": getattr(model.config, "quantization_config", None) is not None,
-    }
+    figures: dict[str, object] = {"model": args.model, "fp8": is_fp8(model)}
     if args.data:
         settings = {name: getattr(args, name) for name in ("window", "stride", "batch", "text_field")}
         found = evaluation.held_out_loss(model, tokenizer, args.data, bar=sys.stderr.isatty(), **settings)

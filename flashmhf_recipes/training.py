@@ -32,6 +32,7 @@ from transformers import (
 
 from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, preset
+from flashmhf.models.quantization import is_fp8
 
 from . import checkpoints, data, metrics, pretrained
 from .documents import find_files
@@ -272,7 +273,7 @@ def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     model, tokenizer = pretrained.load(
         options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32"
     )
-    if getattr(model.config, "quantization_config", None) is not None:
+    if is_fp8(model):
         raise OptionError(f"init_from is {path}, a quantised model; supported: a model as it was trained")
     positions = model.config.max_position_embeddings
     options.length = options.length or positions

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..distributed.shards import Rank, shard
-from ..quantize import to_fp8
+from ..quantize import Fp8FlashMHF
 from ..quantize.modules import METHOD
 
 
@@ -16,14 +16,14 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     """Return the multi-head network that a :class:`flashmhf.models.FlashMHFConfig` names, with the heads of ``rank``,
     empty.
 
-    With a ``quantization_config`` of :class:`flashmhf.models.FlashMHFFp8Config` it is a
+    With a record of networks in FP8 (:class:`flashmhf.models.FlashMHFRecord`) it is a
     :class:`flashmhf.quantize.Fp8FlashMHF`.
 
     Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build from their
     own linear layers; ValueError, by the configuration's names, for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
-    from ..models.quantization import FlashMHFFp8Config
+    from ..models.quantization import FlashMHFRecord
 
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
         raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: flashmhf, mh_ffn, pkv")
@@ -33,6 +33,10 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
         network = feed_forward(config)
     stored = dict(getattr(config, "quantization_config", None) or {})
     if stored.get("quant_method") == METHOD:
-        FlashMHFFp8Config.from_dict(stored)  # refuses what this version does not load
-        network = to_fp8(network)
+        record = FlashMHFRecord.from_dict(stored)  # refuses what this version does not load
+        if record.networks or record.fp8 is not True:
+            raise NotImplementedError(
+                "networks of other sizes or partly in FP8; supported: all as the configuration says"
+            )
+        network = Fp8FlashMHF(network)
     return shard(network, rank, prefix)

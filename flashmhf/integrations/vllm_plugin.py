@@ -1,7 +1,7 @@
 """The plugin that vLLM loads by its entry point ``vllm.general_plugins`` in every process, before it imports a model
 class.
 
-It registers the configuration with transformers, and with vLLM the quantisation method "flashmhf_fp8" and, by name, the
+It registers the configuration with transformers, and with vLLM the quantisation method "flashmhf" and, by name, the
 model class.
 """
 
@@ -15,7 +15,7 @@ from vllm import ModelRegistry
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from ..models import FlashMHFFp8Config
+from ..models import FlashMHFRecord
 from ..quantize.modules import METHOD
 
 ARCHITECTURE = "FlashMHFForCausalLM"
@@ -31,7 +31,7 @@ class FlashMHFFp8(QuantizationConfig):
     """Answer what vLLM asks of a checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded
     as it is.
 
-    Raises ValueError if the checkpoint has none: ``--quantization flashmhf_fp8`` quantises nothing by itself.
+    Raises ValueError if the checkpoint has none: ``--quantization flashmhf`` quantises nothing by itself.
     """
 
     def __init__(self, stored: dict[str, Any] | None = None) -> None:
@@ -40,7 +40,11 @@ class FlashMHFFp8(QuantizationConfig):
                 f"quantization is {METHOD!r}, but the checkpoint has no packed weights; supported: a directory that "
                 "`flashmhf quantize` wrote, which needs no such option"
             )
-        FlashMHFFp8Config.from_dict(stored)  # refuses another layout
+        if FlashMHFRecord.from_dict(stored).networks:  # from_dict refuses another layout
+            raise ValueError(
+                "the checkpoint has networks that its class does not build, as after replace_ffn; supported: "
+                "FlashMHFForCausalLM"
+            )
         super().__init__()
 
     def get_name(self) -> str:

@@ -1,7 +1,7 @@
 """The paper's language models (section 4) on transformers: a Llama whose feed-forward network is chosen by name.
 
-Importing this package registers ``FlashMHFConfig`` and its models with transformers' auto classes. Needs the extra
-``flashmhf[lm]``.
+Importing this package registers ``FlashMHFConfig`` and its models with transformers' auto classes, and has models of
+transformers with FlashMHF networks saved and loaded as they are. Needs the extra ``flashmhf[lm]``.
 """
 
 from .. import extras
@@ -22,8 +22,7 @@ from .modeling import (  # noqa: E402
     FlashMHFModel,
     FlashMHFPreTrainedModel,
 )
-from .quantization import FlashMHFFp8Config  # noqa: E402
-from .replaced import load_replaced  # noqa: E402
+from .quantization import FlashMHFFp8Config, FlashMHFRecord  # noqa: E402
 
 transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
 for _auto, _model in AUTO_CLASSES.items():
@@ -43,6 +42,6 @@ __all__ = [
     "FlashMHFForTokenClassification",
     "FlashMHFModel",
     "FlashMHFPreTrainedModel",
+    "FlashMHFRecord",
     "load",
-    "load_replaced",
 ]

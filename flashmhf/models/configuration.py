@@ -132,7 +132,8 @@ class FlashMHFConfig(LlamaConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads is {self.num_key_value_heads}; it must divide num_attention_heads = {self.num_attention_heads}"
+                f"num_key_value_heads is {self.num_key_value_heads}; it must divide num_attention_heads = "
+                f"{self.num_attention_heads}"
             )
         if self.ffn_type not in FFN_TYPES:
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
@@ -141,7 +142,8 @@ class FlashMHFConfig(LlamaConfig):
         activations = list(ACTIVATIONS) if self.ffn_type in _OPERATOR else ["silu"]
         if self.hidden_act not in activations:
             raise ValueError(
-                f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {', '.join(map(repr, activations))}"
+                f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: "
+                f"{', '.join(map(repr, activations))}"
             )
         self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)
         self._check_count("ffn_num_subnets", self.ffn_type in _GATED, "intermediate_size", self.intermediate_size)

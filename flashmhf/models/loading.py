@@ -1,7 +1,4 @@
-"""The one checked way from a directory to a language model:
-
-it loads all that this package writes or converts, or refuses.
-"""
+"""The one checked way from a directory to a language model: it loads all that this package stores, or refuses."""
 
 from __future__ import annotations
 
@@ -15,16 +12,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..nn.convert import PREFIXES
+from ..quantize.modules import METHOD
 from . import conversion
-from .modeling import FlashMHFForCausalLM, check_complete
-from .replaced import NETWORKS, load_replaced
+from .modeling import check_complete
 
 
 def is_official(directory: str | Path) -> bool:
-    """Return whether ``directory`` holds a checkpoint of the official code:
-
-    by the ``model_type`` of its config.json.
-    """
+    """Return whether ``directory`` holds an official checkpoint, by the ``model_type`` of its config.json."""
     config = Path(directory) / "config.json"
     return config.exists() and json.loads(config.read_text("utf-8")).get("model_type") in PREFIXES
 
@@ -37,9 +31,8 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
             :func:`flashmhf.replace_ffn` has changed), an official checkpoint, or a name of the Hugging Face hub.
         dtype: the dtype that the weights are loaded in; None for the stored one. Packed weights keep theirs.
 
-    transformers' own ``from_pretrained`` draws a missing weight at random and warns; for a model that ``replace_ffn``
-    has changed it draws SwiGLU networks. Here nothing is drawn, and no stored weight of a model of this package is left
-    out.
+    transformers' own ``from_pretrained`` draws a missing weight at random and leaves out a stored one that the model
+    has not, with a warning; here both are refused.
 
     Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for
     missing weights; OSError if the directory holds no model, NotImplementedError for official settings without a
@@ -49,8 +42,13 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         if is_official(directory):
             return conversion.load_official(directory, dtype)
         config = AutoConfig.from_pretrained(directory)
-        load_any = load_replaced if getattr(config, NETWORKS, None) else AutoModelForCausalLM.from_pretrained
-        model, report = load_any(directory, config=config, dtype=dtype or "auto", output_loading_info=True)
+        if networks := config.__dict__.pop("flashmhf_networks", None):  # the record of 0.1
+            for settings in networks.values():
+                settings.pop("accumulate_main_grad", None)
+            config.quantization_config = {"quant_method": METHOD, "networks": networks}
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype or "auto", output_loading_info=True
+        )
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise
     except (StrictDataclassError, json.JSONDecodeError) as error:
@@ -61,6 +59,6 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"the weights in {directory} do not load: {str(error) or 'a file is empty'}") from error
     check_complete(directory, report["missing_keys"])
-    if isinstance(model, FlashMHFForCausalLM) and report["unexpected_keys"]:
+    if report["unexpected_keys"]:
         raise ValueError(f"{directory} does not fit its config.json: unexpected {sorted(report['unexpected_keys'])}")
     return model

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_layers import (
@@ -25,8 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
-from ..nn.init import Projection, Scheme
-from ..nn.multihead import HeadRMSNorm
+from ..nn.init import Scheme
 from ..nn.network import FixedDtypes, Network
 from .configuration import FlashMHFConfig
 
@@ -108,14 +106,6 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Do nothing, as :meth:`FlashMHFConfig.register_for_auto_class`."""
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        # transformers calls this with torch.nn.init guarded: tensors that a checkpoint has filled are left alone.
-        if isinstance(module, (Network, Projection, HeadRMSNorm)):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)
 
 
 class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):

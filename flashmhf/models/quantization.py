@@ -1,143 +1,299 @@
-"""FP8 models through transformers' own mechanism: ``quantization_config``, an argument of ``from_pretrained`` and a
-part of config.json.
+"""What a model of transformers is made of beside its class: which networks are FlashMHF, and which of them in FP8.
 
-Importing this module registers the method "flashmhf_fp8" with transformers.
+It is recorded as ``quantization_config``, an argument of ``from_pretrained`` and a part of config.json: transformers'
+one mechanism by which a package changes a model's modules before the weights are loaded. Importing this module
+registers the method "flashmhf", and wraps three methods of transformers' base classes, which have no hook: a model's
+``save_pretrained`` records what the model is made of, its ``init_weights`` has networks of this package draw
+themselves, and a configuration with a record is written such that transformers by itself refuses to load it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
 
+import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..nn.flashmhf import FlashMHF
+from ..nn import FlashMHF, SwiGLU
+from ..nn.init import INITIALIZER_RANGE, Projection, Scheme
+from ..nn.multihead import HeadRMSNorm
+from ..nn.network import Network
+from ..nn.weights import check_held
 from ..quantize import LAYOUT, Fp8FlashMHF, quantize_
-from ..quantize.modules import METHOD
+from ..quantize.modules import METHOD, own_method, quantise_named
 from ..quantize.packing import check_layout
+from .configuration import FlashMHFConfig
+from .modeling import check_complete, feed_forward
 
+_SETTINGS = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
+_DEFAULTS = {"skip_linear": False, "activation": "silu"}
 _STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "F32", "layout": "U8"}
+# transformers reads the weights from the file of this name, and refuses a name without a file's ending, in these words
+GUARD = "load this model after `import flashmhf.models` (pip install 'flashmhf[lm]')"
 
 
 @register_quantization_config(METHOD)
-class FlashMHFFp8Config(QuantizationConfigMixin):
-    """Describe a model whose FlashMHF networks are in FP8, as its ``quantization_config``
-    (:func:`flashmhf.quantize.to_fp8`).
-
-    ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantises while it loads;
-    ``save_pretrained`` then stores the packed weights and this configuration, and ``from_pretrained`` of that directory
-    needs no argument. Such a model serves inference: no parameter requires a gradient.
+class FlashMHFRecord(QuantizationConfigMixin):
+    """Record the FlashMHF networks of a model, as its ``quantization_config``.
 
     Args:
+        networks: the arguments of :class:`flashmhf.FlashMHF` by the names of those networks that the model's class
+            does not build by itself.
+        fp8: the names of the networks in FP8 (:func:`flashmhf.quantize.to_fp8`), or whether all are.
         layout: the version of the packed weights' layout; only this version's loads.
-        quant_method: "flashmhf_fp8", as config.json has it.
-        projections: must be False; W_in and W_out are not quantised.
+        quant_method: "flashmhf", as config.json has it.
 
-    Raises ValueError for another value of any of them.
+    Raises ValueError for another layout or method and for other entries, which a later version may have written.
     """
 
-    def __init__(self, *, layout: int = LAYOUT, quant_method: str = METHOD, projections: bool = False) -> None:
-        if projections is not False:
-            raise ValueError(
-                f"projections of the quantization_config is {projections!r}; supported: False, W_in and W_out in the model's dtype. "
-                "Quantise the original model again"
-            )
+    def __init__(
+        self,
+        *,
+        networks: dict[str, dict[str, Any]] | None = None,
+        fp8: bool | list[str] = False,
+        layout: int = LAYOUT,
+        quant_method: str = METHOD,
+        **others: Any,
+    ) -> None:
+        if others:
+            raise ValueError(f"the record of the networks has {sorted(others)}, which this version does not know")
         if layout != LAYOUT:
             raise ValueError(
-                f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack the weights again with this version"
+                f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack the weights again with this "
+                "version"
             )
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
-        self.quant_method, self.layout = quant_method, layout
+        self.quant_method, self.networks, self.fp8, self.layout = quant_method, networks or {}, fp8, layout
+
+
+class FlashMHFFp8Config(FlashMHFRecord):
+    """Have ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantise every FlashMHF network.
+
+    For models without a record; :func:`flashmhf.quantize.quantize_` quantises any model after it is loaded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(fp8=True)
 
 
 @register_quantizer(METHOD)
-class FlashMHFFp8Quantizer(HfQuantizer):
-    """Pack after the weights are loaded, or load packed weights into empty FP8 networks."""
+class FlashMHFQuantizer(HfQuantizer):
+    """Put the recorded networks into an empty model, and check that each has got its weights.
 
-    quantization_config: FlashMHFFp8Config
+    A loaded model counts as quantised only if it has networks in FP8: others are trained and converted as any model.
+    """
+
+    quantization_config: FlashMHFRecord
     is_trainable = False
     is_compileable = True
 
     def is_serializable(self) -> bool:
         return True
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Take the guard off: no other hook gets the configuration before the files are chosen."""
+        if getattr(config, "transformers_weights", None) == GUARD:
+            del config.transformers_weights
+        return config
+
+    update_tp_plan = update_attn_implementation  # which earlier versions call in its place
+
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        if getattr(model.config, "distributed_config", None) is not None:
+        record = self.quantization_config
+        if record.fp8 and getattr(model.config, "distributed_config", None) is not None:
             raise NotImplementedError(
                 "an FP8 model on several processes (tp_plan, distributed_config); supported: one process, device_map"
             )
-        if self.pre_quantized:
-            quantize_(model)  # empty networks on the meta device
-            if checkpoint_files and all(file.endswith(".safetensors") for file in checkpoint_files):
-                check_stored(model, checkpoint_files)
+        names = {_name_in(model, name): settings for name, settings in record.networks.items()}
+        for name, settings in names.items():
+            like = next(model.get_submodule(name).parameters())
+            network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
+            initializer_range = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
+            network.set_scheme(Scheme(num_layers=len(names), initializer_range=initializer_range))
+            model.set_submodule(name, network)
+        if self.pre_quantized and record.fp8:
+            packed = record.fp8 if isinstance(record.fp8, list) else _networks(model, FlashMHF)
+            packed = [_name_in(model, name) for name in packed]
+            quantise_named(model, packed)
+            _check_dtypes(packed, checkpoint_files or ())
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
-        model.requires_grad_(False)  # the FP8 operators refuse inputs that require a gradient
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self.pre_quantized:
-            for module in model.modules():
-                if isinstance(module, Fp8FlashMHF):
-                    check_layout(module.layout)
+            lost = [
+                f"{name}.{key}"
+                for name, network in _networks(model, FlashMHF | Fp8FlashMHF).items()
+                for key, tensor in (*network.named_parameters(), *network.named_buffers())
+                if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
+            ]
+            check_complete(f"the checkpoint of this {type(model).__name__}", lost)
+        elif self.quantization_config.fp8:
+            quantize_(model)
+        packed = _networks(model, Fp8FlashMHF)
+        for network in packed.values():
+            if not network.layout.is_meta:
+                check_layout(network.layout)
+        record(model)
+        if packed:
+            model.requires_grad_(False)  # the FP8 operators refuse inputs that require a gradient
             return
-        for name, module in model.named_modules():
-            if isinstance(module, FlashMHF) and module.k.is_meta:
-                raise ValueError(
-                    f"device_map offloads {name}; supported when from_pretrained quantises: GPUs, or the CPU alone"
-                )
-        quantize_(model)
-        model.config.quantization_config = self.quantization_config
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                part.config.__dict__.pop("_is_quantized", None)
+                for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+                    part.__dict__.pop(name, None)
+
+
+def _networks(model: nn.Module, kinds: Any) -> dict[str, nn.Module]:
+    return {name: each for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, kinds)}
+
+
+def _name_in(model: nn.Module, recorded: str) -> str:
+    """Return the recorded name, with or without the name of the inner model, of which either may be loaded alone."""
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in (recorded, prefix + recorded, recorded.removeprefix(prefix)):
+        if name in modules:
+            return name
+    raise ValueError(f"{type(model).__name__} has no {recorded}, which its configuration records")
+
+
+def _check_dtypes(networks: list[str], files: Iterable[str]) -> None:
+    """Raise ValueError if safetensors files have a packed tensor in another dtype: transformers would convert it."""
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  not a mapping
+                network, _, key = name.rpartition(".")
+                if key in _STORED_DTYPES and any(network.endswith(each) or each.endswith(network) for each in networks):
+                    dtype = opened.get_slice(name).get_dtype()
+                    if dtype != _STORED_DTYPES[key]:
+                        raise ValueError(
+                            f"{name} has dtype {dtype} in the checkpoint; supported: {_STORED_DTYPES[key]}"
+                        )
+
+
+def _settings(network: FlashMHF | Fp8FlashMHF) -> dict[str, Any]:
+    """Return the arguments that make such a network again, without device and dtype; JSON can hold them."""
+    settings = {name: getattr(network, name) for name in _SETTINGS}
+    settings["bias"] = not network.skip_linear and network.in_proj.bias is not None
+    defaults = {"num_kv_heads": network.num_heads, **_DEFAULTS}
+    settings |= {name: value for name, usual in defaults.items() if (value := getattr(network, name)) != usual}
+    return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
+
+
+def record(model: PreTrainedModel) -> None:
+    """Record in the model's configuration the FlashMHF networks that its class does not build, and those in FP8.
+
+    ``save_pretrained`` calls it. Raises ValueError, before anything changes, for a network that a record does not
+    describe and for a model that another method quantises.
+    """
+    config, networks, packed = model.config, {}, []
+    with torch.device("meta"):
+        built = feed_forward(config) if isinstance(config, FlashMHFConfig) else None
+    usual = _compared(_settings(built)) if isinstance(built, FlashMHF) else None
+    found = _networks(model, Network | Fp8FlashMHF)
+    for name, network in found.items():
+        if not isinstance(network, FlashMHF | Fp8FlashMHF):
+            if isinstance(network, SwiGLU if built is None else type(built)):
+                continue
+            raise ValueError(f"{name} is a {type(network).__name__}, which is not recorded; supported: FlashMHF")
+        check_held(name, network, empty=True, offloaded=True)
+        if method := own_method(network):
+            raise ValueError(f"{name} is a {type(network).__name__} with a {method} of its own, which is not recorded")
+        settings = _settings(network)
+        if _compared(settings) != usual:
+            networks[name] = settings
+        if isinstance(network, Fp8FlashMHF):
+            packed.append(name)
+    method = _method(config)
+    if (networks or packed) and method not in (None, METHOD):
+        raise ValueError(
+            f"the model is quantised by {method!r}; supported beside networks of flashmhf: no other method"
+        )
+    if networks or packed:
+        some = len(packed) < len(_networks(model, FlashMHF | Fp8FlashMHF))
+        config.quantization_config = FlashMHFRecord(networks=networks, fp8=packed if packed and some else not some)
+    elif method == METHOD:
+        del config.quantization_config
+
+
+def record_all(module: nn.Module) -> None:
+    """Record what transformers' models within a module, itself included, are made of: those that hold FlashMHF, but no
+    model that is a part of another.
+    """
+    inner: set[nn.Module] = set()
+    for part in module.modules():
+        if part not in inner and isinstance(part, PreTrainedModel):
+            inner.update(part.modules())
+            if _networks(part, FlashMHF | Fp8FlashMHF):
+                record(part)
+
+
+def _compared(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides the function: a back end that was set on a module of our own models is not recorded."""
+    return {name: value for name, value in settings.items() if name not in ("backend", "deterministic")}
+
+
+def _method(config: PreTrainedConfig) -> str | None:
+    found = getattr(config, "quantization_config", None)
+    return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+
+
+def is_fp8(model: nn.Module) -> bool:
+    """Return whether networks of the model are in FP8."""
+    return bool(_networks(model, Fp8FlashMHF))
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Quantise a model's FlashMHF networks in place, unless it has them in FP8 already.
+    """Quantise a model's FlashMHF networks in place, those that are not in FP8 already.
 
-    Raises ValueError for a model without FlashMHF and for one that is quantised otherwise.
+    Raises what :func:`flashmhf.quantize.quantize_` raises.
     """
-    found = getattr(model.config, "quantization_config", None)
-    if found is None:
+    if _networks(model, FlashMHF) or not is_fp8(model):
         quantize_(model)
-    elif not isinstance(found, FlashMHFFp8Config):
-        raise ValueError(
-            f"the model is quantised already, by {dict(found).get('quant_method')!r}; supported: a model that is not"
-        )
 
 
-def check_stored(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
-    """Raise ValueError if safetensors files lack a tensor of the model's FP8 networks, or have one of another shape,
-    dtype or layout.
+def _wrapped(kind: type, name: str) -> Callable[[Callable], None]:
+    """Have the decorated function run in place of a method of transformers, which it gets first."""
 
-    transformers itself draws a missing tensor at random, with a warning.
-    """
-    conversions, own, stored = get_model_conversion_mapping(model), model.state_dict(), {}
-    rules = [[rule for rule in conversions if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)]
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  not a mapping
-                if name.endswith(".layout"):
-                    check_layout(opened.get_tensor(name))
-                renamed, _ = rename_source_key(name, *rules, model.base_model_prefix, own)  # as the loading itself does
-                tensor = opened.get_slice(name)
-                stored[name if renamed not in own and name in own else renamed] = (
-                    list(tensor.get_shape()),
-                    tensor.get_dtype(),
-                )
-    networks = {name: module for name, module in model.named_modules() if isinstance(module, Fp8FlashMHF)}
-    for network, module in networks.items():
-        for key, tensor in module.state_dict().items():
-            name = f"{network}.{key}"
-            if name not in stored:
-                raise ValueError(f"the checkpoint lacks {name}, which its quantization_config promises")
-            shape, dtype = stored[name]
-            if shape != list(tensor.shape):
-                raise ValueError(f"{name} has shape {shape} in the checkpoint; expected {list(tensor.shape)}")
-            expected = _STORED_DTYPES.get(key.rpartition(".")[2], dtype)
-            if dtype != expected:
-                raise ValueError(f"{name} has dtype {dtype} in the checkpoint; supported: {expected}")
+    def replace(ours: Callable) -> None:
+        method = getattr(kind, name)
+        setattr(kind, name, wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs)))
+
+    return replace
+
+
+@_wrapped(PreTrainedModel, "save_pretrained")
+def _save(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(self, "_hf_peft_config_loaded", False):  # else it stores adapters, and no configuration
+        record(self)
+    return method(self, *args, **kwargs)
+
+
+@_wrapped(PreTrainedModel, "_initialize_weights")
+def _draw(method: Callable, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    if not isinstance(module, (Network, Projection, HeadRMSNorm)):
+        method(self, module, *args, **kwargs)
+    elif not getattr(module, "_is_hf_initialized", False):
+        module.reset_parameters()  # transformers has torch.nn.init leave loaded tensors alone
+        module._is_hf_initialized = True
+
+
+@_wrapped(PreTrainedConfig, "to_diff_dict")
+def _guard(method: Callable, self: PreTrainedConfig) -> dict[str, Any]:
+    written = method(self)
+    # a type of model of our own is unknown without the import
+    if _method(self) == METHOD and not isinstance(self, FlashMHFConfig):
+        written["transformers_weights"] = GUARD
+    return written

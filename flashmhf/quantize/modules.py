@@ -8,16 +8,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import checks, extras, torch_private
+from .. import checks, torch_private
+from ..backends import FP8_BACKENDS, check_name
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import check_input, plain_layer
 from ..nn.network import Contiguous, FixedDtypes, constant
+from ..nn.weights import check_held
 from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
-METHOD = "flashmhf_fp8"  # quant_method in the configuration of a transformers model
+METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
 _PARTS = ("query", "_forward_parts")
+_COMPUTED_BY = ("forward", "split_heads", "normalise", "_mix", "join_heads")  # of FlashMHF
+_KEPT = ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim")
+_KEPT += ("router_eps", "activation", "backend", "deterministic", "skip_linear")
+
+
+def own_method(network: nn.Module) -> str | None:
+    """Return the name of a method with which ``network`` computes something else than FlashMHF, None if there is none.
+
+    This package's own subclasses compute the same.
+    """
+    package = __package__.removesuffix("quantize")
+    found = (name for name in _COMPUTED_BY if hasattr(network, name))
+    return next((name for name in found if not getattr(network, name).__module__.startswith(package)), None)
 
 
 class Fp8FlashMHF(FixedDtypes, Contiguous):
@@ -45,12 +60,11 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
 
     def __init__(self, network: FlashMHF) -> None:
         checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
-        # this package's own subclasses compute the same
-        for name in ("forward", "split_heads", "normalise", "_mix", "join_heads"):
-            if not getattr(network, name).__module__.startswith(__package__.removesuffix("quantize")):
-                raise NotImplementedError(
-                    f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}"
-                )
+        if name := own_method(network):
+            raise NotImplementedError(
+                f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}"
+            )
+        check_name(network.backend, names=("auto", *FP8_BACKENDS))
         if network.activation != "silu":
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
@@ -63,8 +77,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
                 "network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards"
             )
         super().__init__()
-        self.d_model, self.num_heads, self.head_dim = network.d_model, network.num_heads, network.head_dim
-        self.router_eps, self.backend = network.router_eps, "auto"
+        for name in _KEPT:
+            setattr(self, name, getattr(network, name))
         packed = pack_fp8(*(weight.detach() for weight in network._weights()))
         for name, tensor in packed.state_dict().items():
             self.register_buffer(name, tensor.to(packed.k8.device))
@@ -121,18 +135,22 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        _, subnets, subnet_dim, _ = self.k8.shape
-        return f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={subnets}, subnet_dim={subnet_dim}, layout={LAYOUT}"
+        names = ("d_model", "num_heads", "num_subnets", "subnet_dim")
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return f"{sizes}, layout={LAYOUT}"
 
 
 def to_fp8(network: FlashMHF) -> Fp8FlashMHF:
     """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own. W_in and W_out keep
-    their dtype.
+    their dtype, and the back end stays.
 
-    Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating, ValueError if d_e or d_h is not a
-    multiple of 16 or the activation is not SiLU, NotImplementedError for a network with methods of its own or hooks and
-    for parameters that are DTensors.
+    Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating; ValueError if d_e or d_h is not a
+    multiple of 16, the activation is not SiLU, the back end is "reference", and for weights that are not the module's
+    own: offloaded, on the meta device or parametrised; NotImplementedError for a network with methods of its own or
+    hooks and for parameters that are DTensors.
     """
+    checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
+    check_held("", network)
     return Fp8FlashMHF(network).eval()
 
 
@@ -144,21 +162,26 @@ def is_flashmhf(module: nn.Module, name: str = "") -> bool:
 def quantize_(model: nn.Module) -> list[str]:
     """Replace every FlashMHF in ``model``, in place, by its FP8 module (:func:`to_fp8`) and return their names.
 
-    The configuration of a transformers model, ``model`` or a part of it, records it, so that ``from_pretrained`` loads
-    what
-    ``save_pretrained`` then stores, once ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a
-    module, ValueError if it holds no FlashMHF or is one itself (use :func:`to_fp8`).
+    ``save_pretrained`` of a transformers model records it, and ``from_pretrained`` then loads it, once
+    ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a module, ValueError if it holds no FlashMHF,
+    is one itself (use :func:`to_fp8`) or has networks that an adapter holds, and what :func:`to_fp8` raises; the model
+    is then as it was.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, FlashMHF):
         raise ValueError("model is a FlashMHF, which cannot be replaced in place; supported: to_fp8(model)")
-    found = {name: module for name, module in model.named_modules(remove_duplicate=False) if is_flashmhf(module)}
+    found = [name for name, module in model.named_modules(remove_duplicate=False) if is_flashmhf(module)]
     if not found:
         raise ValueError("model holds no FlashMHF")
-    converted = {id(module): to_fp8(module) for module in {id(each): each for each in found.values()}.values()}
-    for name, module in found.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, converted[id(module)])
-    for part in extras.pretrained_models(model, Fp8FlashMHF):
-        part.config.quantization_config = {"quant_method": METHOD, "layout": LAYOUT}
-    return list(found)
+    for name in found:
+        check_held(name, model.get_submodule(name))
+    quantise_named(model, found)
+    return found
+
+
+def quantise_named(model: nn.Module, names: list[str]) -> None:
+    """Replace the networks of these names by their FP8 modules; empty ones by empty ones."""
+    networks = [model.get_submodule(name) for name in names]
+    packed = {id(network): Fp8FlashMHF(network).eval() for network in {id(each): each for each in networks}.values()}
+    for name, network in zip(names, networks, strict=True):
+        model.set_submodule(name, packed[id(network)])

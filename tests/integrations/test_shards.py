@@ -45,9 +45,9 @@ def test_the_network_of_a_configuration():
         (tiny(ffn_num_heads=1), ValueError, "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
         (
-            tiny(quantization_config=packed | {"projections": True}),
-            ValueError,
-            "projections of the quantization_config is True; supp",
+            tiny(quantization_config=packed | {"fp8": ["model.layers.0.mlp"]}),
+            NotImplementedError,
+            "networks of other sizes or partly in FP8",
         ),
     ):
         with pytest.raises(error, match=message):
@@ -83,15 +83,15 @@ def test_the_plugin_for_vllm(monkeypatch):
         EntryPoint("flashmhf", points["vllm.general_plugins"]["flashmhf"], "vllm.general_plugins").load()()
     assert registered == {"FlashMHFForCausalLM": "flashmhf.integrations.vllm:FlashMHFForCausalLM"}
     assert importlib.util.find_spec("flashmhf.integrations.vllm")
-    kind = methods.pop("flashmhf_fp8")
-    stored = {"quant_method": "flashmhf_fp8", "layout": quantize.LAYOUT}
+    kind = methods.pop("flashmhf")
+    stored = {"quant_method": "flashmhf", "layout": quantize.LAYOUT}
     method = kind.from_config(stored)
-    assert (
-        not methods and method.get_name() == "flashmhf_fp8" and method.get_supported_act_dtypes()[0] == torch.bfloat16
-    )
+    assert not methods and method.get_name() == "flashmhf" and method.get_supported_act_dtypes()[0] == torch.bfloat16
     assert method.get_quant_method(torch.nn.Embedding(2, 2), "x") is None
     assert type(method.get_quant_method(torch.nn.Linear(2, 2), "x")).__name__ == "UnquantizedLinearMethod"
     with pytest.raises(ValueError, match="layout of the packed weights is 7"):
         kind.from_config({**stored, "layout": 7})
+    with pytest.raises(ValueError, match="networks that its class does not build"):
+        kind.from_config({**stored, "networks": {"model.layers.0.mlp": {}}})
     with pytest.raises(ValueError, match="the checkpoint has no packed weights"):
-        kind()  # vLLM's call for --quantization flashmhf_fp8 on plain weights
+        kind()  # vLLM's call for --quantization flashmhf on plain weights

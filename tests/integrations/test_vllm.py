@@ -155,7 +155,7 @@ REFUSED = {  # model, what it lacks, settings of the engine, and the message
     "method without packed weights": (
         "flashmhf",
         None,
-        {"quantization": "flashmhf_fp8"},
+        {"quantization": "flashmhf"},
         "the checkpoint has no packed weights",
     ),
     "a changed model": ("swapped", None, {}, "mlp"),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
-from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, load, load_replaced  # noqa: E402
+from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, load  # noqa: E402
 from flashmhf.models.presets import preset  # noqa: E402
 from flashmhf_recipes import pretrained, tokenizer  # noqa: E402
 
@@ -86,6 +86,11 @@ def without(directory, name: str) -> None:
     save_file(state, weights, {"format": "pt"})
 
 
+def extended(directory, name: str) -> None:
+    weights = directory / "model.safetensors"
+    save_file({**load_file(weights), name: torch.ones(2)}, weights, {"format": "pt"})
+
+
 def truncated(directory, share: float) -> None:
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * share)])
@@ -106,6 +111,12 @@ DAMAGED = {  # kind, what is done to its directory, and the error
         lambda path: without(path, "0.mlp.router"),
         ValueError,
         "lacks 1 weights of its model: .*router",
+    ),
+    "swapped with one too many": (
+        "swapped",
+        lambda path: extended(path, "model.norm.scale"),
+        ValueError,
+        "does not fit .* unexpected .*model.norm.scale",
     ),
     "swapped without a weight": (
         "swapped",
@@ -193,24 +204,16 @@ def test_refuses_what_is_damaged(door, damage, saved, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["k", "router", "q_norm.weight", "in_proj.weight", "out_proj.weight"])
-@pytest.mark.parametrize("kind", ["own", "swapped"])
-def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(kind, missing, tmp_path):
+def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(missing, tmp_path):
     """It reports the weight; what the checkpoint has stays."""
     sizes = dict(vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.01)
-    if kind == "own":
-        settings = dict(intermediate_size=96, ffn_num_heads=2, ffn_num_subnets=2, ffn_q_norm=True)
-        model, door = FlashMHFForCausalLM(FlashMHFConfig(**sizes, **settings)), AutoModelForCausalLM.from_pretrained
-    else:
-        model, door = (
-            transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=344)),
-            load_replaced,
-        )
-        flashmhf.replace_ffn(model, num_heads=2, num_subnets=2, subnet_dim=48, q_norm=True)
+    settings = dict(intermediate_size=96, ffn_num_heads=2, ffn_num_subnets=2, ffn_q_norm=True)
+    model = FlashMHFForCausalLM(FlashMHFConfig(**sizes, **settings))
     model.save_pretrained(tmp_path)
     without(tmp_path, f"0.mlp.{missing}")
     for _ in range(20):  # memory that a process has used before
         torch.full((2, 2, 48, 64), 1e30)
-    again, report = door(tmp_path, output_loading_info=True)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     name = f"model.layers.0.mlp.{missing}"
     assert report["missing_keys"] == {name}
     drawn, other = again.get_parameter(name), model.get_parameter(name)
@@ -231,9 +234,8 @@ def test_a_directory_without_a_tokenizer(saved, tmp_path):
 
 
 def test_a_directory_of_an_older_version(saved, tmp_path):
-    """The module beside the configuration names classes where they lay then, or both lack it:
-
-    the installed package's are taken.
+    """The module beside the configuration names classes where they lay then, or both lack it: the installed package's
+    are taken. Replaced networks had a record of their own.
     """
     directory = shutil.copytree(saved[0] / "own", tmp_path / "own")
     (directory / "modeling_flashmhf.py").write_text("from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM\n")
@@ -245,3 +247,13 @@ def test_a_directory_of_an_older_version(saved, tmp_path):
     (directory / "config.json").write_text(json.dumps(config))
     with torch.no_grad():
         assert torch.equal(load(directory)(IDS).logits, saved[1]["own"])
+    directory = shutil.copytree(saved[0] / "swapped", tmp_path / "swapped")
+    config = json.loads((directory / "config.json").read_text())
+    del config["transformers_weights"]
+    networks = config.pop("quantization_config")["networks"]
+    config["flashmhf_networks"] = {
+        name: network | {"accumulate_main_grad": False} for name, network in networks.items()
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        assert torch.equal(load(directory)(IDS).logits, saved[1]["swapped"])

@@ -164,7 +164,7 @@ def test_values_that_are_not_finite_stay_in_their_rows(device):
     ("name", "value"), [("k", math.nan), ("k", math.inf), ("u", -math.inf), ("v", math.nan), ("v", math.inf)]
 )
 def test_weights_that_are_not_finite_leave_the_outputs_finite_that_the_definition_leaves(name, value):
-    """A scale that had them made every output of the head NaN, where a column of V concerns one column of the output."""
+    """A scale that had them made every output of the head NaN; a column of V concerns one column of the output."""
     q, *kuv, r = problem()
     weights = dict(zip("kuv", kuv, strict=True))
     weights[name][1, 2, 5, 7] = value
