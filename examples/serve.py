@@ -26,7 +26,9 @@ SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--dtype",
 def train(run: Path, steps: int) -> None:
     """Train a tiny FlashMHF model of Python's standard library, with a chat template."""
     text = run.with_name("text.txt")
-    text.write_text("\n".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))))
+    text.write_text(
+        "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    )
     command = [sys.executable, "-m", "flashmhf_recipes", "train", "--output", str(run), "--preset", "tiny"]
     command += ["--device", "cpu", "--steps", str(steps), "--eval-fraction", "0.05", "--data", str(text)]
     subprocess.run(command, check=True)

@@ -1,7 +1,7 @@
 """Lays the core of the package out as a kernel for Hugging Face's ``kernels``: all of flashmhf without integrations.
 
-$ python tools/hub_kernel.py build/hub                                                # Triton and eager, for any GPU and the CPU
-$ python tools/hub_kernel.py build/hub --library libflashmhf_hopper.so --cuda 13.0    # and the Hopper library, for x86_64
+$ python tools/hub_kernel.py build/hub      # Triton and eager, for any GPU and the CPU
+$ python tools/hub_kernel.py build/hub --library libflashmhf_hopper.so --cuda 13.0    # and Hopper's, for x86_64
 
 The folder can be loaded with ``kernels.get_local_kernel`` and uploaded as it is (docs/hub-kernel.md). The library must
 have been linked for manylinux_2_28 (tools/build_wheel.py says how). Standard library only.
@@ -21,7 +21,7 @@ PACKAGE = ROOT / "flashmhf"
 NAME, VERSION, STABLE_ABI = "flashmhf", 0, "210"
 # the last for replace_ffn, which imports it where transformers is
 FOLDERS = ("backends", "ops", "nn", "quantize", "distributed", "models")
-BUILD = f"""# The pure-Python build: Triton and eager. The variant with the CUDA library comes from tools/hub_kernel.py --library.
+BUILD = f"""# The pure-Python build: Triton and eager. tools/hub_kernel.py --library makes the variant with the CUDA library.
 [general]
 name = "{NAME}"
 version = {VERSION}
@@ -58,7 +58,7 @@ def variant(out: Path, name: str, backend: dict, library: Path | None) -> Path:
         "python-depends": [],
         "backend": backend,
     }
-    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.library and options.library.name != "libflashmhf_hopper.so":
         parser.error(f"--library {options.library}: the file must be named libflashmhf_hopper.so")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "build.toml").write_text(BUILD)
+    (options.out / "build.toml").write_text(BUILD, encoding="utf-8")
     variant(options.out, "torch-cpu", {"type": "cpu"}, None)
     variant(options.out, "torch-cuda", {"type": "cuda"}, None)
     if options.library:

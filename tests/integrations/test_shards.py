@@ -78,7 +78,7 @@ def test_the_plugin_for_vllm(monkeypatch):
     sources = Path(__file__).parents[2] / "pyproject.toml"
     if not sources.exists():
         pytest.skip("the sources are not here")
-    points = tomllib.loads(sources.read_text())["project"]["entry-points"]
+    points = tomllib.loads(sources.read_text(encoding="utf-8"))["project"]["entry-points"]
     for _ in range(2):  # an engine may load its plug-ins twice
         EntryPoint("flashmhf", points["vllm.general_plugins"]["flashmhf"], "vllm.general_plugins").load()()
     assert registered == {"FlashMHFForCausalLM": "flashmhf.integrations.vllm:FlashMHFForCausalLM"}

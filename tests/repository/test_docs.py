@@ -10,7 +10,9 @@ from processes import ROOT, run_python
 
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if page.exists() and "```python" in page.read_text()
+    page
+    for page in (ROOT / "README.md", *DOCS.rglob("*.md"))
+    if page.exists() and "```python" in page.read_text(encoding="utf-8")
 )
 
 pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="the sources are not here")
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="the 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     """Blocks that begin with a comment "# needs ..." (a GPU, a server, a download) are left out."""
-    text, namespace = page.read_text(), {"__name__": "page"}
+    text, namespace = page.read_text(encoding="utf-8"), {"__name__": "page"}
     for package in ("transformers", "accelerate", "peft"):
         if package in text:
             pytest.importorskip(package)
@@ -30,7 +32,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 def _listed() -> set[str]:
-    return set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    return set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def test_the_navigation_lists_pages_that_exist():
@@ -40,20 +42,25 @@ def test_the_navigation_lists_pages_that_exist():
 def test_users_pages_have_no_commits_dates_or_names_of_tests():
     """Where a result comes from stands in the records and in developers' pages."""
     developers = set(
-        re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("- Developers:")[2], re.MULTILINE)
+        re.findall(
+            r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("- Developers:")[2], re.MULTILINE
+        )
     )
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(DOCS / name for name in sorted(_listed() - developers))]
     provenance = r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,40}\b|\b20\d\d-\d\d-\d\d\b|\btest_\w+"
     assert (
         len(pages) > 20
-        and {page.name: found for page in pages if (found := re.findall(provenance, page.read_text()))} == {}
+        and {page.name: found for page in pages if (found := re.findall(provenance, page.read_text(encoding="utf-8")))}
+        == {}
     )
 
 
 def test_the_reference_has_every_public_name():
     import flashmhf
 
-    named = set(re.findall(r"^::: flashmhf\.(?:nn\.)?(\w+)", (DOCS / "reference.md").read_text(), re.MULTILINE))
+    named = set(
+        re.findall(r"^::: flashmhf\.(?:nn\.)?(\w+)", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     assert set(flashmhf.__all__) <= named
 
 
@@ -61,7 +68,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocs", reason="pip install 'flashmhf[docs]'")
     command = ("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site")
     run_python(*command, cwd=ROOT, timeout=240, NO_MKDOCS_2_WARNING="1")
-    reference = (tmp_path / "site" / "reference" / "index.html").read_text()
+    reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
     assert "q_norm_eps" in reference and "concat_H" in reference  # a signature and a docstring
 
 

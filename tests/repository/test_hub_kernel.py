@@ -40,7 +40,7 @@ def hub(tmp_path_factory):
 @pytest.mark.parametrize("variant", ["torch-cpu", "torch-cuda", "torch-stable-abi210-cu129-x86_64-linux"])
 def test_a_variant_has_its_metadata(hub, variant):
     folder = hub / "build" / variant
-    metadata = json.loads((folder / "metadata.json").read_text())
+    metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
     assert metadata["backend"]["type"] == ("cpu" if variant.endswith("cpu") else "cuda")
     assert (folder / "libflashmhf_hopper.so").exists() == ("stable" in variant)
     assert (hub / "torch-ext" / "flashmhf" / "__init__.py").exists()
@@ -48,7 +48,7 @@ def test_a_variant_has_its_metadata(hub, variant):
 
 def test_the_kernel_works_under_another_name(hub):
     folder = hub / "build" / "torch-cpu"
-    name = json.loads((folder / "metadata.json").read_text())["id"]
+    name = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["id"]
     code = LOAD.format(name=name, path=str(folder / "__init__.py"))
     assert run_python("-I", "-Wignore:Failed to initialize NumPy", "-c", code, cwd=hub).split() == ["eager", "[]"]
 

@@ -66,7 +66,7 @@ def test_no_stand_in_is_installed():
 def test_a_missing_library_is_explained():
     if hopper.LIBRARY.exists() or not hopper.NO_LIBRARY.exists():
         pytest.skip("the library was built, or flashmhf runs from its sources")
-    assert hopper.NO_LIBRARY.read_text().strip()
+    assert hopper.NO_LIBRARY.read_text(encoding="utf-8").strip()
 
 
 def test_metadata():
@@ -97,5 +97,5 @@ def test_setup_parses_without_torch(tmp_path):
     if not (ROOT / "setup.py").exists():
         pytest.skip("the sources are not here")
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
-    (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not import torch')\n")
+    (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not import torch')\n", encoding="utf-8")
     assert flashmhf.__version__ in run_python("setup.py", "--quiet", "--version", cwd=ROOT, PYTHONPATH=str(tmp_path))

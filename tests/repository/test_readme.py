@@ -42,16 +42,16 @@ def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
     ):
         paths = [tmp_path / "benchmarks" / "results" / f"{record}_{device}.json" for device in write_readme.DEVICES]
         path = next(path for path in paths if path.exists())
-        changed = json.loads(path.read_text())
+        changed = json.loads(path.read_text(encoding="utf-8"))
         for row in changed["rows"]:
             if row["status"] == "ok" and row["subject"] in ("flashmhf_hopper", "forward"):
                 row[key] *= 2
-        path.write_text(json.dumps(changed))
+        path.write_text(json.dumps(changed), encoding="utf-8")
         assert write_readme.main([*root, "--check"]) == 1
         said = [line.split()[0] for line in capsys.readouterr().err.splitlines()]
         assert said == list(documents)
         assert write_readme.main(root) == 0 and write_readme.main([*root, "--check"]) == 0
-    (tmp_path / "README.md").write_text("no markers")
+    (tmp_path / "README.md").write_text("no markers", encoding="utf-8")
     with pytest.raises(ValueError, match="lacks the markers"):
         write_readme.main(root)
 
@@ -111,7 +111,7 @@ def test_a_figure_that_no_table_has_is_noticed():
 
 @pytest.mark.parametrize("path", sorted(RECORDS.rglob("*.json")), ids=lambda path: str(path.relative_to(RECORDS)))
 def test_every_record_says_how_it_was_made(path):
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding="utf-8"))
     where = record.get("environment", record)
     # the other has rows of CPUs
     needed = ("command",) if path.name == "compatibility.json" else ("command", "commit", "date", "device")
@@ -120,14 +120,16 @@ def test_every_record_says_how_it_was_made(path):
 
 @each_document
 def test_links_lead_somewhere(path):
-    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)  # without fenced code
+    prose = re.sub(
+        r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )  # without fenced code
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if "://" not in target and re.search("[./#]", target):  # [M|N](i+1) is a formula
             name, _, anchor = target.partition("#")
             found = path.parent / name if name else path
             assert found.exists(), f"{path.name} links to {target}"
             if anchor:
-                headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+                headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
                 assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, (
                     target
                 )
@@ -137,7 +139,7 @@ def test_links_lead_somewhere(path):
 def test_named_files_exist(path):
     written_by_a_tool = {"benchmarks/results/compatibility.json"}
     folders = "benchmarks|csrc|docs|experiments|flashmhf|tests|thunderkittens"
-    for name in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", path.read_text()):
+    for name in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", path.read_text(encoding="utf-8")):
         assert name in written_by_a_tool or (ROOT / name).exists() or (path.parent / name).exists(), (
             f"{path.name} names {name}"
         )
@@ -145,14 +147,16 @@ def test_named_files_exist(path):
 
 @each_document
 def test_no_document_has_an_absolute_path(path):
-    found = re.findall(r"(?<![\w.$}/-])/(?:home|root|work|tmp|mnt|Users|usr|opt|var)/[\w./-]+", path.read_text())
+    found = re.findall(
+        r"(?<![\w.$}/-])/(?:home|root|work|tmp|mnt|Users|usr|opt|var)/[\w./-]+", path.read_text(encoding="utf-8")
+    )
     assert not found
 
 
 @each_document
 def test_commands_exist(path):
     """Programs that a document tells its reader to run."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for name in re.findall(r"python3? -m ((?:benchmarks|flashmhf_recipes|flashmhf)(?:\.\w+)*)", text):
         module = ROOT.joinpath(*name.split("."))
         assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), f"{path.name}: python -m {name}"

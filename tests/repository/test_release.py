@@ -96,8 +96,9 @@ def test_a_library_linked_for_manylinux_runs_on_older_systems(tmp_path):
     """
     if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
         pytest.skip(f"no {' and no '.join(missing)}")
-    (tmp_path / "code.cpp").write_text(SOURCE)
-    (tmp_path / "CMakeLists.txt").write_text(f"""
+    (tmp_path / "code.cpp").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"""
 cmake_minimum_required(VERSION 3.24)
 project(example LANGUAGES CXX)
 set(CMAKE_CXX_STANDARD 20)
@@ -108,7 +109,9 @@ foreach(name new old)
   target_link_options(${{name}} PRIVATE -Wl,--no-undefined)
 endforeach()
 link_for_manylinux(old)
-""")
+""",
+        encoding="utf-8",
+    )
     for command in (["-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release"], ["--build", "build"]):
         done = subprocess.run(["cmake", *command], cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -180,10 +183,10 @@ def test_a_wheel_for_another_machine_must_serve_the_same_systems(machine, asked,
 def test_yaml_files_can_be_read():
     yaml = pytest.importorskip("yaml")
     files = [ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.yml")]
-    assert len(files) > 5 and all(yaml.safe_load(path.read_text()) for path in files)
+    assert len(files) > 5 and all(yaml.safe_load(path.read_text(encoding="utf-8")) for path in files)
 
 
 def test_version_is_the_same_everywhere():
-    assert f"\nversion: {flashmhf.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f"\nversion: {flashmhf.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest and newest[1] == flashmhf.__version__
