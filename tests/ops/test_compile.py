@@ -1,13 +1,18 @@
 """torch.compile, export, AOTInductor, opcheck, CUDA graphs."""
 
 import dataclasses
+import pathlib
+import shutil
+import subprocess
 
 import pytest
 import torch
 from processes import run_python
 from targets import RESULTS, arguments, call, leaves
+from torch._dynamo.utils import counters
 
 import flashmhf
+from flashmhf.backends import hopper
 from flashmhf.testing import problem
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -94,6 +99,53 @@ def test_aot_inductor(target, tmp_path):
         except AssertionError as error:
             pytest.skip(f"AOTInductor fails here on a plain Linear: {error}")
         raise
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@torch.no_grad()
+def test_aot_inductor_without_python(needs_hopper, tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not here")
+    package, given, taken, program = (str(tmp_path / name) for name in ("layer.pt2", "x.pt", "y.pt", "run_package"))
+    folder = pathlib.Path(torch.__file__).parent
+    options = [f"-isystem{folder}/include", f"-isystem{folder}/include/torch/csrc/api/include", f"-L{folder}/lib"]
+    options += [
+        f"-Wl,-rpath,{folder}/lib",
+        "-Wl,--no-as-needed",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-ltorch_cuda",
+        "-lc10",
+        "-ldl",
+    ]
+    source = pathlib.Path(__file__).with_name("run_package.cpp")
+    built = subprocess.run([compiler, "-std=c++20", source, "-o", program, *options], capture_output=True, text=True)
+    if built.returncode:
+        pytest.skip(f"a program does not build against this PyTorch: {built.stderr[-2000:]}")
+
+    module = flashmhf.FlashMHF(256, 2, 3, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 20, 256, device="cuda", dtype=torch.bfloat16)
+    torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=package)
+    torch.save(x, given)
+    done = subprocess.run([program, hopper.LIBRARY, package, given, taken], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    torch.testing.assert_close(torch.load(taken), module(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_reduce_overhead_skips_nothing(needs_hopper, training):
+    module = flashmhf.FlashMHF(256, 2, 3, q_norm=True, device="cuda", dtype=torch.bfloat16, deterministic=True)
+    made = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    counters.clear()
+    for _ in range(4):
+        x = torch.randn(3, 50, 256, device="cuda", dtype=torch.bfloat16)
+        with torch.set_grad_enabled(training):
+            run = gradients if training else lambda function, module, x: [function(x).clone()]
+            for a, b in zip(run(made, module, x), run(module, module, x), strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 def test_cuda_graph_of_forward_and_backward(gpu_backend):
