@@ -9,6 +9,7 @@ import argparse
 import functools
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +137,16 @@ def queued(device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
     return eager | fp8 | {f"{name} compiled": compiled(module) for name, module in eager.items()}
 
 
+@torch.no_grad()
+def inference(module: nn.Module, x: Tensor) -> None:
+    module(x)
+
+
+def training(module: nn.Module, x: Tensor) -> None:
+    leaf = x.detach().requires_grad_()
+    torch.autograd.grad(module(leaf), [leaf, *module.parameters()], x)
+
+
 @dataclass(frozen=True)
 class HostCell:
     """Milliseconds in which the host queues a call, the best of HOST_ROUNDS rounds in which the modules take turns.
@@ -145,31 +156,35 @@ class HostCell:
 
     tokens: int
 
-    @torch.no_grad()
     def measure(self, context: Context) -> list[dict]:
         modules = queued(context.device, context.dtype)
         x = torch.randn(self.tokens, SIZES[0], device=context.device, dtype=context.dtype)
         filler = torch.randn(8192, 8192, device=context.device, dtype=context.dtype)
-        best = dict.fromkeys(modules, float("inf"))
-        for module in modules.values():
-            module(x)  # compiles
+        runs = {(name, "forward"): functools.partial(inference, module, x) for name, module in modules.items()}
+        trained = {name: module for name, module in modules.items() if "fp8" not in name}
+        runs |= {(name, "backward"): functools.partial(training, module, x) for name, module in trained.items()}
+        best = dict.fromkeys(runs, float("inf"))
+        for run in runs.values():
+            run()  # compiles
         for _ in range(HOST_ROUNDS):
-            for name, module in modules.items():
-                best[name] = min(best[name], queue_time(module, x, filler))
+            for key, run in runs.items():
+                best[key] = min(best[key], queue_time(run, filler))
+        row = {"T": self.tokens, "status": "ok", "timing": "host clock"}
         return [
-            {"T": self.tokens, "subject": name, "status": "ok", "timing": "host clock", "ms": {"p50": 1e3 * seconds}}
-            for name, seconds in best.items()
+            {**row, "subject": name, "direction": direction, "ms": {"p50": 1e3 * seconds}}
+            | {"to_swiglu_compiled": seconds / best["swiglu compiled", direction]}
+            for (name, direction), seconds in best.items()
         ]
 
 
-def queue_time(module: nn.Module, x: Tensor, filler: Tensor) -> float:
-    """Seconds per call, while the GPU works on ``filler``."""
+def queue_time(run: Callable[[], None], filler: Tensor) -> float:
+    """Seconds per call of ``run``, while the GPU works on ``filler``."""
     torch.cuda.synchronize()
     for _ in range(4):
         filler @ filler
     begin = time.perf_counter()
     for _ in range(HOST_CALLS):
-        module(x)
+        run()
     seconds = (time.perf_counter() - begin) / HOST_CALLS
     torch.cuda.synchronize()
     return seconds
