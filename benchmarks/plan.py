@@ -3,7 +3,7 @@
     $ python -m benchmarks.plan 16 22 384 128 32256             # H E d_e d_h T
     $ python -m benchmarks.plan 16 22 384 128 32256 --backward
 
-The fields are those of csrc/forward/plan.h and csrc/backward/plan.h, which say what they mean. Runs without a GPU. Needs
+The fields are those of csrc/forward/plan.h and csrc/backward/plan.h, which say what they mean. Runs without a GPU, by
 the module flashmhf._plan, which an installation from source builds. Exit status 2: there is no such module, or no
 kernel for the shape.
 """

@@ -39,7 +39,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SUITES = {  # name -> module of benchmarks.suites, its parts
     "operator": ("operator", ("forward", "backward")),
-    "layer": ("layer", ("latency", "training", "decode", "kernel", "models")),
+    "layer": ("layer", ("latency", "training", "decode")),
     "decode": ("layer", ("decode",)),
     "fp8": ("fp8", ("operator", "decode", "networks")),
     "serving": ("inference", ("serving",)),

@@ -532,29 +532,6 @@ def deterministic_table(records: Records) -> str:
     return f"{table(['head width', *more], [cells])}\n\n{machine('The operator; a range spans the sizes', record)}"
 
 
-def groups_table(records: Records) -> str:
-    """The forward with g = H / H_kv heads that share weights: TFLOP/s of many tokens, µs of few from a CUDA graph."""
-    names = [f"{name}_{device}.json" for device in reversed(DEVICES) for name in ("groups", "groups_heads")]
-    cells: dict[tuple[str, int, int], dict[str, dict[int, dict]]] = {}
-    notes = []
-    for record in (records.read(name) for name in names if (records.folder / name).exists()):
-        notes.append(conditions(gpu(record), record))
-        for row in record["rows"]:
-            if row["subject"] in ("gated forward", "forward"):
-                cell = cells.setdefault((row["subject"], -row["H"], row["T"]), {})
-                cell.setdefault(gpu(record), {})[row["H"] // row["H_kv"]] = row
-    groups = sorted({group for cell in cells.values() for rows in cell.values() for group in rows})
-    lines = []
-    for (subject, heads, tokens), cell in sorted(cells.items(), reverse=True):
-        where, rows = list(cell.items())[-1]  # of a device in front of DEVICES where there is one
-        few = tokens <= operator.GRAPH_TOKENS
-        figures = [f"{1e3 * rows[g]['ms']['p50']:.1f}" if few else f"{rows[g]['tflops']:.0f}" for g in groups]
-        gate = "router" if subject == "gated forward" else "R given"
-        lines.append([where, str(-heads), f"{tokens:,}", gate, "µs" if few else "TFLOP/s", *figures])
-    header = ["GPU", "H", "T", "gate", "unit", *(f"g = {group}" for group in groups)]
-    return "\n\n".join([table(header, lines), *notes])
-
-
 def serving_table(records: Records) -> str:
     """Times in CUDA graphs of layers and of what an engine runs between two calls of attention."""
     record, lines = records["serving"], []
@@ -574,7 +551,6 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "README.md": {"headline": headline},
     "benchmarks/README.md": {
         "operator": operator_table,
-        "groups": groups_table,
         "fp8": fp8_operator_table,
         "generate fp8": generate_fp8_table,
     },

@@ -20,7 +20,7 @@ import torch
 
 import flashmhf
 
-PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "transformers")
+PACKAGES = ("torch", "triton", "liger-kernel", "transformers")
 _FIELDS = {
     "driver_version": "driver",
     "power.limit": "power_limit_w",

@@ -1,6 +1,6 @@
 """Whole feed-forward networks, one layer times the model's layers:
 
-the paper's efficiency table, training, decode, the models' shapes.
+the paper's efficiency table, training, decode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .subjects import SUBJECTS, Call, Settings, Subject, first_backend, randomis
 
 CHECKED_ROWS = 64
 GRAPH_SETS = 8  # layers in one graph, so that its launch is a small part of a pass
-ALSO = ("flashmhf_triton", "swiglu_liger", "swiglu_quack", "dense_moe", "official")
+ALSO = ("flashmhf_triton", "swiglu_liger", "dense_moe", "official")
 ALSO_LENGTHS = (384, 4032)
 
 
@@ -172,9 +172,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"only these of {', '.join(SUBJECTS)}"
     )
-    parser.add_argument(
-        "--shape", choices=SHAPES, default="paper", help="of latency, training, decode and kernel (paper)"
-    )
+    parser.add_argument("--shape", choices=SHAPES, default="paper", help="(paper)")
     parser.add_argument(
         "--official", type=pathlib.Path, metavar="PATH", help="checkout of the official code to measure as well"
     )
@@ -186,48 +184,22 @@ def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
     ours = f"flashmhf_{first_backend(shape, Settings(context.device, context.dtype))}"
     pair = (ours, "swiglu", "swiglu_compiled")
     others = tuple(name for name in ALSO if name != ours)
-    kernel, gpu = (ours.replace("flashmhf_", "kernel_"),), context.device.type == "cuda"
+    gpu = context.device.type == "cuda"
+    # Without the official kernels: their backward tunes sixteen kernels for every length before it runs.
+    trained = (*pair, "swiglu_checkpointed", *(name for name in others if name != "official"))
+    tokens = DECODE_TOKENS if options.lengths == LENGTHS else options.lengths
     plan = {
         "latency": [
-            ("latency", shape, n, (*pair, "mhffn_naive", *(others if n in ALSO_LENGTHS else ())))
+            (n, (*pair, "mhffn_naive", *(others if n in ALSO_LENGTHS else ())), {"official": options.official})
             for n in options.lengths
         ],
-        # Without the official kernels: their backward tunes sixteen kernels for every length before it runs.
-        "training": [
-            (
-                "training",
-                shape,
-                4032,
-                (*pair, "swiglu_checkpointed", *(name for name in others if name != "official")),
-                "training",
-            )
-        ],
-        "decode": [
-            ("decode", shape, 1, pair, "forward", t, gpu)
-            for t in (DECODE_TOKENS if options.lengths == LENGTHS else options.lengths)
-        ],
-        "kernel": [("kernel", shape, n, kernel) for n in options.lengths]
-        + [("kernel", shape, n, kernel, "training") for n in options.lengths[::3]],
-        "models": [
-            ("models", SHAPES[n], 4032, pair, d) for n in ("128M", "370M", "1.3B") for d in ("forward", "training")
-        ],
+        "training": [(4032, trained, {"direction": "training"})],
+        "decode": [(1, pair, {"batch": t, "graph": gpu}) for t in tokens],
     }
     found = []
     for part in options.parts:
-        for group, size, length, names, *rest in plan[part]:
-            direction, batch, graph = (*rest, *("forward", BATCH, False)[len(rest) :])
+        for length, names, settings in plan[part]:
             names = [name for name in names if options.subjects is None or name in options.subjects]
             if names:
-                found.append(
-                    layer_cell(
-                        group,
-                        size,
-                        length,
-                        names,
-                        batch=batch,
-                        direction=direction,
-                        graph=graph,
-                        official=options.official,
-                    )
-                )
+                found.append(layer_cell(part, shape, length, names, **settings))
     return found

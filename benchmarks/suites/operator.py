@@ -83,8 +83,6 @@ QUICK = {
     direction: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_flagship(1))
     for direction, sizes in SIZES.items()
 }
-# The flagship's heads, then as many as layers of 4,096 and 8,192 features have.
-GROUPED = (*_flagship(1, 16, 64, 1536, 32256), Size(1, 32, 128, 22, 384), Size(1, 64, 128, 22, 384))
 
 
 @dataclass(frozen=True)
@@ -242,31 +240,20 @@ def _prepare(subject: Subject, problems: list[testing.Problem], size: Size, fuse
     return Prepared(several, calls * repeats, row | {"flops": subject.work * size.products})
 
 
-def cell(
-    direction: str, backend: str, size: Size, dtype: torch.dtype, *, compared: bool = False, group: int = 1
-) -> Cell:
+def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compared: bool = False) -> Cell:
     """A shape, a direction, a back end and a dtype.
 
-    compared: SwiGLU, the separate router and the materialising code are measured, too. group: heads of q that share a
-    head of K, U and V. Raises ValueError where it does not divide H, and for the backward, whose check reads a weight
-    head for every head.
+    compared: SwiGLU, the separate router and the materialising code are measured, too.
     """
-    if group > 1 and direction != "forward":
-        raise ValueError(f"direction is {direction!r}; heads that share weights are measured in 'forward' only")
-    if size.H % group:
-        raise ValueError(f"H = {size.H} is not a multiple of a group of {group}")
-    kv_heads, fused = size.H // group, backend in FUSED
+    fused = backend in FUSED
 
     def inputs(context: Context) -> tuple[list[testing.Problem], torch.nn.Module | None]:
         reason = why_no_backend(backend, context.device, dtype, d_h=size.d_h, d_e=size.d_e)
         if reason is not None:
             raise MissingError(reason)
-        bytes_each = dtype.itemsize * (2 * size.T * size.H * size.d_h + 3 * kv_heads * size.E * size.d_e * size.d_h)
+        bytes_each = dtype.itemsize * (2 * size.T * size.H * size.d_h + 3 * size.H * size.E * size.d_e * size.d_h)
         seeds = range(timing.cold_copies(bytes_each, context.l2_bytes))
-        sets = [
-            testing.problem(*asdict(size).values(), dtype, context.device, seed=seed, num_kv_heads=kv_heads)
-            for seed in seeds
-        ]
+        sets = [testing.problem(*asdict(size).values(), dtype, context.device, seed=seed) for seed in seeds]
         if direction == "forward":  # a model served in 16 bits holds W in 16 bits
             sets = [replace(p, w=p.w.to(dtype)) for p in sets]
         return sets, swiglu_like(sets[0]) if compared and fused else None
@@ -283,7 +270,6 @@ def cell(
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         **asdict(size),
-        "H_kv": kv_heads,
     }
     others = {"SwiGLU": "SwiGLU" if direction == "forward" else "SwiGLU, forward and backward"}
     faster_than = {name: (subject, 1.0) for name, subject in others.items() if subject in names}
@@ -301,14 +287,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alone", action="store_true", help="with --shapes: the operator without what it is compared with"
     )
-    parser.add_argument(
-        "--groups",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="G",
-        help="forward: so many heads share a head of K, U and V",
-    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
 
 
@@ -323,15 +301,7 @@ def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
     found = []
     for direction in options.parts:
         for backend in names:
-            chosen = options.shapes or (GROUPED if options.groups else (QUICK if options.quick else SIZES)[direction])
-            if options.groups:
-                found += [
-                    cell(direction, backend, size, context.dtype, group=group)
-                    for size in chosen
-                    for group in options.groups
-                ]
-                continue
-            for size in chosen:
+            for size in options.shapes or (QUICK if options.quick else SIZES)[direction]:
                 compared = not options.alone if options.shapes else size == FLAGSHIP
                 found.append(cell(direction, backend, size, context.dtype, compared=compared))
     return found

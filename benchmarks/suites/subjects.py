@@ -81,24 +81,14 @@ def randomise(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def _make_flashmhf(backend: str, shape: Shape, settings: Settings) -> nn.Module:
-    return flashmhf.FlashMHF(
-        shape.d_model,
-        shape.heads,
-        shape.subnets,
-        shape.subnet_dim,
-        backend=backend,
-        device=settings.device,
-        dtype=settings.dtype,
-    )
-
-
-def _exact_kernel(shape: Shape, w: Weights, x: Tensor) -> Tensor:
-    q = x.unflatten(-1, (shape.heads, shape.head_dim))
-    return reference.forward(q, w["k"], w["u"], w["v"], reference.gate(q, w["router"])).flatten(-2)
+    size, like = (shape.d_model, shape.heads, shape.subnets, shape.subnet_dim), {"dtype": settings.dtype}
+    return flashmhf.FlashMHF(*size, backend=backend, device=settings.device, **like)
 
 
 def _exact_flashmhf(shape: Shape, w: Weights, x: Tensor) -> Tensor:
-    return _exact_kernel(shape, w, x @ w["in_proj.weight"].T) @ w["out_proj.weight"].T
+    q = (x @ w["in_proj.weight"].T).unflatten(-1, (shape.heads, shape.head_dim))
+    mixed = reference.forward(q, w["k"], w["u"], w["v"], reference.gate(q, w["router"]))
+    return mixed.flatten(-2) @ w["out_proj.weight"].T
 
 
 def why_no_backend(backend: str, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int) -> str | None:
@@ -108,22 +98,6 @@ def why_no_backend(backend: str, device: torch.device, dtype: torch.dtype, *, d_
 
 def _why_no_backend(backend: str, shape: Shape, settings: Settings) -> str | None:
     return why_no_backend(backend, settings.device, settings.dtype, d_h=shape.head_dim, d_e=shape.subnet_dim)
-
-
-class _Kernel(nn.Module):
-    """The operator without projections."""
-
-    def __init__(self, backend: str, shape: Shape, settings: Settings):
-        super().__init__()
-        self.backend = backend
-        full = _make_flashmhf(backend, shape, settings)
-        self.k, self.u, self.v, self.router = full.k, full.u, full.v, full.router
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = x.unflatten(-1, self.k.shape[::3])
-        return torch.ops.flashmhf.gated_forward(
-            q, self.k, self.u, self.v, self.router, 1e-20, backend=self.backend
-        ).flatten(-2)
 
 
 def _exact_mhffn(shape: Shape, w: Weights, x: Tensor) -> Tensor:
@@ -185,20 +159,6 @@ def _make_liger(shape: Shape, settings: Settings) -> nn.Module:
     config = types.SimpleNamespace(hidden_size=shape.d_model, intermediate_size=shape.swiglu_dim, hidden_act="silu")
     with settings.device:
         return LigerSwiGLUMLP(config).to(settings.dtype)
-
-
-def _make_quack(shape: Shape, settings: Settings) -> nn.Module:
-    """Its default tile configuration: autotuning would compile dozens of kernels for every length."""
-    from quack.mlp import MLP
-
-    return MLP(
-        shape.d_model, shape.swiglu_dim, activation="swiglu", device=settings.device, dtype=settings.dtype, tuned=False
-    )
-
-
-def _exact_quack(shape: Shape, w: Weights, x: Tensor) -> Tensor:
-    """Gate and up rows alternate in fc1."""
-    return _swiglu(x, w["fc1.weight"][0::2], w["fc1.weight"][1::2], w["fc2.weight"])
 
 
 # The official kernels
@@ -284,9 +244,9 @@ _FLASHMHF = {"exact": _exact_flashmhf, "layers": _flashmhf_layers, "flops": Shap
 _SWIGLU = {"exact": _exact_swiglu, "layers": _swiglu_layers, "flops": Shape.swiglu_flops}
 
 
-def _backward_flops(projections: bool, shape: Shape, tokens: int) -> int:
+def _backward_flops(shape: Shape, tokens: int) -> int:
     """Eight products; the forward has three. Two of the eight are recomputed instead of stored."""
-    return (8 * shape.kernel_flops(tokens)) // 3 + (8 * tokens * shape.d_model**2 if projections else 0)
+    return (8 * shape.kernel_flops(tokens)) // 3 + 8 * tokens * shape.d_model**2
 
 
 def _ours(backend: str) -> Subject:
@@ -295,27 +255,13 @@ def _ours(backend: str) -> Subject:
         f"FlashMHF ({backend})",
         functools.partial(_make_flashmhf, backend),
         why_missing=functools.partial(_why_no_backend, backend),
-        backward_flops=functools.partial(_backward_flops, True),
+        backward_flops=_backward_flops,
         **_FLASHMHF,
-    )
-
-
-def _kernel(backend: str) -> Subject:
-    return Subject(
-        f"kernel_{backend}",
-        f"kernel alone ({backend})",
-        lambda shape, settings: _Kernel(backend, shape, settings),
-        _exact_kernel,
-        _flashmhf_layers,
-        Shape.kernel_flops,
-        functools.partial(_why_no_backend, backend),
-        backward_flops=functools.partial(_backward_flops, False),
     )
 
 
 _ALL = (
     *(_ours(backend) for backend in BACKENDS),
-    *(_kernel(backend) for backend in BACKENDS),
     Subject("swiglu", "SwiGLU (eager)", _make_swiglu, **_SWIGLU),
     Subject("swiglu_compiled", "SwiGLU (torch.compile)", _make_swiglu, caller=_compiled_caller, **_SWIGLU),
     Subject("swiglu_checkpointed", "SwiGLU (checkpointed)", _make_swiglu, caller=_checkpointed_caller, **_SWIGLU),
@@ -325,13 +271,6 @@ _ALL = (
         _make_liger,
         why_missing=functools.partial(_why_no_package, "liger-kernel", "liger_kernel.transformers.swiglu"),
         **_SWIGLU,
-    ),
-    Subject(
-        "swiglu_quack",
-        "SwiGLU (QuACK)",
-        _make_quack,
-        why_missing=functools.partial(_why_no_package, "quack-kernels", "quack.mlp"),
-        **(_SWIGLU | {"exact": _exact_quack}),
     ),
     Subject(
         "mhffn_naive",
@@ -356,7 +295,7 @@ _ALL = (
         "official FlashMHF (Triton)",
         lambda shape, settings: _Official(shape, settings),
         why_missing=_why_no_official,
-        backward_flops=functools.partial(_backward_flops, True),
+        backward_flops=_backward_flops,
         **(_FLASHMHF | {"exact": _exact_official}),
     ),
 )

@@ -19,7 +19,7 @@ from flashmhf.testing import relative_l2
 
 TINY = shapes.SHAPES["tiny"]
 CPU = subjects.Settings(torch.device("cpu"), torch.float32)
-ON_CPU = ("flashmhf_eager", "kernel_eager", "swiglu", "swiglu_checkpointed", "mhffn_naive", "dense_moe")
+ON_CPU = ("flashmhf_eager", "swiglu", "swiglu_checkpointed", "mhffn_naive", "dense_moe")
 SMALL = operator.Size(40, 2, 16, 3, 32)
 FAST = ["--device", "cpu", "--dtype", "float32", "--rounds", "2", "--window", "0.0001"]
 
@@ -100,7 +100,7 @@ def test_a_red_check_leaves_no_number(monkeypatch, wrong, direction):
 
 def test_missing_subjects_are_rows_with_reasons(monkeypatch):
     monkeypatch.setattr(subjects.importlib.util, "find_spec", lambda name, *a: None)
-    rows = by_subject(tiny("swiglu_liger", "swiglu_quack", "official", "flashmhf_hopper"))
+    rows = by_subject(tiny("swiglu_liger", "official", "flashmhf_hopper"))
     assert {row["status"] for row in rows.values()} == {"missing"}
     assert rows["swiglu_liger"]["reason"] == "liger-kernel is not installed"
     assert rows["official"]["reason"] == "no checkout of the official code given (--official PATH)"
@@ -141,20 +141,9 @@ def test_the_plan_covers_the_paper_s_tables():
     rows = [(cell.row, set(cell.subjects)) for cell in suite.cells(options, context())]
     assert [row["length"] for row, _ in rows if row["group"] == "latency"] == list(shapes.LENGTHS)
     assert [row["batch"] for row, _ in rows if row["group"] == "decode"] == list(shapes.DECODE_TOKENS)
-    assert {row["shape"] for row, _ in rows if row["group"] == "models"} == {"128M", "370M", "1.3B"}
-    others = {
-        "flashmhf_triton",
-        "mhffn_naive",
-        "dense_moe",
-        "official",
-        "swiglu",
-        "swiglu_compiled",
-        "swiglu_liger",
-        "swiglu_quack",
-    }
-    assert all(
-        others <= names for row, names in rows if row["group"] == "latency" and row["length"] in layer.ALSO_LENGTHS
-    )
+    others = {"mhffn_naive", "swiglu", "swiglu_compiled", *layer.ALSO}
+    found = [names for row, names in rows if row["group"] == "latency" and row["length"] in layer.ALSO_LENGTHS]
+    assert len(found) == 2 and all(others <= names for names in found)
     shape = shapes.SHAPES["paper"]
     assert shape.kernel_flops(1) == 6 * 16 * 128 * 22 * 384
     assert subjects.SUBJECTS["flashmhf_eager"].backward_flops(shape, 1) == 16 * 16 * 128 * 22 * 384 + 8 * 2048**2
@@ -217,10 +206,6 @@ def test_default_shapes_and_refusals():
         assert {size.d_h for size in sizes} == {64, 96, 128, 256} and {1, 32256, 129024} <= {
             size.T for size in sizes
         }, direction
-    with pytest.raises(ValueError, match="H = 2 is not a multiple of a group of 3"):
-        operator.cell("forward", "eager", SMALL, torch.float32, group=3)
-    with pytest.raises(ValueError, match="direction is 'backward'"):
-        operator.cell("backward", "eager", SMALL, torch.float32, group=2)
     for text in ("1,2,3,4", "1,2,3,4,0", "1,2,3,4,x", "1,2,3,4,5,6"):
         with pytest.raises(operator.argparse.ArgumentTypeError, match="T,H,d_h,E,d_e"):
             operator.Size.parse(text)
@@ -230,15 +215,13 @@ def test_default_shapes_and_refusals():
 
 
 def test_a_run_writes_one_record_and_its_table(tmp_path, capsys):
-    arguments = ["--suite", "operator", "--parts", "forward", *FAST, "--shapes", "5,4,16,3,32", "--groups", "1", "4"]
+    arguments = ["--suite", "operator", "--parts", "forward", *FAST, "--shapes", "5,4,16,3,32", "--alone"]
     assert run.main([*arguments, "--out", str(tmp_path / "new" / "operator")]) == 0
     text = (tmp_path / "new" / "operator_cpu.json").read_text()
     record = json.loads(text)
     assert {"command", "commit", "date", "device", "packages", "back_ends"} <= record["environment"].keys()
     assert {"suite", "settings", "before", "after", "rows", "seconds"} <= record.keys()
-    assert [(row["subject"], row["H_kv"]) for row in record["rows"]] == [
-        (n, h) for h in (4, 1) for n in ("forward", "gated forward")
-    ]
+    assert [row["subject"] for row in record["rows"]] == ["forward", "gated forward"]
     assert not re.search(r'"(?:/|~)[\w.]', text) and str(tmp_path) not in text
     table = (tmp_path / "new" / "operator_cpu.md").read_text()
     assert table in capsys.readouterr().out and "gated forward" in table
@@ -366,7 +349,7 @@ def test_the_operator_on_the_gpu(gpu_backend, direction):
 def test_layers_on_the_gpu():
     small, where = shapes.Shape("paper", 512, 4, 3, 128, 2, 512, 2), context("cuda", torch.bfloat16)
     ours = f"flashmhf_{subjects.first_backend(small, subjects.Settings(where.device, where.dtype))}"
-    names = (ours, "swiglu", "swiglu_compiled", "mhffn_naive", "dense_moe", ours.replace("flashmhf_", "kernel_"))
+    names = (ours, "swiglu", "swiglu_compiled", "mhffn_naive", "dense_moe")
     for changes in ({}, {"direction": "training"}, {"graph": True, "batch": 1}):
         for name, row in by_subject(layer.layer_cell("latency", small, 64, names, **changes), where).items():
             assert row["status"] == "ok" and row["memory_mib"]["beyond"] > 0, (name, row)
