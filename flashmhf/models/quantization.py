@@ -2,15 +2,16 @@
 
 It is recorded as ``quantization_config``, an argument of ``from_pretrained`` and a part of config.json: transformers'
 one mechanism by which a package changes a model's modules before the weights are loaded. Importing this module
-registers the method "flashmhf", and wraps three methods of transformers' base classes, which have no hook: a model's
-``save_pretrained`` records what the model is made of, its ``init_weights`` has networks of this package draw
-themselves, and a configuration with a record is written such that transformers by itself refuses to load it.
+registers the method "flashmhf", and wraps four methods of transformers' base classes, which have no hook: a model's
+``save_pretrained`` records what the model is made of, ``from_config`` builds what is recorded, ``init_weights`` has
+networks of this package draw themselves, and a configuration with a record is written such that transformers by itself
+refuses to load it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..nn import FlashMHF, SwiGLU
-from ..nn.init import INITIALIZER_RANGE, Projection, Scheme
+from ..nn.init import INITIALIZER_RANGE, Projection
 from ..nn.multihead import HeadRMSNorm
 from ..nn.network import Network
 from ..nn.weights import check_held
@@ -114,18 +115,8 @@ class FlashMHFQuantizer(HfQuantizer):
             raise NotImplementedError(
                 "an FP8 model on several processes (tp_plan, distributed_config); supported: one process, device_map"
             )
-        names = {_name_in(model, name): settings for name, settings in record.networks.items()}
-        for name, settings in names.items():
-            like = next(model.get_submodule(name).parameters())
-            network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
-            initializer_range = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
-            network.set_scheme(Scheme(num_layers=len(names), initializer_range=initializer_range))
-            model.set_submodule(name, network)
-        if self.pre_quantized and record.fp8:
-            packed = record.fp8 if isinstance(record.fp8, list) else _networks(model, FlashMHF)
-            packed = [_name_in(model, name) for name in packed]
-            quantise_named(model, packed)
-            _check_dtypes(packed, checkpoint_files or ())
+        _build(model, record, self.pre_quantized)
+        _check_dtypes(_networks(model, Fp8FlashMHF), checkpoint_files or ())
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self.pre_quantized:
@@ -153,6 +144,21 @@ class FlashMHFQuantizer(HfQuantizer):
                     part.__dict__.pop(name, None)
 
 
+def _build(model: nn.Module, record: FlashMHFRecord, fp8: bool = True) -> None:
+    """Put the recorded networks into a model as its class builds it; they are drawn, or empty on the meta device."""
+    names = {_name_in(model, name): settings for name, settings in record.networks.items()}
+    for name, settings in names.items():
+        like = next(model.get_submodule(name).parameters())
+        network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
+        network.reset_parameters(
+            initializer_range=getattr(model.config, "initializer_range", INITIALIZER_RANGE), num_layers=len(names)
+        )
+        model.set_submodule(name, network)
+    if record.fp8 and fp8:
+        packed = record.fp8 if isinstance(record.fp8, list) else _networks(model, FlashMHF)
+        quantise_named(model, [_name_in(model, name) for name in packed])
+
+
 def _networks(model: nn.Module, kinds: Any) -> dict[str, nn.Module]:
     return {name: each for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, kinds)}
 
@@ -167,9 +173,9 @@ def _name_in(model: nn.Module, recorded: str) -> str:
     raise ValueError(f"{type(model).__name__} has no {recorded}, which its configuration records")
 
 
-def _check_dtypes(networks: list[str], files: Iterable[str]) -> None:
+def _check_dtypes(networks: Iterable[str], files: Iterable[str]) -> None:
     """Raise ValueError if safetensors files have a packed tensor in another dtype: transformers would convert it."""
-    for file in files:
+    for file in files if networks else ():
         if not file.endswith(".safetensors"):
             continue
         with safe_open(file, "pt") as opened:
@@ -226,6 +232,9 @@ def record(model: PreTrainedModel) -> None:
         config.quantization_config = FlashMHFRecord(networks=networks, fp8=packed if packed and some else not some)
     elif method == METHOD:
         del config.quantization_config
+    for part in model.modules():  # what is recorded of a part has other names, and may be no longer so
+        if isinstance(part, PreTrainedModel) and part.config is not config and _method(part.config) == METHOD:
+            del part.config.quantization_config
 
 
 def record_all(module: nn.Module) -> None:
@@ -268,8 +277,13 @@ def _wrapped(kind: type, name: str) -> Callable[[Callable], None]:
     """Have the decorated function run in place of a method of transformers, which it gets first."""
 
     def replace(ours: Callable) -> None:
-        method = getattr(kind, name)
-        setattr(kind, name, wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs)))
+        method = kind.__dict__[name]
+        if isinstance(method, classmethod):
+            whole = method.__func__
+            run = wraps(whole)(lambda cls, *args, **kwargs: ours(partial(whole, cls), *args, **kwargs))
+            setattr(kind, name, classmethod(run))
+        else:
+            setattr(kind, name, wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs)))
 
     return replace
 
@@ -279,6 +293,15 @@ def _save(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) ->
     if not getattr(self, "_hf_peft_config_loaded", False):  # else it stores adapters, and no configuration
         record(self)
     return method(self, *args, **kwargs)
+
+
+@_wrapped(PreTrainedModel, "_from_config")
+def _from_config(method: Callable, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    model = method(config, **kwargs)
+    if _method(config) == METHOD:
+        stored = config.quantization_config
+        _build(model, FlashMHFRecord.from_dict(stored) if isinstance(stored, dict) else stored)
+    return model
 
 
 @_wrapped(PreTrainedModel, "_initialize_weights")

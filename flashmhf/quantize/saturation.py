@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..backends.eager import fp8 as eager
 from ..backends.fp8_layout import E4M3_MAX
+from ..nn.weights import check_held
 from ..ops.fp8 import check_operands
 from .modules import Fp8FlashMHF
 from .packing import PackedWeights, operands
@@ -64,12 +65,15 @@ def check_saturation(model: nn.Module) -> Iterator[dict[str, Counts]]:
     on its device, so that it takes many times as long. Compiled models run uncompiled in the block; calls replayed from
     a CUDA graph are not seen.
 
-    Raises TypeError if ``model`` is not a module, ValueError if it holds no Fp8FlashMHF.
+    Raises TypeError if ``model`` is not a module, ValueError if it holds no Fp8FlashMHF or one that is offloaded or on
+    the meta device.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Fp8FlashMHF)}
     if not modules:
         raise ValueError("model holds no Fp8FlashMHF; supported: models after to_fp8 or quantize_")
+    for name, module in modules.items():
+        check_held(name, module)
     report = {name: _of_weights(module.packed) | {"a": (0, 0)} for name, module in modules.items()}
     hooks = [
         module.register_forward_hook(partial(_count, report[name]), with_kwargs=True)

@@ -172,6 +172,8 @@ def test_a_model_whose_weights_transformers_renames_in_its_files(part, fp8, tmp_
         quantize.quantize_(model)
     reloaded(model, tmp_path)
     reloaded(model.model.language_model, tmp_path / "language")
+    reloaded(model, tmp_path)
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path).text_config, "quantization_config")
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -196,6 +198,25 @@ class OfTheHub(nn.Sequential, PyTorchModelHubMixin):
 def test_a_model_of_the_hubs_mixin_has_no_configuration_that_records():
     model = OfTheHub(flashmhf.SwiGLU(64, 192))
     assert flashmhf.replace_ffn(model) == quantize.quantize_(model) == ["0"]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_model_of_its_configuration_alone(fp8, tmp_path):
+    """from_config, with which scripts train from scratch, and fill a model on the meta device."""
+    model = replaced()
+    if fp8:
+        quantize.quantize_(model)
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    drawn = AutoModelForCausalLM.from_config(config)
+    assert str(drawn) == str(model)
+    if not fp8:
+        weights = (each.model.layers[1].mlp.out_proj.weight.std() for each in (drawn, model))
+        torch.testing.assert_close(*weights, rtol=0.05, atol=0)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    empty.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True, strict=True)
+    same_bits(empty, model)
 
 
 def test_another_class_for_the_same_files(tmp_path):
