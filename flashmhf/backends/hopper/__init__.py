@@ -163,10 +163,12 @@ def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
 
 def graph_layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     """Return the same for fake tensors whose dtypes and shapes are checked, by the operator of compiled graphs."""
-    if weights.router is None or not all(w.is_contiguous() and _is_aligned(w) for w in weights.tensors()):
+    operands = _layer_operands(weights)
+    tensors = [w for w in operands if isinstance(w, Tensor)]
+    if weights.router is None or not all(w.is_contiguous() and _is_aligned(w) for w in tensors):
         return None
     op = torch.ops.flashmhf_hopper.graph_fp8_layer if weights.is_fp8 else torch.ops.flashmhf_hopper.graph_layer
-    return op(x, *_layer_operands(weights))
+    return op(x, *operands)
 
 
 def _layer_operands(weights: LayerWeights) -> tuple[Tensor | float | None, ...]:
