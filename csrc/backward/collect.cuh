@@ -72,7 +72,7 @@ template <typename T> __global__ void __launch_bounds__(element_threads, 6) flas
         for (int i = threadIdx.x; i < chunk * rows; i += element_threads) {
             const int row = i / chunk, column = i % chunk;
             if (column >= count) continue;
-            const int64_t at = (p.dense_index(tokens.sequence, static_cast<int>(first) + row) * p.dr_heads + head) * p.subnets + e + column;
+            const int64_t at = (p.dense.index(tokens.sequence, static_cast<int>(first) + row) * p.dr_heads + head) * p.subnets + e + column;
             store_real<T>(p.dr, at, p.r_is_float, sums[column][row]);
         }
     }

@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(row_tile_threads, 2) flashmhf_gate_grad(const 
         if (p.dw) {
             for (int i = lane; i < 16 * (d_h / 8); i += 32) {
                 const int r = first_row + i / (d_h / 8), c = i % (d_h / 8) * 8;
-                copy_16_bytes_async(&shared.q[r][c], static_cast<const T *>(p.q) + tile.q_offset(p, head, min(r, tile.rows - 1)) + c);
+                copy_16_bytes_async(&shared.q[r][c], static_cast<const T *>(p.q.data) + tile.q_offset(p, head, min(r, tile.rows - 1)) + c);
             }
         }
         GateRows<chunk> rows(p, tile, index, head, first_row + lane / 4);
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(row_tile_threads, 2) flashmhf_gate_grad(const 
 
         if (needs_dq) {
             if (!p.dw && one_chunk) rows.gradients(dot, dp);
-            const int64_t start = tile.sequence * p.dense_batch + tile.token() * p.dense_token;
+            const int64_t start = tile.sequence * p.dense.batch + tile.token() * p.dense.token;
 #pragma unroll 1
             for (int column = 0; column < d_h; column += cols) {
                 if (column > 0) {
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(row_tile_threads, 2) flashmhf_gate_grad(const 
                 }
                 __syncwarp();
                 shared.staged.template write<T>(static_cast<T *>(p.dq) + (start * p.dq_heads + head) * d_h + column,
-                                                p.dense_token * p.dq_heads * d_h, first_row, min(tile.rows, first_row + 16), false, lane,
+                                                p.dense.token * p.dq_heads * d_h, first_row, min(tile.rows, first_row + 16), false, lane,
                                                 32);
             }
         }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(row_tile_threads, d_h == 256 ? 3 : 5) flashmhf
         uint4 q[2][steps / 2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const T *src = static_cast<const T *>(p.q) + tile.q_offset(p, head, min(row + 8 * half, tile.rows - 1)) + 8 * t;
+            const T *src = static_cast<const T *>(p.q.data) + tile.q_offset(p, head, min(row + 8 * half, tile.rows - 1)) + 8 * t;
 #pragma unroll
             for (int i = 0; i < steps / 2; ++i) q[half][i] = __ldcs(reinterpret_cast<const uint4 *>(src + 32 * i));
         }

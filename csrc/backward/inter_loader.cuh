@@ -96,16 +96,17 @@ __device__ __forceinline__ void load_gates(Shared &shared, const BackwardParams 
     // One running address: this role has few registers.
     const int size = p.r_is_float ? 4 : 2;
     TokenTile tokens(work.begin, p.row_tiles);
-    const char *at = static_cast<const char *>(p.r) +
-                     size * (tokens.sequence * p.r_batch + (tokens.token() + lane) * p.r_token + work.head * p.r_head + work.subnet);
+    const char *at =
+        static_cast<const char *>(p.r.data) + size * (tokens.sequence * p.r.batch_stride + (tokens.token() + lane) * p.r.token_stride +
+                                                      work.head * p.r.head_stride + work.subnet);
     Ring<P::q_stages> q;
 #pragma unroll 1
     for (int it = work.begin; it < work.end; ++it) {
         float r[2] = {1.f, 1.f};
-        if (p.r) {
+        if (p.r.data) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const char *row = at + size * 32 * half * p.r_token;
+                const char *row = at + size * 32 * half * p.r.token_stride;
                 // load_real() written out: a call of it makes ptxas schedule the whole kernel differently.
                 if (tokens.token() + lane + 32 * half < p.length)
                     r[half] = p.r_is_float ? __ldg(reinterpret_cast<const float *>(row))
@@ -118,8 +119,8 @@ __device__ __forceinline__ void load_gates(Shared &shared, const BackwardParams 
         __syncwarp();
         if (lane == 0) arrive(shared.q_full[q.slot]);
         tokens.advance();
-        at += size * tile_rows * p.r_token;
-        if (tokens.tile == 0) at += size * (p.r_batch - static_cast<int64_t>(p.row_tiles) * tile_rows * p.r_token);
+        at += size * tile_rows * p.r.token_stride;
+        if (tokens.tile == 0) at += size * (p.r.batch_stride - static_cast<int64_t>(p.row_tiles) * tile_rows * p.r.token_stride);
         q.advance();
     }
 }

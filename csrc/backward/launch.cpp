@@ -43,29 +43,21 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     const void *k = at(problem.k, weights_before, element_bytes), *u = at(problem.u, weights_before, element_bytes),
                *v = at(problem.v, weights_before, element_bytes);
 
-    HeadGroupLaunch launch{};
-    launch.bf16 = problem.bf16;
-    launch.kernels = call.kernels;
-    launch.needs_tokens = task.tokens;
-    launch.needs_weights = task.weights;
-    launch.plan = plan;
-    launch.sums_bytes = places.sums_floats * sizeof(float);
-
+    HeadGroupLaunch launch{.bf16 = problem.bf16,
+                           .kernels = call.kernels,
+                           .needs_tokens = task.tokens,
+                           .needs_weights = task.weights,
+                           .plan = plan,
+                           .sums_bytes = places.sums_floats * sizeof(float)};
     BackwardParams &p = launch.params;
-    p.batch = static_cast<int>(shape.batch);
-    p.length = shape.length;
-    p.row_tiles = plan.row_tiles;
-    p.dense_batch = problem.dense.batch;
-    p.dense_token = problem.dense.token;
+    static_cast<Rows &>(p) = plan;
+    static_cast<BackwardSplit &>(p) = plan;
+    p.dense = problem.dense;
+    p.group = group;
     p.heads = shape.heads;
     p.subnets = shape.subnets;
     p.subnet_dim = static_cast<int>(shape.subnet_dim);
-    p.subnet_tiles = plan.subnet_tiles;
     p.dq_heads = problem.shape.heads;
-    p.group = group;
-    p.whole = plan.whole;
-    p.parts = plan.parts;
-    p.token_parts = plan.token_parts;
     p.accumulate = problem.accumulate;
     (call.kernels == Kernels::pair ? p.query_parts : p.query_sums) = floats(places.query);
     p.dr_sums = floats(places.dr_sums);
@@ -76,21 +68,14 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     p.dk = at(problem.dk, weights_before, sum_bytes);
     p.du = at(problem.du, weights_before, sum_bytes);
     p.dv = at(problem.dv, weights_before, sum_bytes);
-    TokenTensor r{};
     if (task.router) {
         const int64_t row = int64_t{shape.heads} * shape.subnets;  // R of a token
         RouterParams &g = launch.router;
-        g.q = q.data;
-        g.q_batch = q.batch_stride;
-        g.q_token = q.token_stride;
-        g.q_head = q.head_stride;
-        g.batch = p.batch;
-        g.row_tiles = p.row_tiles;
+        static_cast<Rows &>(g) = plan;
+        g.q = q;
+        g.dense = problem.dense;
         g.heads = shape.heads;
         g.subnets = shape.subnets;
-        g.length = shape.length;
-        g.dense_batch = p.dense_batch;
-        g.dense_token = p.dense_token;
         g.w = at(problem.w, first * router_of_head, gate_bytes);
         g.w_is_float = gate_is_float(problem.gate);
         g.eps = problem.eps;
@@ -100,23 +85,21 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
         g.sums_floats = places.sums_floats;
         g.dr_sums = group == 1 ? p.dr_sums : nullptr;  // of groups: in another order, and turned into g.dr
         g.dr = floats(places.dr);
+        g.dq = p.dq;
+        g.dq_heads = p.dq_heads;
         g.dw_parts = floats(places.dw_parts);
         g.dw_part_count = plan.router_parts;
         g.dw = at(problem.dw, first * router_of_head, gate_bytes);
-        r = {g.r, p.dense_batch * row, p.dense_token * row, shape.subnets};
+        p.r = {g.r, p.dense.batch * row, p.dense.token * row, shape.subnets};
         p.r_is_float = true;
         p.dr = floats(places.dr);
         p.dr_heads = shape.heads;
     } else if (gate_is_given(problem.gate)) {
-        r = from_head(problem.r, first, gate_bytes);
+        p.r = from_head(problem.r, first, gate_bytes);
         p.r_is_float = gate_is_float(problem.gate);
         p.dr = at(problem.dr, int64_t{first} * shape.subnets, gate_bytes);
         p.dr_heads = p.dq_heads;
     }
-    p.r = r.data;
-    p.r_batch = r.batch_stride;
-    p.r_token = r.token_stride;
-    p.r_head = r.head_stride;
 
     // The view of the inter-stationary kernels.
     Shape view = shape;
@@ -124,8 +107,7 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     if (group > 1) {
         view.heads = of_groups.heads = shape.weight_heads();
         view.batch = of_groups.batch = group;
-        of_groups.r_batch = p.r_head;
-        of_groups.r_head = group * p.r_head;
+        of_groups.r = heads_as_sequences(p.r, group);
     }
 
     auto maps = [&](const Shape &of, const TokenTensor &rows, const TokenTensor &grads, int box_rows) {

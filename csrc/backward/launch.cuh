@@ -39,8 +39,8 @@ template <int d_h, typename T> cudaError_t collect_query(const HeadGroupLaunch &
     c.band_rows = p.length;
     c.inner_bands = p.batch;
     c.outer_step = 1;
-    c.inner_step = p.dense_batch * p.dq_heads;
-    c.row_step = p.dense_token * p.dq_heads;
+    c.inner_step = p.dense.batch * p.dq_heads;
+    c.row_step = p.dense.token * p.dq_heads;
     c.out[0] = p.dq;
     return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, 1, c, stream);
 }
@@ -74,8 +74,6 @@ template <int d_h, typename T> cudaError_t finish_query(const HeadGroupLaunch &l
     RouterParams g = l.router;
     g.query_tiles = tiles;
     g.query_parts = parts;
-    g.dq = l.params.dq;
-    g.dq_heads = l.params.dq_heads;
     const int chunks = g.dw ? ceil_div(g.subnets, gate_dw_columns<d_h>) : 1;
     if (cudaError_t error = launch_kernel(true, flashmhf_gate_grad<d_h, T>, dim3(g.dw_part_count, g.heads, chunks), row_tile_threads,
                                           sizeof(GateGradShared<d_h, T>), stream, g))

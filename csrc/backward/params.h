@@ -5,6 +5,9 @@
 
 #include <cuda.h>
 
+#include "backward/plan.h"
+#include "common/problem.h"
+
 namespace flashmhf {
 
 struct BackwardMaps {
@@ -12,24 +15,17 @@ struct BackwardMaps {
     CUtensorMap k, u, v;      // [H * E][d_e][d_h]; rows from d_e on read as zeros
 };
 
-struct BackwardParams {
-    int batch;                         // sequences; a tile of tokens never crosses them
-    int64_t length;                    // tokens of a sequence
-    int row_tiles;                     // of a sequence: ceil(length / 64)
-    int group;                         // neighbouring heads that share one of K, U and V
-    int64_t dense_batch, dense_token;  // strides of the contiguous [T, ...] outputs, in tokens
-    int heads, subnets;                // H, E
-    int subnet_dim;                    // d_e
-    int subnet_tiles;                  // ceil(d_e / 64)
+struct BackwardParams : Rows, BackwardSplit {
+    DenseStrides dense;  // of the outputs [T, ...]
+    int group;           // neighbouring heads that share one of K, U and V
+    int heads, subnets;  // H, E
+    int subnet_dim;      // d_e
 
-    const void *r;                     // R [batch, length, H, E], or null: all ones
-    bool r_is_float;                   // else the element type
-    int64_t r_batch, r_token, r_head;  // strides of R in elements
-    int dq_heads, dr_heads;            // of a token in dq and dr: all of them, where this launch takes some
+    TokenTensor r;           // R [batch, length, H, E]; without data: all ones
+    bool r_is_float;         // else the element type
+    int dq_heads, dr_heads;  // of a token in dq and dr: all of them, where this launch takes some
 
-    // Inter-stationary kernels. The first `whole` items (head, sub-network, tile of 64 inter rows; that order) take one CTA each, the
-    // others `parts` CTAs that divide the tokens.
-    int whole, parts;
+    // Inter-stationary kernels. Items are (head, sub-network, tile of 64 inter rows), in that order.
     float *query_sums;  // [H][batch * row_tiles][64 * d_h] fp32 in fragment order, zeroed
     float *dr_sums;     // [H / group, E, group * batch * row_tiles * 64] fp32, zeroed; null without R
     // Ordered accumulation: CTAs that have added to a tile, zeroed. Null: any order.
@@ -39,23 +35,17 @@ struct BackwardParams {
     void *dk, *du, *dv;     // [H / group, E, d_e, d_h] in the element type, or fp32 buffers to add to
     bool accumulate;
 
-    // Token-stationary kernel. `token_parts` CTAs divide the sub-networks of a token block.
-    int token_parts;
+    // Token-stationary kernel.
     float *query_parts;  // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
     void *dq;            // [T, dq_heads, d_h]; null: not needed
     void *dr;            // [T, dr_heads, E] in R's type; null without R
-
-#ifdef __CUDACC__
-    __device__ __forceinline__ int64_t dense_index(int sequence, int token) const { return sequence * dense_batch + token * dense_token; }
-#endif
 };
 
 // The router's part of gated_backward; H are the heads of this launch.
-struct RouterParams {
-    const void *q;  // [batch, length, H, d_h], strides in elements
-    int64_t q_batch, q_token, q_head;
-    int batch, row_tiles, heads, subnets;
-    int64_t length, dense_batch, dense_token;
+struct RouterParams : Rows {
+    TokenTensor q;  // [batch, length, H, d_h]
+    DenseStrides dense;
+    int heads, subnets;
     const void *w;  // [H, d_h, E], fp32 or the element type; null: no router
     bool w_is_float;
     float eps;

@@ -113,7 +113,7 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
         shape.length >= (int64_t{1} << 31) - 128)
         throw std::invalid_argument("the backward kernels index fewer than 2^31 tokens of a sequence, 2^30 tiles and 65,536 heads");
     HeadGroupPlan plan{};
-    plan.row_tiles = static_cast<int>(row_tiles);
+    static_cast<Rows &>(plan) = {static_cast<int>(shape.batch), static_cast<int>(row_tiles), shape.length};
     plan.subnet_tiles = static_cast<int>(subnet_tiles);
     plan.items = static_cast<int>(items);
 

@@ -25,15 +25,18 @@ enum class Kernels {
     pair,  // a token-stationary kernel for dQ and dR, an inter-stationary one for dK, dU and dV: no atomics; each alone where one is needed
 };
 
+// How CTAs divide a launch: what the kernels need of the plan.
+struct BackwardSplit {
+    int subnet_tiles;  // of tile_inter rows, of a sub-network
+    int whole, parts;  // items of an inter-stationary kernel taken by one CTA each; CTAs that divide the tokens of each of the others
+    int token_parts;   // CTAs that divide the sub-networks of a token block of the token-stationary kernel
+};
+
 // One launch: a group of heads of K, U and V, with all heads of q that share them.
-struct HeadGroupPlan {
-    int row_tiles;        // of tile_rows tokens, of a sequence
-    int subnet_tiles;     // of tile_inter rows, of a sub-network
+struct HeadGroupPlan : Rows, BackwardSplit {
     int items;            // weight heads * E * subnet_tiles: CTAs of an inter-stationary kernel when nothing is split
-    int whole, parts;     // items taken by one CTA each; CTAs that divide the tokens of each of the others
     bool may_pair;        // CTAs of neighbouring items may be clusters of two: the device takes them, and both have the same tokens
     int token_blocks;     // of token_consumers row tiles: CTAs of a head of the token-stationary kernel
-    int token_parts;      // CTAs that divide the sub-networks of a token block
     int router_parts;     // CTAs that divide the tokens of a head's dW
     int gate_rows_parts;  // CTAs that divide the tokens of a head's R
     double inter_time, token_time;  // predicted makespans of the two kinds of kernels, in tiles of all eight products

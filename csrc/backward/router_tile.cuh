@@ -14,10 +14,10 @@ struct RouterTile : TokenTile {
         : TokenTile(index, g.row_tiles),
           rows(static_cast<int>(min(static_cast<int64_t>(tile_rows), g.length - token()))) {}
     __device__ __forceinline__ int64_t q_offset(const RouterParams &g, int head, int row) const {
-        return sequence * g.q_batch + (token() + row) * g.q_token + head * g.q_head;
+        return sequence * g.q.batch_stride + (token() + row) * g.q.token_stride + head * g.q.head_stride;
     }
     __device__ __forceinline__ int64_t dense_row(const RouterParams &g, int head, int row) const {
-        return (sequence * g.dense_batch + (token() + row) * g.dense_token) * g.heads + head;
+        return g.dense.index(sequence, token() + row) * g.heads + head;
     }
 };
 

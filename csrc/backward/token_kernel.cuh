@@ -107,9 +107,10 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         warpgroup::increase_registers<P::consumer_registers>();
         const int w = role - 1, tile = blockIdx.x * P::consumers + w;
         auto gate = [&](const RowPair &rows, int half, int subnet) {
-            if (!p.r || !rows.valid(half)) return 1.f;
-            const int64_t at = rows.sequence * p.r_batch + (rows.token + 8 * half) * p.r_token + head * p.r_head + subnet;
-            return load_real<T>(p.r, at, p.r_is_float);
+            if (!p.r.data || !rows.valid(half)) return 1.f;
+            const int64_t at =
+                rows.sequence * p.r.batch_stride + (rows.token + 8 * half) * p.r.token_stride + head * p.r.head_stride + subnet;
+            return load_real<T>(p.r.data, at, p.r_is_float);
         };
         auto gates = [&](int subnet) {
             const RowPair rows(p, tile);
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (!rows.valid(half)) continue;
-                const int64_t at = (p.dense_index(rows.sequence, rows.token + 8 * half) * p.dr_heads + head) * p.subnets + subnet;
+                const int64_t at = (p.dense.index(rows.sequence, rows.token + 8 * half) * p.dr_heads + head) * p.subnets + subnet;
                 store_real<T>(p.dr, at, p.r_is_float, half ? dr.y : dr.x);
             }
         };
@@ -210,9 +211,9 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
             }
         } else {
             const TokenTile tokens(tile, p.row_tiles);
-            const int64_t row = p.dense_index(tokens.sequence, tokens.token()) * p.dq_heads + head;
+            const int64_t row = p.dense.index(tokens.sequence, tokens.token()) * p.dq_heads + head;
             const int64_t rows = tile < tiles ? p.length - tokens.token() : 0;
-            store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense_token * p.dq_heads * d_h,
+            store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense.token * p.dq_heads * d_h,
                           static_cast<int>(min(rows, static_cast<int64_t>(tile_rows))), false, output_barrier + w);
         }
     }

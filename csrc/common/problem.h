@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/geometry.h"
+
 namespace flashmhf {
 
 // T = batch * length tokens (a tile never crosses two sequences), H heads of d_h, E sub-networks of width d_e. `group` neighbouring heads
@@ -15,6 +17,13 @@ struct Shape {
     int weight_heads() const { return heads / group; }  // of K, U and V
 };
 
+// The tokens of a launch in row tiles. A tile never crosses two sequences.
+struct Rows {
+    int batch;       // sequences
+    int row_tiles;   // of a sequence; its last tile may be partial
+    int64_t length;  // tokens of a sequence
+};
+
 // A tensor [batch, length, H, ...] whose last dimension is contiguous. Strides in elements.
 struct TokenTensor {
     const void *data;
@@ -24,6 +33,7 @@ struct TokenTensor {
 // Strides of batch and length in a dense tensor [T, ...], in tokens: leading dimensions may be numbered either way.
 struct DenseStrides {
     int64_t batch, token;
+    FLASHMHF_HOST_DEVICE int64_t index(int sequence, int token_) const { return sequence * batch + token_ * token; }
 };
 
 // The gate R [T, H, E]: a factor for each token, head and sub-network. Where it comes from:

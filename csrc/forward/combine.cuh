@@ -22,7 +22,7 @@ template <int d_h, typename T> __global__ __launch_bounds__(128) void flashmhf_f
     // As many loads in flight as there are parts, for the most part. A span behind the first begins within the item: its part is number 0.
     constexpr int at_once = 8;
     const auto *data =
-        reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first, block, 0, rank, wg)) + 128 * column + threadIdx.x;
+        reinterpret_cast<const float4 *>(p.parts.sums + part_offset<d_h>(p, first, block, 0, rank, wg)) + 128 * column + threadIdx.x;
     const int64_t part_quads = p.row_ctas * p.consumers * (tile_rows * d_h / 4), cluster_quads = 2 * s.abreast * part_quads;
     float4 sum = __ldcg(data + part * part_quads);
     for (int left = last - first; left > 0; left -= at_once) {

@@ -19,8 +19,8 @@ __device__ __forceinline__ size_t part_offset(const ForwardParams &p, int cluste
 template <int d_h>
 __device__ __forceinline__ void store_part(const OutputTile<d_h> &o, const ForwardParams &p, int cluster, int block, int part, int rank,
                                            int warpgroup) {
-    auto *dst =
-        reinterpret_cast<float4 *>(p.partials + part_offset<d_h>(p, cluster, block, part, rank, warpgroup)) + kittens::warpgroup::laneid();
+    auto *dst = reinterpret_cast<float4 *>(p.parts.sums + part_offset<d_h>(p, cluster, block, part, rank, warpgroup)) +
+                kittens::warpgroup::laneid();
 #pragma unroll
     for (int j = 0; j < d_h / 8; ++j) __stcg(dst + 128 * j, fragment_quad<d_h>(o, j));
 }

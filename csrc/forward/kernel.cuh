@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Format::Policy::threads, 1)
 
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
-        if (p.gate_tiles) tma::prefetch(&map_r);
+        if (p.gate.tiles) tma::prefetch(&map_r);
     }
     if (threadIdx.x == 32) {  // one branch for all semaphores, beside the warp that prefetches the maps
         shared.init_semaphores(p);

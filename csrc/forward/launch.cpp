@@ -104,42 +104,18 @@ void map_weights(const ForwardProblem &problem, const ForwardPlan &plan, Forward
                                              tile_inter, fetch);
 }
 
-ForwardParams forward_params(const ForwardProblem &problem, const ForwardPlan &plan, float *workspace) {
-    const Shape &s = problem.shape;
-    const int64_t row = int64_t{s.heads} * s.head_dim;  // elements of a token
-    ForwardParams p{};
-    p.schedule = plan.schedule;
-    p.cluster_size = plan.cluster_size;
-    p.row_ctas = plan.row_ctas;
-    p.consumers = plan.consumers;
-    p.batch = static_cast<int>(s.batch);
-    p.length = s.length;
-    p.row_tiles = plan.row_tiles;
-    p.blocks = plan.blocks;
-    p.bundle = plan.bundle;
-    p.bundles = s.group / plan.bundle;
-    p.head_tiles = static_cast<int>(s.batch) * plan.row_tiles;
-    p.tile_shift = plan.bundle == 1 ? 6 : plan.bundle == 2 ? 5 : 4;
-    static_assert(tile_rows == 64);
-    p.sum_threads = plan.sum_threads;
-    p.slice_pieces = plan.slice_pieces;
-    p.spare_pieces = plan.spare_pieces;
-    p.late_successor = plan.late_successor;
-    p.subnets = s.subnets;
-    p.subnet_tiles = plan.subnet_tiles;
-    p.out = problem.out;
-    p.out_batch = problem.dense.batch * row;
-    p.out_token = problem.dense.token * row;
-    p.gate = problem.gate;
-    p.gate_data = has_router(problem.gate) ? problem.w : problem.r.data;
-    p.r_batch = problem.r.batch_stride;
-    p.r_token = problem.r.token_stride;
-    p.r_head = problem.r.head_stride;
-    p.eps = problem.eps;
-    p.partials = workspace;
-    p.flags = plan.flags ? reinterpret_cast<uint64_t *>(workspace + plan.partials) : nullptr;
-    if (plan.flags) p.nonce = launch_nonce();
-    return p;
+GateSource gate_source(const ForwardProblem &problem, const ForwardPlan &plan) {
+    const TokenTensor &r = problem.r;
+    const int bytes = router_bytes(problem, plan);
+    return {.kind = problem.gate,
+            .data = has_router(problem.gate) ? problem.w : r.data,
+            .batch = r.batch_stride,
+            .token = r.token_stride,
+            .head = r.head_stride,
+            .eps = problem.eps,
+            .tiles = gate_in_tiles(problem),
+            .router_bytes = bytes * plan.bundle,
+            .head_router_bytes = bytes};
 }
 
 }  // namespace
@@ -160,24 +136,26 @@ ForwardLaunch prepare_forward(const ForwardProblem &problem, const ForwardPlan &
     launch.bf16 = problem.bf16;
     launch.plan = plan;
     launch.q = row_map("q", problem, plan, problem.q);
-    launch.out =
-        row_map("the output", problem, plan, TokenTensor{problem.out, problem.dense.batch * row, problem.dense.token * row, s.head_dim});
+    launch.out = row_map("the output", problem, plan, {problem.out, problem.dense.batch * row, problem.dense.token * row, s.head_dim});
     map_weights(problem, plan, launch);
 
     ForwardFp8Params &p = launch.params;
-    static_cast<ForwardParams &>(p) = forward_params(problem, plan, workspace);
-    p.head_router_bytes = router_bytes(problem, plan);
-    p.router_bytes = p.head_router_bytes * plan.bundle;
-    p.gate_tiles = gate_in_tiles(problem);
-    if (p.gate_tiles) launch.r = gate_map(problem);
+    static_cast<ForwardGrid &>(p) = plan;
+    p.out = problem.out;
+    p.out_batch = problem.dense.batch * row;
+    p.out_token = problem.dense.token * row;
+    p.gate = gate_source(problem, plan);
+    if (p.gate.tiles) launch.r = gate_map(problem);
+    p.parts.sums = workspace;
+    if (plan.flags) p.parts = {workspace, reinterpret_cast<uint64_t *>(workspace + plan.partials), launch_nonce()};
     if (is_fp8(problem)) {
         const int64_t plane = int64_t{s.weight_heads()} * s.subnets;
         p.k_scales = problem.scales;
         p.u_scales = p.k_scales + plane;
         p.v_scales = p.u_scales + plane;
-        if (has_router(problem.gate) && p.router_bytes == 0) p.gate_rows = workspace + plan.workspace();
+        if (has_router(problem.gate) && p.gate.router_bytes == 0) p.gate_rows = workspace + plan.workspace();
     }
-    const bool holds_w = p.router_bytes && (is_fp8(problem) || plan.schedule.slices == 1);
+    const bool holds_w = p.gate.router_bytes && (is_fp8(problem) || plan.schedule.slices == 1);
     launch.shared_memory = plan.shared_memory + (holds_w ? plan.shared_extra : 0);
     return launch;
 }

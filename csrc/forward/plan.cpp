@@ -1,6 +1,7 @@
 #include "forward/plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cassert>
 #include <cstdio>
 #include <cstdlib>
@@ -240,12 +241,19 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
     ForwardFootprint footprint = footprint_of(format, shape.head_dim, false);
     ForwardPlan plan{};
     plan.bundle = plan_bundle(shape, may_bundle);
+    plan.tile_shift = std::countr_zero(static_cast<unsigned>(tile_rows / plan.bundle));
+    plan.bundles = shape.group / plan.bundle;
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows / plan.bundle), "the sequence length");
+    plan.length = shape.length;
+    plan.subnets = shape.subnets;
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
     inter_tiles_of(shape);
     checked((row_tiles_of_head(shape, plan.bundle) + 2 * footprint.consumers) * shape.weight_heads(), "tokens * heads");
     checked(int64_t{shape.heads} * shape.subnets, "H * E");
     checked(int64_t{shape.heads} * shape.head_dim, "H * d_h");
+
+    plan.batch = static_cast<int>(shape.batch);
+    plan.head_tiles = plan.batch * plan.row_tiles;
 
     const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost);
     if (all.empty()) return plan;
@@ -266,11 +274,11 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
     if (s.slices > 1) {
         const int64_t rows = plan.bundle > 1 ? tile_rows : std::min<int64_t>(shape.length, tile_rows);
         const int of_tile = shape.head_dim / footprint.piece_columns;
-        plan.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
-        plan.slice_pieces = of_tile / s.slices;
-        plan.spare_pieces = of_tile % s.slices;
+        plan.slices.sum_threads = static_cast<int>(32 * ceil_div(rows, 16));
+        plan.slices.pieces = of_tile / s.slices;
+        plan.slices.spare_pieces = of_tile % s.slices;
         const int beside = (s.slices > max_slices ? device.large_clusters : device.clusters[s.slices - 1]) - s.clusters;
-        plan.late_successor = beside < s.clusters && 2 * beside >= s.clusters;
+        plan.slices.late_successor = beside < s.clusters && 2 * beside >= s.clusters;
     } else if (s.splits > s.rest) {
         plan.partials = int64_t{s.splits} * s.abreast * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
         if (s.adds_parts) plan.flags = s.splits * s.abreast * 2 * plan.row_ctas;

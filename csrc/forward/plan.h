@@ -8,30 +8,17 @@
 #include "common/device.h"
 #include "common/problem.h"
 #include "forward/cost_model.h"
+#include "forward/params.h"
 #include "forward/problem.h"
-#include "forward/schedule.cuh"
 
 namespace flashmhf {
 
-struct ForwardPlan {
-    int cluster_size;  // CTAs
-    int row_ctas;      // of a cluster that take rows of their own: 1, or 2 that multicast to each other
-    int consumers;     // row tiles of a CTA
-    int bundle;        // heads of a row tile: 1, or 2 or 4 of few tokens each that share a head of K, U and V
-    int row_tiles;     // of tile_rows / bundle tokens, of a sequence
-    int blocks;        // work items of a head of K, U and V
-    int subnet_tiles;  // of 64 rows, of a sub-network
-    ForwardSchedule schedule;
+struct ForwardPlan : ForwardGrid {
     int64_t partials;                                           // fp32 elements of workspace; 0: nothing is split
     int flags;                                                  // of 8 bytes, behind them; 0: the clusters do not add up parts themselves
     int64_t workspace() const { return partials + 2 * flags; }  // in units of 4 bytes
     int shared_memory;                                          // bytes a CTA, without `shared_extra`
     int shared_extra;                                           // bytes of shared memory more, of a launch that holds W of a head there
-    int sum_threads;                                            // of slices, as in params.h
-    int slice_pieces, spare_pieces;
-    // Most clusters of another such launch fit beside this one, but not all. Started early, those would have most of their tiles when the
-    // others, which wait for clusters of this launch to end, begin: 2.5 us of 10.5 (H = 16, groups of 4).
-    bool late_successor;
     int spare_gate;  // bytes of the gate tiles that nobody uses when each cluster has one item: they cache W
 };
 
@@ -53,7 +40,7 @@ struct ForwardFootprint {
 
 // A way to launch, and what it takes, in inter tiles of a CTA.
 struct Candidate {
-    int bundle;  // as in ForwardPlan, as are the next two
+    int bundle;  // as in ForwardGrid, as are the next two
     int consumers;
     int row_ctas;
     int blocks;  // work items of a head of K, U and V

@@ -26,7 +26,7 @@ template <typename Format, Division division> struct RowLoader {
           p(p),
           map_out(map_out),
           cursor(p.schedule, kittens::clusterIdx().x),
-          stages(Format::stages_router && p.router_bytes > 0 && leader && first) {}
+          stages(Format::stages_router && p.gate.router_bytes > 0 && leader && first) {}
 
     // Whether the current item is one whose parts are added behind the whole item. The cursor is then one wave too far.
     __device__ __forceinline__ bool is_added() const {
@@ -47,9 +47,9 @@ template <typename Format, Division division> struct RowLoader {
     // W of the head of the current item: one for all consumers.
     __device__ __forceinline__ void load_router() {
         auto &w_full = shared.w_full;
-        kittens::tma::expect_bytes(w_full, p.router_bytes);
+        kittens::tma::expect_bytes(w_full, p.gate.router_bytes);
         const void *w = router_of<Format::d_h, typename Format::T>(p, shared.items[count % 2][0].head);
-        kittens::tma::load_async(shared.router(p), const_cast<void *>(w), p.router_bytes, w_full);
+        kittens::tma::load_async(shared.router(p), const_cast<void *>(w), p.gate.router_bytes, w_full);
     }
     // The record of the next item, for each warpgroup of this warp. False: there is none.
     template <typename Each> __device__ __forceinline__ bool next_item(Each &&each) {
@@ -65,7 +65,7 @@ template <typename Format, Division division> struct RowLoader {
             if (division == Division::gathers && work.begin > 0 && work.end == p.schedule.inter_tiles) part = gathered_item;
             if constexpr (adds_behind_waves)
                 if (is_added()) part = gathered_item;
-            const int subnet = work.begin / p.subnet_tiles, column = p.gate_tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
+            const int subnet = work.begin / p.subnet_tiles, column = p.gate.tiles ? (rows.head * p.subnets + subnet) % 4 : 0;
             if (leader)
                 shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
         });

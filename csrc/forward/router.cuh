@@ -67,8 +67,8 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
             }
         }
         sum = quad_sum(sum);
-        tile.scale[row()] = 1.f / (sum.x + p.eps);
-        tile.scale[row() + 8] = 1.f / (sum.y + p.eps);
+        tile.scale[row()] = 1.f / (sum.x + p.gate.eps);
+        tile.scale[row() + 8] = 1.f / (sum.y + p.gate.eps);
         __syncwarp();
     }
 
@@ -98,7 +98,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
                 add_products(s, q, w, x);
             }
         };
-        if (p.gate == Gate::w_half) product(static_cast<const T *>(w));
+        if (p.gate.kind == Gate::w_half) product(static_cast<const T *>(w));
         else product(static_cast<const float *>(w));
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
@@ -118,7 +118,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
                 for (int i = 0; i < chains; ++i) add_products(s[i], q, w, at[i] + 16 * k * p.subnets);
             }
         };
-        if (p.gate == Gate::w_half) product(static_cast<const T *>(w));
+        if (p.gate.kind == Gate::w_half) product(static_cast<const T *>(w));
         else product(static_cast<const float *>(w));
 #pragma unroll
         for (int i = 0; i < chains; ++i)
@@ -159,8 +159,8 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
 };
 
 template <int d_h, typename T> __device__ __forceinline__ const void *router_of(const ForwardParams &p, int head) {
-    const int64_t row = static_cast<int64_t>(p.subnets) * (p.gate == Gate::w_half ? int{sizeof(T)} : int{sizeof(float)});
-    return static_cast<const uint8_t *>(p.gate_data) + head * d_h * row;
+    const int64_t row = static_cast<int64_t>(p.subnets) * (p.gate.kind == Gate::w_half ? int{sizeof(T)} : int{sizeof(float)});
+    return static_cast<const uint8_t *>(p.gate.data) + head * d_h * row;
 }
 
 }  // namespace flashmhf

@@ -19,10 +19,10 @@ template <int of_tile> struct Pieces {
     // of_tile = slices * each + spare. Divisions here would lie between the last product and the sums.
     __device__ __forceinline__ Pieces(const ForwardParams &p, int warpgroup)
         : slices(p.schedule.slices),
-          threads(p.sum_threads),
+          threads(p.slices.sum_threads),
           stride(slices * threads),
-          each(p.slice_pieces),
-          spare(p.spare_pieces) {
+          each(p.slices.pieces),
+          spare(p.slices.spare_pieces) {
         for (int i = 0; i < warpgroup; ++i) {
             number += each, cta += spare;
             if (cta >= slices) cta -= slices, ++number;

@@ -108,9 +108,9 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     }
     // The gate of the current item, where a router computes it, while Q lies in shared memory.
     __device__ __forceinline__ void compute_gate() {
-        if (!has_router(p.gate)) return;
+        if (!has_router(p.gate.kind)) return;
         auto from = [&](int k, T2(&fragment)[4]) { Stream::read_q(k, fragment); };
-        if (p.router_bytes) {
+        if (p.gate.router_bytes) {
             kittens::wait(shared.w_full, q_phase ^ 1);
             using Source = std::conditional_t<few_rows && (P::router_bytes > 0), WideFromShared, FewFromShared>;
             RouterRows<d_h, T, false, Source, Fp8GateTile<d_h>>{p, shared.router(p), gate_tile(), 16 * warp}.normalise(this_item().subnet,
@@ -217,7 +217,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             if (prepared) return;
             prepared = true;
             if constexpr (few_rows && P::exchange_ahead) exchange.prepare(item, wg);
-            if (p.gate_tiles) kittens::wait(shared.r_full[wg], r_phase);
+            if (p.gate.tiles) kittens::wait(shared.r_full[wg], r_phase);
             gate.prepare(item, gate_tile(), item_scales, wg, scale);
         };
 
@@ -268,7 +268,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             }
             prepare_gate(this_item(), scales(), q_phase ^ 1, out_scale);
             const uint32_t factors = gate.r;
-            if (p.gate_tiles) kittens::arrive(r_read_barrier(wg));
+            if (p.gate.tiles) kittens::arrive(r_read_barrier(wg));
 
             const int slot = ring.slot;
             if constexpr (P::chunks == 1) {

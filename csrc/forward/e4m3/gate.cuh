@@ -43,8 +43,8 @@ template <int d_h, typename T> struct Fp8Gate {
     __device__ __forceinline__ void prepare(const Item &item, Tile &tile, const Fp8Scales<d_h> &scales, int warpgroup, float2 &scale) {
         const int lane = kittens::laneid(), row = first_row();
         uv = lane < chunk ? scales.uv[lane] : 0.f;
-        if (has_router(p.gate)) scale.x *= tile.scale[row], scale.y *= tile.scale[row + 8];
-        if (!p.gate_tiles && !p.router_bytes) load(item, item.subnet, warpgroup, tile);
+        if (has_router(p.gate.kind)) scale.x *= tile.scale[row], scale.y *= tile.scale[row + 8];
+        if (!p.gate.tiles && !p.gate.router_bytes) load(item, item.subnet, warpgroup, tile);
         const float2 norm = magnitude(tile, index, min(chunk, p.subnets - item.subnet + index), {0.f, 0.f});
         scale.x *= norm.x, scale.y *= norm.y;
         read(tile);
@@ -104,15 +104,15 @@ template <int d_h, typename T> struct Fp8Gate {
         const int lane = kittens::laneid(), from = 16 * kittens::warpgroup::warpid();
         const bool mine = lane < chunk && first + lane < p.subnets;
         const int64_t left = item.sequence < p.batch ? p.length - item.token - from : 0;
-        const int64_t at = item.sequence * p.r_batch + (item.token + from) * p.r_token + item.head * p.r_head + first + lane;
+        const int64_t at = item.sequence * p.gate.batch + (item.token + from) * p.gate.token + item.head * p.gate.head + first + lane;
         const float *computed = gate_rows<d_h>(p, warpgroup) + int64_t{from} * p.subnets + first + lane;
         __syncwarp();
 #pragma unroll 4
         for (int row = 0; row < 16; ++row) {
-            float x = p.gate == Gate::ones ? 1.f : 0.f;
-            if (has_router(p.gate)) x = mine ? computed[row * p.subnets] : 0.f;
-            else if (p.gate != Gate::ones && mine && row < left)
-                x = load_real<T>(p.gate_data, at + row * p.r_token, p.gate == Gate::r_float);
+            float x = p.gate.kind == Gate::ones ? 1.f : 0.f;
+            if (has_router(p.gate.kind)) x = mine ? computed[row * p.subnets] : 0.f;
+            else if (p.gate.kind != Gate::ones && mine && row < left)
+                x = load_real<T>(p.gate.data, at + row * p.gate.token, p.gate.kind == Gate::r_float);
             if (lane < chunk) tile.at(from + row, lane) = x;
         }
         __syncwarp();

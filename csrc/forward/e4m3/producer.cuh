@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_rows_fp8(typename Format::Shared &shared, c
             wait_sleeping(shared.w_empty, count - 1 & 1);
             loader.load_router();
         }
-        if (p.gate_tiles) {
+        if (p.gate.tiles) {
             each([&](int warpgroup) {
                 const Item &item = shared.items[count % 2][warpgroup];
                 auto &r_full = shared.r_full[warpgroup];
@@ -152,7 +152,7 @@ __device__ __forceinline__ void load_rows_fp8(typename Format::Shared &shared, c
     each([&](int warpgroup) { loader.end_items(warpgroup); });
     if (count > 0)
         each([&](int warpgroup) {
-            if (p.gate_tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
+            if (p.gate.tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
             loader.take_over(warpgroup, count - 1);
         });
     if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it

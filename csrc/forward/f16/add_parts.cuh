@@ -16,7 +16,7 @@ __device__ __forceinline__ void signal_parts(ForwardShared<d_h, T> &shared, cons
     const int cluster = kittens::clusterIdx().x, block = gathers ? kittens::clusterIdx().y : 0, lane = kittens::laneid(),
               rank = p.row_ctas > 1 ? kittens::cluster_ctarank() : 0;
     auto flag_of = [&](int of_cluster, int part) {
-        return p.flags + ((of_cluster * (gathers ? s.abreast : 1) + block) * 2 + part) * p.row_ctas + rank;
+        return p.parts.flags + ((of_cluster * (gathers ? s.abreast : 1) + block) * 2 + part) * p.row_ctas + rank;
     };
     if (lane == 0) {
         // The consumers' arrivals release their stores to this thread, and its own release hands them on to the device.
@@ -25,7 +25,7 @@ __device__ __forceinline__ void signal_parts(ForwardShared<d_h, T> &shared, cons
         while (cursor.next(work, cluster, block, 0))
             if (work.end - (gathers ? 0 : work.begin) < s.inter_tiles) {
                 wait_sleeping(shared.parts.stored[work.part], 0);
-                store_release(flag_of(cluster, work.part), p.nonce);
+                store_release(flag_of(cluster, work.part), p.parts.nonce);
             }
     }
     __syncwarp();
@@ -35,10 +35,10 @@ __device__ __forceinline__ void signal_parts(ForwardShared<d_h, T> &shared, cons
     const int first = s.first_owner(index), count = s.last_owner(index) - first + !gathers;
     if (lane < count) {
         const int part = lane == 0 ? s.part_of(first, index) : 0;  // a span behind the first begins within the item
-        shared.added.part[lane] = reinterpret_cast<const float4 *>(p.partials + part_offset<d_h>(p, first + lane, block, part, rank, 0));
+        shared.added.part[lane] = reinterpret_cast<const float4 *>(p.parts.sums + part_offset<d_h>(p, first + lane, block, part, rank, 0));
         shared.added.count = count;
         uint64_t *const flag = flag_of(first + lane, part);
-        while (load_acquire(flag) != p.nonce) __nanosleep(32);
+        while (load_acquire(flag) != p.parts.nonce) __nanosleep(32);
         *flag = 0;  // no other warp waits for it, and a graph launch has the same nonce again
     }
     __syncwarp();

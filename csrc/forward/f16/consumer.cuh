@@ -45,9 +45,9 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
     __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
     template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, halved> &gate, Query &&query) {
-        if (P::gate_early && p.router_bytes) kittens::wait(shared.w_full, q_phase ^ 1);
+        if (P::gate_early && p.gate.router_bytes) kittens::wait(shared.w_full, q_phase ^ 1);
         gate.begin(this_item(), gate_buffer(), shared.router(p), query);
-        if (P::gate_early && p.router_bytes && lane == 0) kittens::arrive(shared.w_empty);
+        if (P::gate_early && p.gate.router_bytes && lane == 0) kittens::arrive(shared.w_empty);
     }
     // Once an item the warpgroups issue their products one after the other. Side by side they would reach their elementwise parts together
     // and leave the tensor cores idle. From there they run freely: an order in every tile passes each delay on to the others. Items no
@@ -95,7 +95,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     __device__ __forceinline__ void pass_items() {
         release_q();
         while (true) {
-            if (p.router_bytes) {
+            if (p.gate.router_bytes) {
                 kittens::wait(shared.w_full, q_phase ^ 1);
                 if (lane == 0) kittens::arrive(shared.w_empty);
             }
@@ -195,7 +195,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));  // the next item's first tile; after the last item a product nobody uses
             let_next_issue(this_item());
             if constexpr (slices)
-                if (p.late_successor && threadIdx.x == 0) kittens::pdl::arrive();
+                if (p.slices.late_successor && threadIdx.x == 0) kittens::pdl::arrive();
             if constexpr (slices) exchange.prepare(last_item(), wg);
             warpgroup::mma_async_wait<1>();
             pin(o);

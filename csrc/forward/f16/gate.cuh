@@ -24,9 +24,9 @@ template <int d_h, typename T, bool halved> struct GateRows {
         const int first = item.subnet;
         index = item.gate_column;
         left = (first + 1) * p.subnet_tiles - item.begin;
-        if (P::gate_early && p.router_bytes)
-            router<FromShared>(static_cast<const uint8_t *>(w) + own_head() * p.head_router_bytes, tile).normalise(first, query);
-        else if (p.gate >= Gate::w_float) router<FromGlobal>(router_of<d_h, T>(p, head(item)), tile).normalise(first, query);
+        if (P::gate_early && p.gate.router_bytes)
+            router<FromShared>(static_cast<const uint8_t *>(w) + own_head() * p.gate.head_router_bytes, tile).normalise(first, query);
+        else if (p.gate.kind >= Gate::w_float) router<FromGlobal>(router_of<d_h, T>(p, head(item)), tile).normalise(first, query);
         else if (!P::gate_early) load(item, first, tile);
         read(tile);
     }
@@ -41,7 +41,7 @@ template <int d_h, typename T, bool halved> struct GateRows {
     template <typename Query> __device__ __forceinline__ void replenish(const Item &item, Tile &tile, Query &&query) {
         if (index > 0 && index % chunk == 0 && left == p.subnet_tiles) {
             const int first = item.subnet + index;
-            if (p.gate >= Gate::w_float) router<FromGlobal>(router_of<d_h, T>(p, head(item)), tile).compute(first, query);
+            if (p.gate.kind >= Gate::w_float) router<FromGlobal>(router_of<d_h, T>(p, head(item)), tile).compute(first, query);
             else load(item, first, tile);
             read(tile);
         }

@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     if (P::q_in_registers && subnet_v >= 0) send_v();
     stamp(Stamp::forward_weights_sent);
     // Not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches.
-    if (division != Division::slices || !p.late_successor) kittens::pdl::arrive();
+    if (division != Division::slices || !p.slices.late_successor) kittens::pdl::arrive();
 }
 
 // A given gate is not scaled.
@@ -135,25 +135,28 @@ __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &it
     const int lane = kittens::laneid(), e = lane % chunk;
     const int64_t left = item.sequence < p.batch && first + e < p.subnets ? p.length - item.token : 0;
     const int tokens = left < tile_rows ? static_cast<int>(left) : tile_rows;  // rows that have a weight
-    const int64_t at = item.sequence * p.r_batch + (item.token + from + lane / chunk) * p.r_token + item.head * p.r_head + first + e;
+    const int64_t at =
+        item.sequence * p.gate.batch + (item.token + from + lane / chunk) * p.gate.token + item.head * p.gate.head + first + e;
     auto load = [&](auto *r) {
 #pragma unroll 1
         for (int row = from + lane / chunk; row < to; row += batch * step) {
             float values[batch];
 #pragma unroll
-            for (int j = 0; j < batch; ++j, r += step * p.r_token) values[j] = row + j * step < tokens ? static_cast<float>(__ldg(r)) : 0.f;
+            for (int j = 0; j < batch; ++j, r += step * p.gate.token)
+                values[j] = row + j * step < tokens ? static_cast<float>(__ldg(r)) : 0.f;
 #pragma unroll
             for (int j = 0; j < batch; ++j) dst.at(row + j * step, e) = values[j];
         }
     };
-    if (p.gate == Gate::r_float && urgent) {
-        const float *r = static_cast<const float *>(p.gate_data) + at;
+    if (p.gate.kind == Gate::r_float && urgent) {
+        const float *r = static_cast<const float *>(p.gate.data) + at;
 #pragma unroll 1
-        for (int row = from + lane / chunk; row < to; row += step, r += step * p.r_token) copy_word_async(&dst.at(row, e), r, row < tokens);
-    } else if (p.gate == Gate::r_float) {
-        load(static_cast<const float *>(p.gate_data) + at);
-    } else if (p.gate == Gate::r_half) {
-        load(static_cast<const T *>(p.gate_data) + at);
+        for (int row = from + lane / chunk; row < to; row += step, r += step * p.gate.token)
+            copy_word_async(&dst.at(row, e), r, row < tokens);
+    } else if (p.gate.kind == Gate::r_float) {
+        load(static_cast<const float *>(p.gate.data) + at);
+    } else if (p.gate.kind == Gate::r_half) {
+        load(static_cast<const T *>(p.gate.data) + at);
     } else {
         for (int row = from + lane / chunk; row < to; row += step) dst.at(row, e) = 1.f;
     }
@@ -186,16 +189,16 @@ __device__ __forceinline__ void load_rows_of_items(typename Format::Shared &shar
         __syncwarp();
         const int first = item.subnet;
         if (leader) {
-            kittens::tma::expect_bytes(full, P::row_tile_bytes + (p.gate_tiles ? P::gate_chunk_bytes : 0));
+            kittens::tma::expect_bytes(full, P::row_tile_bytes + (p.gate.tiles ? P::gate_chunk_bytes : 0));
 #pragma unroll
             for (int c = 0; c < d_h; c += P::panel_cols)
                 tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
-            if (P::gate_early && p.gate_tiles)  // from a multiple of 16 bytes on: TMA takes no other column
+            if (P::gate_early && p.gate.tiles)  // from a multiple of 16 bytes on: TMA takes no other column
                 tma::load_async(gate.values, map_r, int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence},
                                 full);
         }
-        if (P::gate_early && p.gate < Gate::w_float) {
-            if (!p.gate_tiles) {
+        if (P::gate_early && p.gate.kind < Gate::w_float) {
+            if (!p.gate.tiles) {
                 load_gate<d_h, typename Format::T>(p, item, 0, tile_rows, first, ahead < unhurried_tiles, gate);
                 wait_gate();
             } else if (count < P::gate_buffers) {
