@@ -49,7 +49,7 @@ template <int steps> struct RouterGrads {
 };
 
 // R and dR of rows g and g + 8 of a warp's 16 tokens, a chunk of sub-networks at once.
-template <int chunk> struct GateRows {
+template <int chunk> struct GateGradRows {
     static constexpr int steps = chunk / 16;
     const RouterParams &p;
     int64_t dr_step;  // from a sub-network of dR to the next
@@ -57,7 +57,7 @@ template <int chunk> struct GateRows {
     float sum[2];  // of the sigmoids, + eps; 0 where there is no token
     float r[steps][2][4], dr[steps][2][4];
 
-    __device__ __forceinline__ GateRows(const RouterParams &p, const RouterTile &tile, int index, int head, int first_row)
+    __device__ __forceinline__ GateGradRows(const RouterParams &p, const RouterTile &tile, int index, int head, int first_row)
         : p(p),
           dr_step(p.dr_sums ? static_cast<int64_t>(p.batch * p.row_tiles) * tile_rows : 1) {
 #pragma unroll
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(row_tile_threads, 2) flashmhf_gate_grad(const 
                 copy_16_bytes_async(&shared.q[r][c], static_cast<const T *>(p.q.data) + tile.q_offset(p, head, min(r, tile.rows - 1)) + c);
             }
         }
-        GateRows<chunk> rows(p, tile, index, head, first_row + lane / 4);
+        GateGradRows<chunk> rows(p, tile, index, head, first_row + lane / 4);
         const float2 dot = rows.dot();
         RouterGrads<steps> dp;
 

@@ -32,6 +32,30 @@ struct WeightMaps {
     const CUtensorMap *k, *u, *v;  // [H * E][d_e][d_h]; rows from d_e on read as zeros
 };
 
+// The inter tiles of a piece of work, one after the other.
+struct TileWalk {
+    int subnet, tile;  // among the sub-networks of all heads; in the sub-network
+    __device__ __forceinline__ TileWalk(const ForwardParams &p, const Work &work)
+        : subnet(work.begin / p.subnet_tiles),
+          tile(work.begin - subnet * p.subnet_tiles) {
+        subnet += work.item / p.blocks * p.subnets;
+    }
+    __device__ __forceinline__ void advance(const ForwardParams &p) {
+        if (++tile == p.subnet_tiles) {
+            tile = 0;
+            ++subnet;
+        }
+    }
+};
+// The next piece of a CTA's work.
+template <typename Cursor> __device__ __forceinline__ bool next_work(Cursor &cursor, Work &work) {
+    return cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank());
+}
+template <typename Cursor> __device__ __forceinline__ bool first_work(const ForwardParams &p, Work &work) {
+    Cursor cursor(p.schedule, kittens::clusterIdx().x);
+    return next_work(cursor, work);
+}
+
 // Returns when the cluster's barriers are initialised and the kernel before this one has finished. Code before it runs under that kernel.
 __device__ __forceinline__ void wait_for_cluster_and_predecessor(const ForwardParams &p) {
     if (p.row_ctas > 1) cluster_sync();

@@ -55,10 +55,9 @@ template <typename Format, Division division> struct RowLoader {
     template <typename Each> __device__ __forceinline__ bool next_item(Each &&each) {
         Work work;
         if constexpr (adds_behind_waves) {
-            const bool more =
-                !is_added() && cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank());
+            const bool more = !is_added() && next_work(cursor, work);
             if (!more && !next_added(work)) return false;
-        } else if (!cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) return false;
+        } else if (!next_work(cursor, work)) return false;
         each([&](int warpgroup) {
             const RowTile rows(p, work.item, p.row_ctas > 1 ? kittens::cluster_ctarank() : 0, warpgroup);
             int part = p.schedule.slices == 1 && work.end - work.begin == p.schedule.inter_tiles ? whole_item : work.part;
@@ -70,6 +69,13 @@ template <typename Format, Division division> struct RowLoader {
                 shared.items[count % 2][warpgroup] = Item{work.begin, work.end, part, subnet, column, rows.head, rows.sequence, rows.token};
         });
         return true;
+    }
+    // Issues the copies of Q, by the leader.
+    __device__ __forceinline__ void load_q(int warpgroup, const CUtensorMap *map, const Item &item, kittens::semaphore &full) {
+        constexpr int panel_cols = panel_cols_of(Format::d_h);
+#pragma unroll
+        for (int c = 0; c < Format::d_h; c += panel_cols)
+            tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
     }
     // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
     __device__ __forceinline__ void take_over(int warpgroup, int index) {
@@ -87,5 +93,34 @@ template <typename Format, Division division> struct RowLoader {
         kittens::arrive(shared.semaphores.q_full[warpgroup], ForwardArrivals::q_full);
     }
 };
+
+// Brings the rows of all items of a CTA, and stores their outputs. By one warp; each(body): body(warpgroup) for the warpgroups that it serves.
+// Rows: the format's RowLoader, with what it brings before the kernel before has ended, Q and what comes with it, what comes behind, and what
+// it waits for at the end.
+template <typename Rows, typename Each> __device__ __forceinline__ void load_items(Rows &rows, Each &&each) {
+    bool more = rows.next_item(each);
+    if (more) each([&](int warpgroup) { rows.before_predecessor(warpgroup); });
+    wait_for_cluster_and_predecessor(rows.p);
+    if (rows.stages && more) rows.load_router();
+    while (more) {
+        __syncwarp();
+        each([&](int warpgroup) { rows.fetch_q(warpgroup); });
+        if (rows.stages && rows.count > 0 && !rows.is_added()) {
+            wait_sleeping(rows.shared.w_empty, (rows.count - 1) & 1);
+            rows.load_router();
+        }
+        each([&](int warpgroup) { rows.behind_q(warpgroup); });
+        ++rows.count;
+        each([&](int warpgroup) { rows.take_over(warpgroup, rows.count - Rows::lag); });
+        more = rows.next_item(each);
+    }
+    each([&](int warpgroup) { rows.end_items(warpgroup); });
+    if (Rows::lag == 2 && rows.count > 0)
+        each([&](int warpgroup) {
+            rows.behind_items(warpgroup);
+            rows.take_over(warpgroup, rows.count - 1);
+        });
+    if (rows.leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it
+}
 
 }  // namespace flashmhf

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "forward/e4m3/gate.cuh"
-#include "forward/e4m3/producer.cuh"
 #include "forward/e4m3/slice_sums.cuh"
 #include "forward/e4m3/swiglu_tile.cuh"
 #include "forward/epilogue.cuh"

@@ -32,7 +32,15 @@ template <int head_dim, typename Element, bool few_rows> struct E4m3 {
     __device__ __forceinline__ static void other_warps(Shared &shared, const CUtensorMap *q, const CUtensorMap *r, const CUtensorMap *out,
                                                        const Params &p, int warp) {
         const int last = warp == 3 ? p.consumers : warp;  // the last warp has the rows of two of four warpgroups
-        if (warp <= p.consumers) return load_rows_fp8<E4m3, division>(shared, q, r, out, p, warp - 1, last);
+        if (warp <= p.consumers) {
+            RowsOfItemsFp8<E4m3, division> rows{{shared, p, out, warp == 1}, q, r};
+            return load_items(rows, [=](auto body) {
+                if constexpr (Policy::consumers <= 3) body(warp - 1);  // one needs no loop
+                else
+#pragma unroll 1
+                    for (int warpgroup = warp - 1; warpgroup < last; ++warpgroup) body(warpgroup);
+            });
+        }
         wait_for_cluster_and_predecessor(p);
     }
 };

@@ -29,15 +29,12 @@ __device__ __forceinline__ void each_copy(const WeightMaps &maps, int tile, int 
 // Prefetches to the L2 the first tiles of a CTA's slice: a hint, right even while the kernel before this one writes them. By one thread.
 template <typename P, int d_h> __device__ __forceinline__ void prefetch_weights_fp8(const WeightMaps &maps, const ForwardFp8Params &p) {
     Work work;
-    if (!WorkCursor(p.schedule, kittens::clusterIdx().x)
-             .next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank()))
-        return;
+    if (!first_work<WorkCursor>(p, work)) return;
+    TileWalk at(p, work);
 #pragma unroll 1
-    for (int i = work.begin; i < min(work.end, work.begin + P::prefetched_tiles); ++i) {
-        const int subnet = i / p.subnet_tiles;
-        each_copy<P, d_h, false>(maps, i - subnet * p.subnet_tiles, subnet + work.item / p.blocks * p.subnets,
+    for (int left = min(work.end - work.begin, P::prefetched_tiles); left > 0; --left, at.advance(p))
+        each_copy<P, d_h, false>(maps, at.tile, at.subnet,
                                  [](int, const CUtensorMap *map, int3 from) { tma::prefetch_tile(map, from, tma::Evict::first); });
-    }
 }
 
 // By one thread. Of a pair of CTAs each fetches half the rows of K, U and V, and multicasts them.
@@ -52,110 +49,79 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
 
     WorkCursor cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    while (cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) {
-        int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
-        subnet += work.item / p.blocks * p.subnets;
+    while (next_work(cursor, work)) {
+        TileWalk walk(p, work);
 #pragma unroll 1  // the producer has few registers
         for (int left = work.end - work.begin; left > 0; --left) {
             wait_sleeping(sem.slot_empty[ring.slot], ring.phase);
             kittens::tma::expect_bytes(sem.slot_full[ring.slot], P::slot_bytes);
-            each_copy<P, d_h, multicast>(maps, tile, subnet, [&](int at, const CUtensorMap *map, int3 from) {
+            each_copy<P, d_h, multicast>(maps, walk.tile, walk.subnet, [&](int at, const CUtensorMap *map, int3 from) {
                 void *dst = shared.ring[ring.slot] + at;
                 if constexpr (multicast) tma::multicast_async(dst, map, from, sem.slot_full[ring.slot], ctas);
                 else tma::load_async(dst, map, from, sem.slot_full[ring.slot], evict);
             });
             ring.advance();
             stamp(Stamp::forward_tile_sent, work.end - work.begin - left);
-            if (++tile == p.subnet_tiles) {
-                tile = 0;
-                ++subnet;
-            }
+            walk.advance(p);
         }
     }
     stamp(Stamp::forward_weights_sent);
     kittens::pdl::arrive();  // not earlier: with few tokens these tiles would evict from the L2 what the next kernel prefetches
 }
 
-// For consumer warpgroups first .. last - 1, by one warp: loads Q, scales and gate of their items, stores their outputs.
-template <typename Format, Division division>
-__device__ __forceinline__ void load_rows_fp8(typename Format::Shared &shared, const CUtensorMap *map_q, const CUtensorMap *map_r,
-                                              const CUtensorMap *map_out, const ForwardFp8Params &p, int first, int last) {
+// For some consumer warpgroups, by one warp: loads Q, scales and gate of their items, stores their outputs.
+template <typename Format, Division division> struct RowsOfItemsFp8 : RowLoader<Format, division> {
+    static constexpr int lag = 2;
     using P = typename Format::Policy;
-    constexpr int d_h = Format::d_h;
-    const int lane = kittens::laneid();
-    RowLoader<Format, division> loader(shared, p, map_out, first == 0);
-    const bool leader = loader.leader;
-    int &count = loader.count;
-    auto each = [&](auto body) {  // for each of these warpgroups; one needs no loop
-        if constexpr (P::consumers <= 3) {
-            body(first);
-        } else {
-#pragma unroll 1
-            for (int warpgroup = first; warpgroup < last; ++warpgroup) body(warpgroup);
+    const CUtensorMap *map_q, *map_r;
+
+    // Without this prefetch the scales of few tokens come a microsecond after Q, behind the tiles that fill the ring.
+    __device__ __forceinline__ void before_predecessor(int warpgroup) {
+        __syncwarp();
+        auto &p = this->p;
+        const Item &item = this->shared.items[0][warpgroup];
+        const int lane = kittens::laneid(), e = subnet_of_lane(item), at = first_scale(item);
+        if (lane < P::gate_chunk && e >= 0 && e < p.subnets) prefetch_line(p.u_scales + (at + e)), prefetch_line(p.v_scales + (at + e));
+        if (lane == P::gate_chunk) prefetch_line(p.k_scales + at);
+    }
+    __device__ __forceinline__ void fetch_q(int warpgroup) {
+        auto &shared = this->shared;
+        const Item &item = shared.items[this->count % 2][warpgroup];
+        auto &full = shared.semaphores.q_full[warpgroup];
+        if (this->leader) {
+            kittens::tma::expect_bytes(full, P::row_tile_bytes);
+            this->load_q(warpgroup, map_q, item, full);
         }
-    };
-    auto first_scale = [&](const Item &item) { return item.head / p.bundles * p.subnets; };
-    auto subnet_of_lane = [&](const Item &item) { return item.subnet - item.gate_column + lane; };
-    auto load_scales = [&](const Item &item, Fp8Scales<d_h> &scales) {
-        const int e = subnet_of_lane(item), at = first_scale(item);
+        load_scales(item, shared.scales[this->count % 2][warpgroup]);
+        __syncwarp();
+        if (this->leader) kittens::arrive(full);
+    }
+    __device__ __forceinline__ void behind_q(int warpgroup) {
+        auto &shared = this->shared;
+        auto &p = this->p;
+        if (!p.gate.tiles) return;
+        const Item &item = shared.items[this->count % 2][warpgroup];
+        auto &r_full = shared.r_full[warpgroup];
+        if (this->count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
+        if (!this->leader) return;
+        kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
+        tma::load_async(shared.gate[warpgroup].values, map_r,
+                        int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
+    }
+    __device__ __forceinline__ void behind_items(int warpgroup) {
+        if (this->p.gate.tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
+    }
+
+  private:
+    __device__ __forceinline__ int first_scale(const Item &item) const { return item.head / this->p.bundles * this->p.subnets; }
+    __device__ __forceinline__ static int subnet_of_lane(const Item &item) { return item.subnet - item.gate_column + kittens::laneid(); }
+    template <typename Scales> __device__ __forceinline__ void load_scales(const Item &item, Scales &scales) const {
+        auto &p = this->p;
+        const int lane = kittens::laneid(), e = subnet_of_lane(item), at = first_scale(item);
         if (lane < P::gate_chunk)
             scales.uv[lane] = e >= 0 && e < p.subnets ? __ldg(p.u_scales + (at + e)) * __ldg(p.v_scales + (at + e)) : 0.f;
         if (lane == P::gate_chunk) scales.k = __ldg(p.k_scales + at);
-    };
-    // Without this prefetch the scales of few tokens come a microsecond after Q, behind the tiles that fill the ring.
-    auto prefetch_scales = [&](const Item &item) {
-        const int e = subnet_of_lane(item), at = first_scale(item);
-        if (lane < P::gate_chunk && e >= 0 && e < p.subnets) prefetch_line(p.u_scales + (at + e)), prefetch_line(p.v_scales + (at + e));
-        if (lane == P::gate_chunk) prefetch_line(p.k_scales + at);
-    };
-    bool more = loader.next_item(each);
-    __syncwarp();
-    if (more) each([&](int warpgroup) { prefetch_scales(shared.items[0][warpgroup]); });
-    wait_for_cluster_and_predecessor(p);
-    if (loader.stages && more) loader.load_router();
-    while (more) {
-        __syncwarp();
-        each([&](int warpgroup) {
-            const Item &item = shared.items[count % 2][warpgroup];
-            auto &full = shared.semaphores.q_full[warpgroup];
-            if (leader) {
-                constexpr int panel_cols = panel_cols_of(d_h);
-                kittens::tma::expect_bytes(full, P::row_tile_bytes);
-#pragma unroll
-                for (int c = 0; c < d_h; c += panel_cols)
-                    tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map_q, int4{c, item.head, item.token, item.sequence}, full);
-            }
-            load_scales(item, shared.scales[count % 2][warpgroup]);
-            __syncwarp();
-            if (leader) kittens::arrive(full);
-        });
-        if (loader.stages && count > 0) {
-            wait_sleeping(shared.w_empty, count - 1 & 1);
-            loader.load_router();
-        }
-        if (p.gate.tiles) {
-            each([&](int warpgroup) {
-                const Item &item = shared.items[count % 2][warpgroup];
-                auto &r_full = shared.r_full[warpgroup];
-                if (count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
-                if (leader) {
-                    kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
-                    tma::load_async(shared.gate[warpgroup].values, map_r,
-                                    int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
-                }
-            });
-        }
-        ++count;
-        each([&](int warpgroup) { loader.take_over(warpgroup, count - 2); });
-        more = loader.next_item(each);
     }
-    each([&](int warpgroup) { loader.end_items(warpgroup); });
-    if (count > 0)
-        each([&](int warpgroup) {
-            if (p.gate.tiles) kittens::arrive_and_wait(r_read_barrier(warpgroup));
-            loader.take_over(warpgroup, count - 1);
-        });
-    if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it
-}
+};
 
 }  // namespace flashmhf

@@ -6,7 +6,6 @@
 #include "forward/epilogue.cuh"
 #include "forward/f16/add_parts.cuh"
 #include "forward/f16/gate.cuh"
-#include "forward/f16/producer.cuh"
 #include "forward/f16/swiglu_tile.cuh"
 #include "forward/item_stream.cuh"
 #include "forward/slice_exchange.cuh"

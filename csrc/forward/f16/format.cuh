@@ -36,7 +36,10 @@ template <int head_dim, typename Element> struct F16 {
     template <Division division>
     __device__ __forceinline__ static void other_warps(Shared &shared, const CUtensorMap *q, const CUtensorMap *r, const CUtensorMap *out,
                                                        const Params &p, int warp) {
-        if (warp <= p.consumers) return load_rows_of_items<F16, division>(shared, q, r, out, p, warp - 1);
+        if (warp <= p.consumers) {
+            RowsOfItems<F16, division> rows{{shared, p, out, warp == 1}, q, r};
+            return load_items(rows, [=](auto body) { body(warp - 1); });
+        }
         wait_for_cluster_and_predecessor(p);
         if constexpr (division != Division::slices && Policy::may_add_parts)
             if (p.schedule.adds_parts && warp == p.consumers + 1) signal_parts<d_h, T, division>(shared, p);

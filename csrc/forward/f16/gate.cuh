@@ -3,10 +3,60 @@
 // computed by the consumer warp for its own rows, without a barrier.
 #pragma once
 
-#include "forward/f16/producer.cuh"
+#include "common/fragments.cuh"
+#include "common/ptx.cuh"
+#include "common/tma.cuh"
+#include "forward/f16/shared_memory.cuh"
 #include "forward/router.cuh"
 
 namespace flashmhf {
+
+// A given gate is not scaled.
+template <int d_h> __device__ __forceinline__ void unit_scale(GateTile<d_h> &tile, int from, int to) {
+    for (int row = from + kittens::laneid(); row < to; row += 32) tile.scale[row] = 1.f;
+}
+
+// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it. By one warp, lanes along the sub-networks. A
+// burst of loads clogs the path that all warps use (6 % of a run at T = 32,256), so loads go a few at a time, through registers. `urgent`
+// (fp32 only): all at once, by copies that need no register and are complete after wait_gate().
+template <int d_h, typename T>
+__device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first, bool urgent,
+                                          GateTile<d_h> &dst) {
+    constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk, batch = step == 1 ? 4 : 16 / step;
+    const int lane = kittens::laneid(), e = lane % chunk;
+    const int64_t left = item.sequence < p.batch && first + e < p.subnets ? p.length - item.token : 0;
+    const int tokens = left < tile_rows ? static_cast<int>(left) : tile_rows;  // rows that have a weight
+    const int64_t at =
+        item.sequence * p.gate.batch + (item.token + from + lane / chunk) * p.gate.token + item.head * p.gate.head + first + e;
+    auto load = [&](auto *r) {
+#pragma unroll 1
+        for (int row = from + lane / chunk; row < to; row += batch * step) {
+            float values[batch];
+#pragma unroll
+            for (int j = 0; j < batch; ++j, r += step * p.gate.token)
+                values[j] = row + j * step < tokens ? static_cast<float>(__ldg(r)) : 0.f;
+#pragma unroll
+            for (int j = 0; j < batch; ++j) dst.at(row + j * step, e) = values[j];
+        }
+    };
+    if (p.gate.kind == Gate::r_float && urgent) {
+        const float *r = static_cast<const float *>(p.gate.data) + at;
+#pragma unroll 1
+        for (int row = from + lane / chunk; row < to; row += step, r += step * p.gate.token)
+            copy_word_async(&dst.at(row, e), r, row < tokens);
+    } else if (p.gate.kind == Gate::r_float) {
+        load(static_cast<const float *>(p.gate.data) + at);
+    } else if (p.gate.kind == Gate::r_half) {
+        load(static_cast<const T *>(p.gate.data) + at);
+    } else {
+        for (int row = from + lane / chunk; row < to; row += step) dst.at(row, e) = 1.f;
+    }
+    unit_scale<d_h>(dst, from, to);
+}
+__device__ __forceinline__ void wait_gate() {
+    wait_copied_words();
+    __syncwarp();
+}
 
 // halved: Q comes at half its size, so the gate is doubled.
 template <int d_h, typename T, bool halved> struct GateRows {

@@ -2,9 +2,9 @@
 // first sub-networks of an item, and stores the outputs.
 #pragma once
 
-#include "common/fragments.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
+#include "forward/f16/gate.cuh"
 #include "forward/f16/shared_memory.cuh"
 #include "forward/producer.cuh"
 
@@ -32,17 +32,14 @@ template <int d_h, Division division> __device__ __forceinline__ void prefetch_w
     using P = ForwardPolicy<d_h>;
     const int own_row = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
     Work work;
-    if (!Cursor<division>(p.schedule, kittens::clusterIdx().x)
-             .next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank()))
-        return;
+    if (!first_work<Cursor<division>>(p, work)) return;
+    TileWalk at(p, work);
 #pragma unroll 1
-    for (int i = work.begin; i < min(work.end, work.begin + P::slots); ++i) {
-        const int subnet = i / p.subnet_tiles, row = (i - subnet * p.subnet_tiles) * tile_inter + own_row;
+    for (int left = min(work.end - work.begin, P::slots); left > 0; --left, at.advance(p))
         for (const CUtensorMap *map : {maps.k, maps.u, maps.v})
 #pragma unroll
             for (int c = 0; c < d_h; c += P::panel_cols)
-                tma::prefetch_tile(map, int3{c, row, subnet + work.item / p.blocks * p.subnets}, evict_of<division>);
-    }
+                tma::prefetch_tile(map, int3{c, at.tile * tile_inter + own_row, at.subnet}, evict_of<division>);
 }
 
 // By one thread. CTAs of a pair each fetch a part of the rows of a tile and multicast it. Every instruction of the loop over the tiles
@@ -81,33 +78,29 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
 
     Cursor<division> cursor(p.schedule, kittens::clusterIdx().x);
     Work work;
-    while (cursor.next(work, kittens::clusterIdx().x, kittens::clusterIdx().y, kittens::cluster_ctarank())) {
-        int subnet = work.begin / p.subnet_tiles, tile = work.begin - subnet * p.subnet_tiles;
-        subnet += work.item / p.blocks * p.subnets;
+    while (next_work(cursor, work)) {
+        TileWalk at(p, work);
 #pragma unroll 1  // the producer has few registers
         for (int left = work.end - work.begin; left > 0; --left) {
-            const int row = tile * tile_inter + own_row;
+            const int row = at.tile * tile_inter + own_row;
             if constexpr (P::q_in_registers) {
                 fill(P::ku_bytes + (subnet_v >= 0 ? P::v_bytes : 0));
-                load_ku(0, row, subnet);
+                load_ku(0, row, at.subnet);
                 if (subnet_v >= 0) load_v();
                 ring.advance();
             } else {
 #pragma unroll 1
                 for (int col = 0; col < d_h; col += d_h / 2) {
                     fill(P::slot_bytes);
-                    load_ku(col, row, subnet);
+                    load_ku(col, row, at.subnet);
                     ring.advance();
                 }
                 if (subnet_v >= 0) send_v();
             }
             stamp(Stamp::forward_tile_sent, work.end - work.begin - left);
             row_v = row;
-            subnet_v = subnet;
-            if (++tile == p.subnet_tiles) {
-                tile = 0;
-                ++subnet;
-            }
+            subnet_v = at.subnet;
+            at.advance(p);
         }
         if constexpr (!P::q_in_registers) {
             send_v();
@@ -120,79 +113,26 @@ __device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, cons
     if (division != Division::slices || !p.slices.late_successor) kittens::pdl::arrive();
 }
 
-// A given gate is not scaled.
-template <int d_h> __device__ __forceinline__ void unit_scale(GateTile<d_h> &tile, int from, int to) {
-    for (int row = from + kittens::laneid(); row < to; row += 32) tile.scale[row] = 1.f;
-}
-
-// R of a warpgroup's rows from..to, sub-networks first.. of a chunk, where TMA cannot read it. By one warp, lanes along the sub-networks. A
-// burst of loads clogs the path that all warps use (6 % of a run at T = 32,256), so loads go a few at a time, through registers. `urgent`
-// (fp32 only): all at once, by copies that need no register and are complete after wait_gate().
-template <int d_h, typename T>
-__device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &item, int from, int to, int first, bool urgent,
-                                          GateTile<d_h> &dst) {
-    constexpr int chunk = ForwardPolicy<d_h>::gate_chunk, step = 32 / chunk, batch = step == 1 ? 4 : 16 / step;
-    const int lane = kittens::laneid(), e = lane % chunk;
-    const int64_t left = item.sequence < p.batch && first + e < p.subnets ? p.length - item.token : 0;
-    const int tokens = left < tile_rows ? static_cast<int>(left) : tile_rows;  // rows that have a weight
-    const int64_t at =
-        item.sequence * p.gate.batch + (item.token + from + lane / chunk) * p.gate.token + item.head * p.gate.head + first + e;
-    auto load = [&](auto *r) {
-#pragma unroll 1
-        for (int row = from + lane / chunk; row < to; row += batch * step) {
-            float values[batch];
-#pragma unroll
-            for (int j = 0; j < batch; ++j, r += step * p.gate.token)
-                values[j] = row + j * step < tokens ? static_cast<float>(__ldg(r)) : 0.f;
-#pragma unroll
-            for (int j = 0; j < batch; ++j) dst.at(row + j * step, e) = values[j];
-        }
-    };
-    if (p.gate.kind == Gate::r_float && urgent) {
-        const float *r = static_cast<const float *>(p.gate.data) + at;
-#pragma unroll 1
-        for (int row = from + lane / chunk; row < to; row += step, r += step * p.gate.token)
-            copy_word_async(&dst.at(row, e), r, row < tokens);
-    } else if (p.gate.kind == Gate::r_float) {
-        load(static_cast<const float *>(p.gate.data) + at);
-    } else if (p.gate.kind == Gate::r_half) {
-        load(static_cast<const T *>(p.gate.data) + at);
-    } else {
-        for (int row = from + lane / chunk; row < to; row += step) dst.at(row, e) = 1.f;
-    }
-    unit_scale<d_h>(dst, from, to);
-}
-__device__ __forceinline__ void wait_gate() {
-    wait_copied_words();
-    __syncwarp();
-}
-
 // For one consumer warpgroup, by one warp: loads Q and gate of its items, stores their outputs.
-template <typename Format, Division division>
-__device__ __forceinline__ void load_rows_of_items(typename Format::Shared &shared, const CUtensorMap *map, const CUtensorMap *map_r,
-                                                   const CUtensorMap *map_out, const ForwardParams &p, int warpgroup) {
-    constexpr int d_h = Format::d_h;
+template <typename Format, Division division> struct RowsOfItems : RowLoader<Format, division> {
+    static constexpr int d_h = Format::d_h, lag = ForwardPolicy<d_h>::q_in_registers ? 2 : 1;  // Q is read an item ahead, or not
+    static constexpr int unhurried_tiles = 48 * 128 / d_h;  // 25 us: an item of so many tiles covers the slow load of the next item's gate
     using P = ForwardPolicy<d_h>;
-    auto &full = shared.semaphores.q_full[warpgroup];
-    constexpr int unhurried_tiles = 48 * 128 / d_h;  // 25 us: an item of so many tiles covers the slow load of the next item's gate
-    RowLoader<Format, division> loader(shared, p, map_out, warpgroup == 0);
-    const bool leader = loader.leader;
-    int &count = loader.count, ahead = 0;
-    auto each = [&](auto body) { body(warpgroup); };
-    constexpr int lag = P::q_in_registers ? 2 : 1;  // Q is read an item ahead, or not
-    bool more = loader.next_item(each);
-    wait_for_cluster_and_predecessor(p);
-    if (loader.stages && more) loader.load_router();
-    while (more) {
+    const CUtensorMap *map_q, *map_r;
+    int ahead = 0;  // tiles of the item before
+
+    __device__ __forceinline__ void before_predecessor(int) {}
+    __device__ __forceinline__ void fetch_q(int warpgroup) {
+        auto &shared = this->shared;
+        auto &p = this->p;
+        const int count = this->count;
         const Item &item = shared.items[count % 2][warpgroup];
         auto &gate = shared.gate[count % P::gate_buffers][warpgroup];
-        __syncwarp();
+        auto &full = shared.semaphores.q_full[warpgroup];
         const int first = item.subnet;
-        if (leader) {
+        if (this->leader) {
             kittens::tma::expect_bytes(full, P::row_tile_bytes + (p.gate.tiles ? P::gate_chunk_bytes : 0));
-#pragma unroll
-            for (int c = 0; c < d_h; c += P::panel_cols)
-                tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
+            this->load_q(warpgroup, map_q, item, full);
             if (P::gate_early && p.gate.tiles)  // from a multiple of 16 bytes on: TMA takes no other column
                 tma::load_async(gate.values, map_r, int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence},
                                 full);
@@ -206,19 +146,11 @@ __device__ __forceinline__ void load_rows_of_items(typename Format::Shared &shar
                 __syncwarp();
             }
         }
-        if (leader) kittens::arrive(full);
-        if (loader.stages && count > 0 && !loader.is_added()) {
-            wait_sleeping(shared.w_empty, count - 1 & 1);
-            loader.load_router();
-        }
+        if (this->leader) kittens::arrive(full);
         ahead = item.end - item.begin;
-        ++count;
-        loader.take_over(warpgroup, count - lag);
-        more = loader.next_item(each);
     }
-    loader.end_items(warpgroup);
-    if (lag == 2 && count > 0) loader.take_over(warpgroup, count - 1);
-    if (leader) kittens::tma::store_async_read_wait<0>();  // the memory outlives the copy; the end of the kernel publishes it
-}
+    __device__ __forceinline__ void behind_q(int) {}
+    __device__ __forceinline__ void behind_items(int) {}
+};
 
 }  // namespace flashmhf
