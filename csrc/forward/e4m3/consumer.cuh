@@ -162,137 +162,140 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     }
 
     // Two buffers of [M|N]: the product of the next chunk runs under the elementwise part of this one, and A V of the one before.
-    __device__ __forceinline__ void run() {
-        Fp8Gate<d_h, T> gate{p};
-        Scores s0, s1;
-        Activation a0, a1;
-        Products o;
-        Fp8Sums<d_h> sums;
-        int accumulate = 0;  // 0: the next product of A V overwrites the sums
-        int before = -1;     // the slot that the last product of A V still reads
-        bool prepared;
-        [[maybe_unused]] int scores = 0;  // chunks so far, for the stamps
-        [[maybe_unused]] Exchange exchange{shared, p};
+    Fp8Gate<d_h, T> gate{this->p};
+    Scores s0, s1;
+    Activation a0, a1;
+    Products o;
+    Fp8Sums<d_h> sums;
+    int accumulate = 0;  // 0: the next product of A V overwrites the sums
+    int before = -1;     // the slot that the last product of A V still reads
+    bool prepared;       // the gate of the item is
+    int scores = 0;      // chunks so far, for the stamps
+    Exchange exchange{this->shared, this->p};
 
-        // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its
-        // way behind it. A V of the chunk before, with A in `a_before`, has ended.
-        auto chunk = [&](Scores &now, Scores &next, Activation &a, Activation &a_before, int slot, int index, int next_slot, int next_index,
-                         int adds) {
-            fp8::pin(next);
+    // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its way
+    // behind it. A V of the chunk before, with A in `a_before`, has ended.
+    __device__ __forceinline__ void chunk(Scores &now, Scores &next, Activation &a, Activation &a_before, int slot, int index,
+                                          int next_slot, int next_index, int adds) {
+        fp8::pin(next);
+        warpgroup::mma_fence();
+        issue_scores(next, next_slot, next_index);  // [M|N](c+1) = Q [K;U](c+1)^T
+        swiglu(a, now, half_scale);                 // A(c) = silu(M(c)) N(c), while it runs
+        fp8::pin(a);
+        warpgroup::mma_fence();
+        issue_products(o, a, slot, index, adds);  // O += A(c) V(c)
+        warpgroup::mma_async_wait<1>();           // for [M|N](c+1); O may still run
+        fp8::pin(next), fp8::pin(a_before);
+        stamp(Stamp::forward_scores_done, ++scores);
+    }
+    __device__ __forceinline__ void release_before(int slot) {
+        if (before >= 0) release(before);
+        before = slot;
+    }
+    // The tile in the ring's slot, of one chunk in s0 or s1, and [M|N] of the next tile.
+    __device__ __forceinline__ void one_chunk(Scores &now, Scores &next, Activation &a, Activation &a_before) {
+        const int slot = ring.slot;
+        ring.advance();
+        wait_slot();
+        chunk(now, next, a, a_before, slot, 0, ring.slot, 0, accumulate);
+        accumulate = 1;
+        release_before(slot);
+    }
+    // Both chunks of the tile in the ring's slot, then [M|N] of the next tile's first chunk.
+    __device__ __forceinline__ void two_chunks() {
+        const int slot = ring.slot;
+        ring.advance();
+        chunk(s0, s1, a0, a1, slot, 0, slot, 1, accumulate);
+        accumulate = 1;
+        release_before(slot);
+        wait_slot();
+        chunk(s1, s0, a1, a0, slot, 1, ring.slot, 0, 1);
+    }
+    __device__ __forceinline__ void prepare_gate(const Item &item) {
+        if (prepared) return;
+        prepared = true;
+        if constexpr (few_rows && P::exchange_ahead) exchange.prepare(item, wg);
+        if (p.gate.tiles) kittens::wait(shared.r_full[wg], q_phase ^ 1);
+        gate.prepare(item, gate_tile(), scales(), wg, out_scale);
+    }
+    // `count` tiles, of which none is an item's last.
+    __device__ __forceinline__ void run_tiles(int count) {
+        if constexpr (P::chunks == 1) {
+#pragma unroll 1
+            for (int i = count / 2; i > 0; --i) {
+                one_chunk(s0, s1, a0, a1);
+                one_chunk(s1, s0, a1, a0);
+            }
+#pragma unroll 1
+            for (int i = count % 2; i > 0; --i) {  // a loop, not a condition: ptxas would serialise the products
+                one_chunk(s0, s1, a0, a1);
+#pragma unroll
+                for (int j = 0; j < P::chunk_inter / 2; ++j) s0[j] = s1[j];
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) two_chunks();
+        }
+    }
+    // The current item, whose first tile's first [M|N] is in s0, but for the end of its last products. Returns the slot that they read.
+    __device__ __forceinline__ int run_item(uint32_t &factors) {
+        gate.begin(this_item());
+        fp8::clear(sums.x);
+        prepared = false;
+        accumulate = 0;
+        int left = this_item().end - this_item().begin;
+        while (left > 1) {
+            const int count = min(min(gate.left, P::promote_tiles), left - 1);
+            run_tiles(count);
+            left -= count;
+            gate.left -= count;
+            if (left == 1 && gate.left > 0) break;
+            prepare_gate(this_item());
+            factors = gate.r;
+            warpgroup::mma_async_wait<0>();
+            fp8::pin(o);
+            sums.add(o, factors);
+            accumulate = 0;
+            if (gate.left == 0 && gate.advance(gate_tile())) sums.scale(gate.replenish(this_item(), gate_tile(), wg, out_scale));
+        }
+        prepare_gate(this_item());
+        factors = gate.r;
+        if (p.gate.tiles) kittens::arrive(r_read_barrier(wg));
+
+        const int slot = ring.slot;
+        if constexpr (P::chunks == 1) {
+            swiglu(a0, s0, half_scale);
+            fp8::pin(a0), fp8::pin(a1);
             warpgroup::mma_fence();
-            issue_scores(next, next_slot, next_index);  // [M|N](c+1) = Q [K;U](c+1)^T
-            swiglu(a, now, half_scale);                 // A(c) = silu(M(c)) N(c), while it runs
-            fp8::pin(a);
-            warpgroup::mma_fence();
-            issue_products(o, a, slot, index, adds);  // O += A(c) V(c)
-            warpgroup::mma_async_wait<1>();           // for [M|N](c+1); O may still run
-            fp8::pin(next), fp8::pin(a_before);
-            stamp(Stamp::forward_scores_done, ++scores);
-        };
-        auto release_before = [&](int slot) {
-            if (before >= 0) release(before);
-            before = slot;
-        };
-        // The tile in the ring's slot, of one chunk in s0 or s1, and [M|N] of the next tile.
-        auto one_chunk = [&](Scores &now, Scores &next, Activation &a, Activation &a_before) {
-            const int slot = ring.slot;
-            ring.advance();
-            wait_slot();
-            chunk(now, next, a, a_before, slot, 0, ring.slot, 0, accumulate);
-            accumulate = 1;
-            release_before(slot);
-        };
-        // Both chunks of the tile in the ring's slot, then [M|N] of the next tile's first chunk.
-        auto two_chunks = [&]() {
-            const int slot = ring.slot;
+            issue_products(o, a0, slot, 0, accumulate);
+        } else {
             ring.advance();
             chunk(s0, s1, a0, a1, slot, 0, slot, 1, accumulate);
-            accumulate = 1;
-            release_before(slot);
-            wait_slot();
-            chunk(s1, s0, a1, a0, slot, 1, ring.slot, 0, 1);
-        };
-        auto prepare_gate = [&](const Item &item, const Fp8Scales<d_h> &item_scales, int r_phase, float2 &scale) {
-            if (prepared) return;
-            prepared = true;
-            if constexpr (few_rows && P::exchange_ahead) exchange.prepare(item, wg);
-            if (p.gate.tiles) kittens::wait(shared.r_full[wg], r_phase);
-            gate.prepare(item, gate_tile(), item_scales, wg, scale);
-        };
-
-        if (first_item(P::early_slots).end == 0) return;
-        load_q<few_rows>();
-        wait_slot();
-        fp8::clear(s0), fp8::clear(s1), fp8::clear(o);
-        fp8::pin(s0), fp8::pin(s1), fp8::pin(o);
-        warpgroup::mma_fence();
-        issue_scores(s0, ring.slot, 0);
-        compute_gate();
+            if (before >= 0) release(before);
+            swiglu(a1, s1, half_scale);
+            fp8::pin(a1);
+            warpgroup::mma_fence();
+            issue_products(o, a1, slot, 1, 1);
+        }
+        return slot;
+    }
+    // Few rows: the CTA's one item, whose sums go to the other slices.
+    __device__ __forceinline__ void run_slice() {
+        uint32_t factors;
+        run_item(factors);
+        if constexpr (!P::exchange_ahead) exchange.prepare(this_item(), wg);
         warpgroup::mma_async_wait<0>();
-        fp8::pin(s0);
-        stamp(Stamp::forward_scores_done);
+        fp8::pin(o), fp8::pin(a0), fp8::pin(a1);
+        sums.add(o, factors);
+        stamp(Stamp::forward_sums_done);
         release_q();
+        exchange.run({sums, out_scale});
+    }
+    // All items: the first product of the next one runs under the epilogue of this one.
+    __device__ __forceinline__ void run_stream() {
         while (true) {
-            // here: [M|N] of the first chunk of the item's first tile
-            gate.begin(this_item());
-            fp8::clear(sums.x);
-            prepared = false;
-            accumulate = 0;
-            int left = this_item().end - this_item().begin;
-            while (left > 1) {
-                const int count = min(min(gate.left, P::promote_tiles), left - 1);
-                if constexpr (P::chunks == 1) {
-#pragma unroll 1
-                    for (int i = count / 2; i > 0; --i) one_chunk(s0, s1, a0, a1), one_chunk(s1, s0, a1, a0);
-#pragma unroll 1
-                    for (int i = count % 2; i > 0; --i) {  // a loop, not a condition: ptxas would serialise the products
-                        one_chunk(s0, s1, a0, a1);
-#pragma unroll
-                        for (int j = 0; j < P::chunk_inter / 2; ++j) s0[j] = s1[j];
-                    }
-                } else {
-#pragma unroll 1
-                    for (int i = 0; i < count; ++i) two_chunks();
-                }
-                left -= count;
-                gate.left -= count;
-                if (left == 1 && gate.left > 0) break;
-                prepare_gate(this_item(), scales(), q_phase ^ 1, out_scale);
-                const uint32_t factors = gate.r;
-                warpgroup::mma_async_wait<0>();
-                fp8::pin(o);
-                sums.add(o, factors);
-                accumulate = 0;
-                if (gate.left == 0 && gate.advance(gate_tile())) sums.scale(gate.replenish(this_item(), gate_tile(), wg, out_scale));
-            }
-            prepare_gate(this_item(), scales(), q_phase ^ 1, out_scale);
-            const uint32_t factors = gate.r;
-            if (p.gate.tiles) kittens::arrive(r_read_barrier(wg));
-
-            const int slot = ring.slot;
-            if constexpr (P::chunks == 1) {
-                swiglu(a0, s0, half_scale);
-                fp8::pin(a0), fp8::pin(a1);
-                warpgroup::mma_fence();
-                issue_products(o, a0, slot, 0, accumulate);
-            } else {
-                ring.advance();
-                chunk(s0, s1, a0, a1, slot, 0, slot, 1, accumulate);
-                if (before >= 0) release(before);
-                swiglu(a1, s1, half_scale);
-                fp8::pin(a1);
-                warpgroup::mma_fence();
-                issue_products(o, a1, slot, 1, 1);
-            }
-            if constexpr (few_rows) {
-                if constexpr (!P::exchange_ahead) exchange.prepare(this_item(), wg);
-                warpgroup::mma_async_wait<0>();
-                fp8::pin(o), fp8::pin(a0), fp8::pin(a1);
-                sums.add(o, factors);
-                stamp(Stamp::forward_sums_done);
-                release_q();
-                return exchange.run({sums, out_scale});
-            }
+            uint32_t factors;
+            const int slot = run_item(factors);
             const float2 scale = out_scale;
             const bool more = next_item().end > 0;
             if (more) load_q<false>(), wait_slot();
@@ -313,6 +316,22 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             fp8::pin(s0);
             if (this_item().end == 0) break;  // read again: no register holds it until here
         }
+    }
+    __device__ __forceinline__ void run() {
+        if (first_item(P::early_slots).end == 0) return;
+        load_q<few_rows>();
+        wait_slot();
+        fp8::clear(s0), fp8::clear(s1), fp8::clear(o);
+        fp8::pin(s0), fp8::pin(s1), fp8::pin(o);
+        warpgroup::mma_fence();
+        issue_scores(s0, ring.slot, 0);
+        compute_gate();
+        warpgroup::mma_async_wait<0>();
+        fp8::pin(s0);
+        stamp(Stamp::forward_scores_done);
+        release_q();
+        if constexpr (few_rows) run_slice();
+        else run_stream();
     }
 };
 
