@@ -69,10 +69,11 @@ int plan_bundle(const Shape &shape, bool may_bundle) {
 
 // How many blocks of a head run side by side: all, where every item runs at once and the longest span takes no longer than end to end,
 // where each block brings the weights anew; else one.
-int plan_abreast(int heads, int blocks, int inter_tiles, int clusters, const Device &device, const ForwardCostModel &cost) {
+int plan_abreast(int heads, int blocks, int inter_tiles, int clusters, const Device &device, const ForwardCostModel &cost, int forced) {
     const int spans = clusters / blocks;
     // A head whose tiles make one part only goes as a whole item, and whole items have no blocks side by side.
     if (blocks == 1 || spans <= heads || inter_tiles <= cost.shortest_part) return 1;
+    if (forced) return forced > 1 ? blocks : 1;
     const int64_t items = int64_t{heads} * blocks;
     const int64_t end_to_end = std::max(span_tiles(items, inter_tiles, clusters), stream_tiles(items, inter_tiles, device, cost));
     return span_tiles(heads, inter_tiles, spans) <= end_to_end ? blocks : 1;
@@ -137,7 +138,7 @@ int64_t row_tiles_of_head(const Shape &shape, int bundle) {
 
 // The candidates of CTAs of up to `consumers` row tiles.
 void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Device &device, const ForwardFootprint &footprint, int bundle,
-                    int consumers, const ForwardCostModel &cost) {
+                    int consumers, const ForwardCostModel &cost, const ForwardChoice &choice) {
     const int heads = shape.weight_heads(), inter_tiles = inter_tiles_of(shape), head_dim = shape.head_dim;
     const int64_t tiles = row_tiles_of_head(shape, bundle);
     const int64_t single = ceil_div(tiles, consumers), paired = 2 * ceil_div(tiles, 2 * consumers);  // CTAs of a head
@@ -155,16 +156,18 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     if (bundle > 1) slices(large_slices, device.large_clusters);
     for (int count = max_slices; count > 1; --count) {
         // Threshold: two slices are slower than pairs that halve the traffic from the L2, where all row tiles of these have rows.
-        if (count == 2 && may_add_parts && pairs && tiles % (2 * consumers) == 0) continue;
+        if (count == 2 && may_add_parts && pairs && tiles % (2 * consumers) == 0 && choice.slices != 2) continue;
         slices(count, device.clusters[count - 1]);
     }
     // Threshold: a bundle's few rows take half the time of a full tile, so adding parts costs more than it saves.
-    if (bundle > 1 && all.size() > before) return;
+    if (bundle > 1 && all.size() > before && choice.slices != 1) return;
 
     // Threshold: pairs of CTAs, which halve the traffic from the L2, where they waste at most a sixteenth of the rows.
-    const int row_ctas = pairs && 16 * (paired - single) <= single ? 2 : 1, clusters = device.clusters[row_ctas - 1];
+    const int row_ctas = choice.row_ctas ? choice.row_ctas : pairs && 16 * (paired - single) <= single ? 2 : 1;
+    const int clusters = device.clusters[row_ctas - 1];
+    if (clusters == 0) return;
     const int blocks = static_cast<int>(ceil_div(tiles, consumers * row_ctas));
-    const int abreast = plan_abreast(heads, blocks, inter_tiles, clusters, device, cost);
+    const int abreast = plan_abreast(heads, blocks, inter_tiles, clusters, device, cost, choice.abreast);
     const ForwardSchedule s = plan_schedule(blocks * heads, abreast, inter_tiles, clusters, head_dim, may_add_parts, cost);
     const bool split = s.splits > s.rest;
     const int64_t rest = s.rest == 0 ? 0 : split ? span_tiles(s.rest, inter_tiles, s.splits) : inter_tiles;
@@ -177,16 +180,23 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
 
 // Those that the limits and thresholds leave, in the order in which ties are decided.
 std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
-                                          const ForwardCostModel &cost) {
+                                          const ForwardCostModel &cost, const ForwardChoice &choice) {
     std::vector<Candidate> all;
     const int bundle = plan_bundle(shape, may_bundle);
     const int64_t tiles = row_tiles_of_head(shape, bundle);
     if (tiles == 0) return all;
     // CTAs of one bundle keep W of its heads.
     int consumers = bundle > 1 && footprint.may_slice ? 1 : footprint.consumers;
-    add_candidates(all, shape, device, footprint, bundle, consumers, cost);
-    while (--consumers >= footprint.fewest_consumers)
-        if (consumers < tiles) add_candidates(all, shape, device, footprint, bundle, consumers, cost);
+    const int fewest = choice.consumers ? choice.consumers : footprint.fewest_consumers;
+    add_candidates(all, shape, device, footprint, bundle, consumers, cost, choice);
+    while (--consumers >= fewest)
+        if (consumers < tiles) add_candidates(all, shape, device, footprint, bundle, consumers, cost, choice);
+    auto is_other = [](int forced, int has) { return forced && (forced > 1) != (has > 1); };
+    std::erase_if(all, [&](const Candidate &c) {
+        return (choice.slices && c.schedule.slices != choice.slices) || (choice.row_ctas && c.row_ctas != choice.row_ctas) ||
+               (choice.consumers && c.consumers != choice.consumers) || is_other(choice.abreast, c.schedule.abreast);
+    });
+    if (all.empty()) throw std::invalid_argument("the kernels take no such slices=, row_ctas=, consumers= and abreast= for this shape");
     return all;
 }
 
@@ -237,7 +247,8 @@ bool logs_plans() {
 
 }  // namespace
 
-ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost) {
+ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost,
+                         const ForwardChoice &choice) {
     ForwardFootprint footprint = footprint_of(format, shape.head_dim, false);
     ForwardPlan plan{};
     plan.bundle = plan_bundle(shape, may_bundle);
@@ -255,7 +266,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
     plan.batch = static_cast<int>(shape.batch);
     plan.head_tiles = plan.batch * plan.row_tiles;
 
-    const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost);
+    const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost, choice);
     if (all.empty()) return plan;
     if (logs_plans())
         std::fprintf(stderr, "flashmhf forward: %lld sequences of %lld tokens, H = %d, E = %d, d_e = %lld, d_h = %d\n%s",
@@ -288,7 +299,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
 
 std::string list_candidates(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost) {
     plan_forward(shape, device, format, may_bundle, cost);  // for its checks
-    const auto all = forward_candidates(shape, device, footprint_of(format, shape.head_dim, false), may_bundle, cost);
+    const auto all = forward_candidates(shape, device, footprint_of(format, shape.head_dim, false), may_bundle, cost, {});
     return all.empty() ? "" : list(all, shape, format, cost);
 }
 

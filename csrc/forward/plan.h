@@ -53,11 +53,17 @@ struct Candidate {
     int64_t tiles() const { return (products > stream ? products : stream) + exchange + adding; }
 };
 
+// A way to launch that is forced, for measurements. 0: the planner's choice.
+struct ForwardChoice {
+    int slices = 0, row_ctas = 0, consumers = 0, abreast = 0;  // slices = 1: none; abreast > 1: all blocks of a head
+};
+
 // The candidate of the least tiles(). In FP8, where CTAs may have fewer row tiles than others, the best of each number of them are compared
 // by another estimate (compared_time in plan.cpp), and fewer must save a twentieth. may_bundle: a row tile may be of several heads.
 // FLASHMHF_LOG_PLANS=1 prints the candidates to stderr.
-// Throws std::invalid_argument for shapes beyond the index range and for a head dimension without a kernel.
-ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost);
+// Throws std::invalid_argument for shapes beyond the index range, for a head dimension without a kernel and for a choice that is none.
+ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost,
+                         const ForwardChoice &choice = {});
 inline ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle) {
     return plan_forward(shape, device, format, may_bundle, forward_costs(format));
 }

@@ -2,6 +2,8 @@
 //
 //   forward_harness [name=value ...]      format=f16|e4m3 T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w|w16 dtype=bf16|fp16
 //                                        signs=random|one launches=20 check=1 repeat=0 chain=0
+//   and, instead of what the planner chooses,   slices= row_ctas=1|2 consumers= abreast=   (slices=1: none; abreast=2: all blocks of a head)
+//   or plans=1: times every such plan in turn, and prints a line of JSON for each
 //   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)
 //
 // format=e4m3: two comparisons, with the definition on the weights before quantisation, and with sums in fp64 of the same quantised operands
@@ -27,6 +29,13 @@ ForwardCostModel costs_of(const Arguments &options, ForwardCostModel cost) {
          {std::pair{"combine", &cost.combine}, std::pair{"behind_waves", &cost.behind_waves}, std::pair{"next_item", &cost.next_item}})
         if (options.given(name)) *value = static_cast<int>(options.number(name));
     return cost;
+}
+
+ForwardChoice choice_of(const Arguments &options) {
+    auto number = [&](const char *name) { return options.given(name) ? static_cast<int>(options.number(name)) : 0; };
+    const ForwardChoice choice{number("slices"), number("row_ctas"), number("consumers"), number("abreast")};
+    if (choice.row_ctas < 0 || choice.row_ctas > 2) throw std::invalid_argument("row_ctas must be 1 or 2");
+    return choice;
 }
 
 template <typename T> __global__ void absolute(T *x, int64_t n) {
@@ -94,26 +103,105 @@ void print_plan(const ForwardPlan &plan) {
                         : "nobody");
 }
 
+// Times the planner's plan and every other that can be forced, each in a CUDA graph of launches that take `copies` copies of the weights in
+// turn, round by round.
+template <typename Prepare> void compare_plans(const ForwardProblem &problem, const Device &device, Prepare &&prepare) {
+    struct Timed {
+        ForwardPlan plan;
+        cudaGraphExec_t graph;
+        float fastest = std::numeric_limits<float>::infinity();
+    };
+    constexpr int length = 20, rounds = 8;
+    auto same = [](const ForwardPlan &a, const ForwardPlan &b) {
+        const ForwardSchedule &s = a.schedule, &t = b.schedule;
+        return a.consumers == b.consumers && a.row_ctas == b.row_ctas && s.slices == t.slices && s.abreast == t.abreast &&
+               s.splits == t.splits && s.clusters == t.clusters;
+    };
+    std::vector<Timed> all;
+    std::vector<Buffer<float>> workspaces;
+    cudaStream_t stream;
+    cudaEvent_t begin, end;
+    check(cudaStreamCreate(&stream));
+    check(cudaEventCreate(&begin));
+    check(cudaEventCreate(&end));
+    auto add = [&](const ForwardChoice &choice) {
+        const ForwardCostModel cost = forward_costs(problem.format);
+        const ForwardPlan plan = plan_forward(problem.shape, device, problem.format, may_bundle(problem), cost, choice);
+        for (const Timed &other : all)
+            if (same(plan, other.plan)) return;
+        workspaces.emplace_back(workspace_of(problem, plan));
+        const std::vector<ForwardLaunch> launches = prepare(plan, static_cast<float *>(workspaces.back()));
+        check(launch_forward(problem.shape.head_dim, launches[0], stream));  // loads the kernel
+        cudaGraph_t graph;
+        cudaGraphExec_t chain;
+        check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        for (int i = 0; i < length; ++i) check(launch_forward(problem.shape.head_dim, launches[i % launches.size()], stream));
+        check(cudaStreamEndCapture(stream, &graph));
+        check(cudaGraphInstantiate(&chain, graph, 0));
+        all.push_back({plan, chain});
+    };
+    add({});
+    for (int consumers : {1, 2, 3, 4})
+        for (int slices : {1, 2, 3, 4, 5, 6, 7, 8, 16})
+            for (int row_ctas : {1, 2})
+                for (int abreast : {1, 2}) try {
+                        if (slices == 1 || (row_ctas == 1 && abreast == 1)) add({slices, row_ctas, consumers, abreast});
+                    } catch (const std::invalid_argument &) {
+                    }  // no such plan
+    for (int round = 0; round < rounds; ++round)
+        for (Timed &plan : all) {
+            check(cudaEventRecord(begin, stream));
+            check(cudaGraphLaunch(plan.graph, stream));
+            check(cudaEventRecord(end, stream));
+            check(cudaStreamSynchronize(stream));
+            float time;
+            check(cudaEventElapsedTime(&time, begin, end));
+            plan.fastest = std::min(plan.fastest, time / length);
+        }
+    for (const Timed &x : all) {
+        const ForwardSchedule &s = x.plan.schedule;
+        std::printf(
+            "{\"taken\": %s, \"slices\": %d, \"row_ctas\": %d, \"consumers\": %d, \"abreast\": %d, \"bundle\": %d, \"waves\": %d, "
+            "\"split\": %s, \"us\": %.2f}\n",
+            &x == &all[0] ? "true" : "false", s.slices, x.plan.row_ctas, x.plan.consumers, s.abreast, x.plan.bundle, s.waves,
+            s.splits > s.rest ? "true" : "false", x.fastest * 1e3);
+    }
+}
+
 // Plans and times the problem, alone and in a chain of launches that take copies of its weights in turn. Whether `repeat` further launches
 // gave equal bits. The output is that of the problem's own weights.
 template <typename T, typename W>
-bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, ForwardProblem problem,
+bool measure_forward(const Arguments &options, const ForwardInputs<T> &in, const ForwardProblem &problem,
                      std::initializer_list<const Buffer<W> *> weights) {
     const Shape &s = in.s;
     const Device device = describe_device();
-    const ForwardPlan plan = plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, forward_costs(problem.format)));
+    const ForwardPlan plan =
+        plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, forward_costs(problem.format)), choice_of(options));
     const Buffer<float> workspace(workspace_of(problem, plan));
     const ForwardLaunch launch = prepare_forward(problem, plan, workspace);
     print_plan(plan);
     auto once = [&] { return launch_forward(s.head_dim, launch, nullptr); };
     measure(static_cast<int>(options.number("launches")), 6.0 * in.rows * s.head_dim * s.subnets * s.subnet_dim, once);
     std::vector<Buffer<W>> copies;
-    std::vector<ForwardLaunch> launches;
-    for (int64_t i = 0; i < options.number("chain"); ++i) {
+    for (int64_t i = 0; i < options.number("chain"); ++i)
         for (const Buffer<W> *tensor : weights) copies.push_back(tensor->copy());
-        problem.k = copies.end()[-3], problem.u = copies.end()[-2], problem.v = copies.end()[-1];
-        launches.push_back(prepare_forward(problem, plan, workspace));
+    auto prepare = [&](const ForwardPlan &plan, float *workspace) {  // for each copy of the weights
+        std::vector<ForwardLaunch> launches;
+        ForwardProblem of_copy = problem;
+        for (size_t i = 0; i < copies.size(); i += 3) {
+            of_copy.k = copies[i];
+            of_copy.u = copies[i + 1];
+            of_copy.v = copies[i + 2];
+            launches.push_back(prepare_forward(of_copy, plan, workspace));
+        }
+        return launches;
+    };
+    if (options.number("plans")) {
+        if (copies.empty()) throw std::invalid_argument("plans=1 needs chain=1 or more");
+        compare_plans(problem, device, prepare);
+        return true;
     }
+    const std::vector<ForwardLaunch> launches = prepare(plan, workspace);
     measure_chain(launches.size(), [&](int64_t i, cudaStream_t stream) { return launch_forward(s.head_dim, launches[i], stream); });
     print_trace();
     return repeats_bits(in.out, options.number("repeat"), once);
@@ -255,7 +343,8 @@ template <typename T> int run_e4m3(const Arguments &options) {
 }  // namespace
 
 int main(int argc, char **argv) {
-    const std::string defaults = "format=f16 signs=random chain=0 repeat=0 combine= behind_waves= next_item=";
+    const std::string defaults =
+        "format=f16 signs=random chain=0 repeat=0 plans=0 slices= row_ctas= consumers= abreast= combine= behind_waves= next_item=";
     return run_typed(argc, argv, shape_arguments + defaults, [&]<typename T>(const Arguments &options) {
         return options.choice("format", {"f16", "e4m3"}) == "e4m3" ? run_e4m3<T>(options) : run_f16<T>(options);
     });
