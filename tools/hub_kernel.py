@@ -21,7 +21,7 @@ PACKAGE = ROOT / "flashmhf"
 NAME, VERSION, STABLE_ABI = "flashmhf", 0, "210"
 # the last for replace_ffn, which imports it where transformers is
 FOLDERS = ("backends", "ops", "nn", "quantize", "distributed", "models")
-BUILD = f"""# The pure-Python build: Triton and eager. tools/hub_kernel.py --library makes the variant with the CUDA library.
+BUILD = f"""# The pure-Python build: Triton and eager. tools/hub_kernel.py --library makes the one with CUDA's library.
 [general]
 name = "{NAME}"
 version = {VERSION}

@@ -131,7 +131,7 @@ def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = N
             if unsure:  # learned positions are often as many as a model is wide
                 raise ValueError(
                     f"outputs is None, the model has no get_output_embeddings(), and {', '.join(unsure)} may be an "
-                    "output layer: an embedding has as many rows as its features; supported: a list of the output layers"
+                    "output layer: an embedding has as many rows; supported: a list of the output layers"
                 )
             outputs = alike.values()
     for module in outputs:
