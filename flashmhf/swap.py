@@ -162,14 +162,20 @@ def replace_ffn(
     sizes = (num_heads, num_subnets, subnet_dim, initializer_range, positive("num_layers", num_layers))
     for name in names:  # whatever is refused is refused before the model changes
         _counterpart(model.get_submodule(name), *sizes, {**kwargs, "device": "meta"})
+    models = []
+    if "transformers.modeling_utils" in sys.modules:  # else there can be none
+        from .models import quantization
+
+        swapped = [model.get_submodule(name) for name in names]
+        models = [each for each in quantization.models_in(model) if not {*swapped}.isdisjoint(each.modules())]
+        for each in models:
+            quantization.described(each, changes=True)
     for members in shared.values():
         network = _counterpart(model.get_submodule(members[0]), *sizes, kwargs)
         for name in members:
             model.set_submodule(name, network)
-    if "transformers.modeling_utils" in sys.modules:  # then the model may be one of transformers
-        from .models import quantization
-
-        quantization.record_all(model)
+    for each in models:
+        quantization.record(each)
     return names
 
 

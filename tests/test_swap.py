@@ -152,6 +152,18 @@ def parametrised() -> nn.Module:
     return model
 
 
+def quantised() -> nn.Module:
+    model = foreign()
+    model.config.quantization_config = {"quant_method": "torchao"}
+    return model
+
+
+def partly_other() -> nn.Module:
+    model = foreign()
+    model.model.layers[1].mlp = flashmhf.MHFFN(128, 2, 16)
+    return model
+
+
 def partly_empty() -> nn.Module:
     model = foreign()
     model.model.layers[1].mlp.to("meta")
@@ -176,6 +188,8 @@ def partly_empty() -> nn.Module:
         (offloaded, {}, ValueError, "model.layers.0.mlp.gate_proj is offloaded; supported: .* without offloading"),
         (partly_empty, {}, ValueError, "model.layers.1.mlp.gate_proj has no values.*not offloaded"),
         (adapted, {}, ValueError, "model.layers.1.mlp.up_proj is held by an adapter; .*merge_and_unload"),
+        (quantised, {}, ValueError, "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
+        (partly_other, {}, ValueError, "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
         (parametrised, {}, ValueError, "model.layers.1.mlp.gate_proj has parametrised weights; .*remove_parametriz"),
     ],
 )

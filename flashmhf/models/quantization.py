@@ -198,18 +198,17 @@ def _settings(network: FlashMHF | Fp8FlashMHF) -> dict[str, Any]:
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
 
 
-def record(model: PreTrainedModel) -> None:
-    """Record in the model's configuration the FlashMHF networks that its class does not build, and those in FP8.
+def described(model: PreTrainedModel, changes: bool = False) -> FlashMHFRecord | None:
+    """Return the record of the FlashMHF networks that the model's class does not build and of those in FP8, if any.
 
-    ``save_pretrained`` calls it. Raises ValueError, before anything changes, for a network that a record does not
-    describe and for a model that another method quantises.
+    Raises ValueError for a network that a record does not describe, and for a model that another method quantises
+    while there is something to record, or will be after ``changes``.
     """
     config, networks, packed = model.config, {}, []
     with torch.device("meta"):
         built = feed_forward(config) if isinstance(config, FlashMHFConfig) else None
     usual = _compared(_settings(built)) if isinstance(built, FlashMHF) else None
-    found = _networks(model, Network | Fp8FlashMHF)
-    for name, network in found.items():
+    for name, network in _networks(model, Network | Fp8FlashMHF).items():
         if not isinstance(network, FlashMHF | Fp8FlashMHF):
             if isinstance(network, SwiGLU if built is None else type(built)):
                 continue
@@ -222,31 +221,34 @@ def record(model: PreTrainedModel) -> None:
             networks[name] = settings
         if isinstance(network, Fp8FlashMHF):
             packed.append(name)
-    method = _method(config)
-    if (networks or packed) and method not in (None, METHOD):
+    if not (networks or packed or changes):
+        return None
+    if _method(config) not in (None, METHOD):
         raise ValueError(
-            f"the model is quantised by {method!r}; supported beside networks of flashmhf: no other method"
+            f"{type(model).__name__} is quantised by {_method(config)!r}; supported: no other method beside"
         )
-    if networks or packed:
-        some = len(packed) < len(_networks(model, FlashMHF | Fp8FlashMHF))
-        config.quantization_config = FlashMHFRecord(networks=networks, fp8=packed if packed and some else not some)
-    elif method == METHOD:
-        del config.quantization_config
+    some = len(packed) < len(_networks(model, FlashMHF | Fp8FlashMHF))
+    return FlashMHFRecord(networks=networks, fp8=packed if packed and some else bool(packed))
+
+
+def record(model: PreTrainedModel) -> None:
+    """Write :func:`described` into the model's configuration, as ``save_pretrained`` does; raises what that raises."""
+    found = described(model)
     for part in model.modules():  # what is recorded of a part has other names, and may be no longer so
-        if isinstance(part, PreTrainedModel) and part.config is not config and _method(part.config) == METHOD:
+        if isinstance(part, PreTrainedModel) and _method(part.config) == METHOD:
             del part.config.quantization_config
+    if found is not None:
+        model.config.quantization_config = found
 
 
-def record_all(module: nn.Module) -> None:
-    """Record what transformers' models within a module, itself included, are made of: those that hold FlashMHF, but no
-    model that is a part of another.
-    """
-    inner: set[nn.Module] = set()
+def models_in(module: nn.Module) -> list[PreTrainedModel]:
+    """Return transformers' models within a module, itself included, but none that is a part of another."""
+    found, inner = [], set()
     for part in module.modules():
         if part not in inner and isinstance(part, PreTrainedModel):
             inner.update(part.modules())
-            if _networks(part, FlashMHF | Fp8FlashMHF):
-                record(part)
+            found.append(part)
+    return found
 
 
 def _compared(settings: dict[str, Any]) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def quantised_otherwise(model):
         (adapted, "model.layers.1.mlp.base_layer is held by an adapter; .*merge_and_unload"),
         (of_a_subclass, "model.layers.1.mlp is a Halved with a _mix of its own, which is not recorded"),
         (of_another_kind, "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
-        (quantised_otherwise, "the model is quantised by 'torchao'"),
+        (quantised_otherwise, "LlamaForCausalLM is quantised by 'torchao'"),
     ],
 )
 def test_what_cannot_be_recorded_is_not_saved(change, message, tmp_path):
