@@ -1,4 +1,4 @@
-// Turns fp32 tiles in fragment order into rows: sums the parts of each tile in order, then converts or adds.
+// Turns fp32 tiles in fragment order into rows: sums the parts of each tile in order, then converts.
 #pragma once
 
 #include "backward/params.h"
@@ -36,9 +36,8 @@ __global__ void __launch_bounds__(row_tile_threads) flashmhf_backward_collect(co
 #pragma unroll
     for (int j = 0; j < cols / 8; ++j) staged.fragment(j, thread) = sums[j];
     __syncthreads();
-    const size_t element = p.accumulate ? sizeof(float) : sizeof(T);
-    staged.template write<T>(static_cast<char *>(p.out[blockIdx.z]) + (start * d_h + blockIdx.y * cols) * element, p.row_step * d_h, 0,
-                             static_cast<int>(rows), p.accumulate, thread, 128);
+    staged.template write<T>(static_cast<T *>(p.out[blockIdx.z]) + start * d_h + blockIdx.y * cols, p.row_step * d_h, 0,
+                             static_cast<int>(rows), thread, 128);
 }
 
 // dr_sums [H / group, E, group * batch * row_tiles * 64] to dR [T, H, E] in R's type. One CTA a tile of 64 tokens and head.

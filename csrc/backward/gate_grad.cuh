@@ -298,8 +298,7 @@ __global__ void __launch_bounds__(row_tile_threads, 2) flashmhf_gate_grad(const 
                 }
                 __syncwarp();
                 shared.staged.template write<T>(static_cast<T *>(p.dq) + (start * p.dq_heads + head) * d_h + column,
-                                                p.dense.token * p.dq_heads * d_h, first_row, min(tile.rows, first_row + 16), false, lane,
-                                                32);
+                                                p.dense.token * p.dq_heads * d_h, first_row, min(tile.rows, first_row + 16), lane, 32);
             }
         }
     }

@@ -83,8 +83,8 @@ __device__ __forceinline__ void accumulate_weight_grads(Shared &shared, const Ba
                               [&](int j, float4 v) { __stcg(reinterpret_cast<float4 *>(slot) + 128 * j + warpgroup::laneid(), v); });
             } else {
                 const int64_t first_row = static_cast<int64_t>(work.head * p.subnets + work.subnet) * p.subnet_dim + work.row;
-                char *at = static_cast<char *>(out) + (first_row * d_h + c * P::w_columns) * (p.accumulate ? sizeof(float) : sizeof(T));
-                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, p.accumulate, w_staging_barrier + w_warpgroup);
+                T *at = static_cast<T *>(out) + first_row * d_h + c * P::w_columns;
+                store_rows<T>(acc[c], staging, at, d_h, p.subnet_dim - work.row, w_staging_barrier + w_warpgroup);
             }
         }
     };

@@ -37,7 +37,6 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     // This group's heads of each tensor.
     const int64_t weights_of_head = shape.subnets * shape.subnet_dim * d_h, router_of_head = int64_t{shape.subnets} * d_h;
     const int gate_bytes = gate_is_float(problem.gate) ? int{sizeof(float)} : element_bytes;
-    const int sum_bytes = problem.accumulate ? int{sizeof(float)} : element_bytes;
     const TokenTensor q = from_head(problem.q, first, element_bytes), grad_out = from_head(problem.grad_out, first, element_bytes);
     const int64_t weights_before = first_weights * weights_of_head;
     const void *k = at(problem.k, weights_before, element_bytes), *u = at(problem.u, weights_before, element_bytes),
@@ -58,16 +57,15 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     p.subnets = shape.subnets;
     p.subnet_dim = static_cast<int>(shape.subnet_dim);
     p.dq_heads = problem.shape.heads;
-    p.accumulate = problem.accumulate;
     (call.kernels == Kernels::pair ? p.query_parts : p.query_sums) = floats(places.query);
     p.dr_sums = floats(places.dr_sums);
     p.query_added = reinterpret_cast<uint32_t *>(floats(places.query_added));
     p.dr_added = reinterpret_cast<uint32_t *>(floats(places.dr_added));
     p.weight_parts = floats(places.weight_parts);
     p.dq = at(problem.dq, int64_t{first} * d_h, element_bytes);
-    p.dk = at(problem.dk, weights_before, sum_bytes);
-    p.du = at(problem.du, weights_before, sum_bytes);
-    p.dv = at(problem.dv, weights_before, sum_bytes);
+    p.dk = at(problem.dk, weights_before, element_bytes);
+    p.du = at(problem.du, weights_before, element_bytes);
+    p.dv = at(problem.dv, weights_before, element_bytes);
     if (task.router) {
         const int64_t row = int64_t{shape.heads} * shape.subnets;  // R of a token
         RouterParams &g = launch.router;

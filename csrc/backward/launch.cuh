@@ -64,7 +64,6 @@ template <int d_h, typename T> cudaError_t collect_weights(const HeadGroupLaunch
     c.out[1] = p.du;
     c.out[2] = p.dv;
     c.out_step = tile_inter * d_h;
-    c.accumulate = p.accumulate;
     return collect<d_h, T>(l, split, 3, c, stream);
 }
 

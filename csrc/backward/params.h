@@ -32,8 +32,7 @@ struct BackwardParams : Rows, BackwardSplit {
     uint32_t *query_added;  // [H][batch * row_tiles]
     uint32_t *dr_added;     // [H * E][batch * row_tiles]
     float *weight_parts;    // [items - whole][parts][dK, dU, dV][64 * d_h] fp32 in fragment order
-    void *dk, *du, *dv;     // [H / group, E, d_e, d_h] in the element type, or fp32 buffers to add to
-    bool accumulate;
+    void *dk, *du, *dv;     // [H / group, E, d_e, d_h] in the element type
 
     // Token-stationary kernel.
     float *query_parts;  // [H][batch * row_tiles][token_parts][64 * d_h] fp32 in fragment order; null: dq is written
@@ -72,9 +71,8 @@ struct CollectParams {
     int64_t band_rows;  // rows of a band, which lie together; the last tile may be partial
     int inner_bands;    // band = outer * inner_bands + inner starts at row outer * outer_step + inner * inner_step
     int64_t outer_step, inner_step, row_step;
-    void *out[3];      // element type, or fp32 to add to; one for each blockIdx.z
+    void *out[3];      // element type; one for each blockIdx.z
     int64_t out_step;  // floats between the tiles of one and of the next
-    bool accumulate;
 };
 
 }  // namespace flashmhf

@@ -1,10 +1,12 @@
 #include "backward/plan.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <stdexcept>
 #include <utility>
 
 #include "backward/policy.h"
+#include "common/log_plans.h"
 
 namespace flashmhf {
 namespace {
@@ -145,8 +147,24 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
     return plan;
 }
 
+std::string describe(const Shape &shape, const BackwardPlan &plan, const BackwardCostModel &cost) {
+    static const char *const names[] = {"fused", "ordered", "pair"};
+    const HeadGroupPlan &first = plan.launches[0];
+    char text[320];
+    std::snprintf(
+        text, sizeof text,
+        "kernels %s, groups %d, items %d of which %d whole and the others in %d parts, %spairs, token tiles %lld, workspace %.1f MB, "
+        "%.1f us",
+        names[static_cast<int>(plan.kernels)], plan.groups.count, first.items, first.whole, first.parts, first.may_pair ? "" : "no ",
+        static_cast<long long>(shape.batch * shape.group * first.row_tiles), plan.workspace() * 4e-6,
+        plan.time * cost.tile_us * shape.head_dim);
+    return text;
+}
+
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost) {
-    return plan_backward(shape, task, device, choose_kernels(shape, task, device, cost), 0, cost);
+    BackwardPlan plan = plan_backward(shape, task, device, choose_kernels(shape, task, device, cost), 0, cost);
+    if (logs_plans()) log_plan("backward", shape, describe(shape, plan, cost) + "\n");
+    return plan;
 }
 
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, Kernels kernels, int groups,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "backward/cost_model.h"
@@ -85,8 +86,11 @@ struct BackwardPlan {
     int64_t workspace() const;                  // floats: of the group that needs most
 };
 
-// Throws std::invalid_argument for shapes beyond the index range.
+// Throws std::invalid_argument for shapes beyond the index range. FLASHMHF_LOG_PLANS=1 prints the plan to stderr.
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost = {});
+
+// The plan in one line, with its predicted time.
+std::string describe(const Shape &shape, const BackwardPlan &plan, const BackwardCostModel &cost = {});
 
 // The same with given kernels and number of groups (0: the planner's choice), for measurements. The kernels must suit the task.
 BackwardPlan plan_backward(const Shape &shape, const BackwardTask &task, const Device &device, Kernels kernels, int groups,

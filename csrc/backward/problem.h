@@ -12,8 +12,7 @@ struct BackwardProblem : Operands {
     // Gradients; null: not needed. dr only with a given gate, dw only with a router.
     void *dq;            // [T, H, d_h], dense, in the element type
     void *dr;            // [T, H, E], dense, in r's type
-    void *dk, *du, *dv;  // [weight heads, E, d_e, d_h]: written in the element type, or fp32 to add to; all or none of them
-    bool accumulate;     // add to dk, du, dv
+    void *dk, *du, *dv;  // [weight heads, E, d_e, d_h], in the element type; all or none of them
     void *dw;            // [H, d_h, E] in w's type
 };
 

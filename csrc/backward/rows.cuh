@@ -23,46 +23,37 @@ template <int cols> struct StagedTile {
         return row % 16 < 8 ? float2{v.x, v.y} : float2{v.z, v.w};
     }
 
-    // Rows first..end, by `threads` threads, to out (of row 0), row_stride elements apart: as T, or added to fp32. A rolled loop on
+    // Rows first..end, by `threads` threads, to out (of row 0), row_stride elements apart, as T. A rolled loop on
     // purpose: an unrolled epilogue costs more in instruction fetches than the stores themselves.
     template <typename T>
-    __device__ __forceinline__ void write(void *out, int64_t row_stride, int first, int end, bool accumulate, int thread,
-                                          int threads) const {
+    __device__ __forceinline__ void write(void *out, int64_t row_stride, int first, int end, int thread, int threads) const {
 #pragma unroll 1
         for (int i = thread; i < (end - first) * (cols / 8); i += threads) {
             const int row = first + i / (cols / 8), j = i % (cols / 8);
             float2 v[4];
 #pragma unroll
             for (int t = 0; t < 4; ++t) v[t] = pair(row, j, t);
-            if (accumulate) {
-                auto *dst = reinterpret_cast<float4 *>(static_cast<float *>(out) + row * row_stride + 8 * j);
-                const float4 a = dst[0], b = dst[1];
-                dst[0] = {a.x + v[0].x, a.y + v[0].y, a.z + v[1].x, a.w + v[1].y};
-                dst[1] = {b.x + v[2].x, b.y + v[2].y, b.z + v[3].x, b.w + v[3].y};
-            } else {
-                using T2 = typename kittens::base_types::packing<T>::packed_type;
-                struct alignas(16) {
-                    T2 pair[4];
-                } packed;
+            using T2 = typename kittens::base_types::packing<T>::packed_type;
+            struct alignas(16) {
+                T2 pair[4];
+            } packed;
 #pragma unroll
-                for (int t = 0; t < 4; ++t) packed.pair[t] = kittens::base_types::convertor<T2, float2>::convert(v[t]);
-                *reinterpret_cast<uint4 *>(static_cast<T *>(out) + row * row_stride + 8 * j) = reinterpret_cast<const uint4 &>(packed);
-            }
+            for (int t = 0; t < 4; ++t) packed.pair[t] = kittens::base_types::convertor<T2, float2>::convert(v[t]);
+            *reinterpret_cast<uint4 *>(static_cast<T *>(out) + row * row_stride + 8 * j) = reinterpret_cast<const uint4 &>(packed);
         }
     }
 };
 
 // The first `rows` rows of a warpgroup's accumulator tile to rows, through shared memory that the warpgroup alone uses.
 template <typename T, typename Acc>
-__device__ __forceinline__ void store_rows(const Acc &acc, void *staging, void *out, int64_t row_stride, int rows, bool accumulate,
-                                           int barrier) {
+__device__ __forceinline__ void store_rows(const Acc &acc, void *staging, void *out, int64_t row_stride, int rows, int barrier) {
     using kittens::warpgroup;
     auto &staged = *static_cast<StagedTile<Acc::cols> *>(staging);
     const int thread = warpgroup::laneid();
     warpgroup::sync(barrier);  // the last use of the staging is over
     each_fragment(acc, [&](int j, float4 v) { staged.fragment(j, thread) = v; });
     warpgroup::sync(barrier);
-    staged.template write<T>(out, row_stride, 0, min(rows, tile_rows), accumulate, thread, 128);
+    staged.template write<T>(out, row_stride, 0, min(rows, tile_rows), thread, 128);
 }
 
 }  // namespace flashmhf

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
             const int64_t row = p.dense.index(tokens.sequence, tokens.token()) * p.dq_heads + head;
             const int64_t rows = tile < tiles ? p.length - tokens.token() : 0;
             store_rows<T>(dq, &shared.rows[w], static_cast<T *>(p.dq) + row * d_h, p.dense.token * p.dq_heads * d_h,
-                          static_cast<int>(min(rows, static_cast<int64_t>(tile_rows))), false, output_barrier + w);
+                          static_cast<int>(min(rows, static_cast<int64_t>(tile_rows))), output_barrier + w);
         }
     }
 }

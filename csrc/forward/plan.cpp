@@ -4,12 +4,11 @@
 #include <bit>
 #include <cassert>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
 
+#include "common/log_plans.h"
 #include "forward/e4m3/policy.h"
 #include "forward/f16/policy.h"
 
@@ -240,11 +239,6 @@ std::string list(const std::vector<Candidate> &all, const Shape &shape, WeightFo
     return text;
 }
 
-bool logs_plans() {
-    static const char *const value = std::getenv("FLASHMHF_LOG_PLANS");
-    return value && std::strcmp(value, "1") == 0;
-}
-
 }  // namespace
 
 ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost,
@@ -268,10 +262,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
 
     const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost, choice);
     if (all.empty()) return plan;
-    if (logs_plans())
-        std::fprintf(stderr, "flashmhf forward: %lld sequences of %lld tokens, H = %d, E = %d, d_e = %lld, d_h = %d\n%s",
-                     static_cast<long long>(shape.batch), static_cast<long long>(shape.length), shape.heads, shape.subnets,
-                     static_cast<long long>(shape.subnet_dim), shape.head_dim, list(all, shape, format, cost).c_str());
+    if (logs_plans()) log_plan("forward", shape, list(all, shape, format, cost));
     const Candidate &taken = all[best_of(all)];
     const ForwardSchedule &s = plan.schedule = taken.schedule;
     plan.consumers = taken.consumers;

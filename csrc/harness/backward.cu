@@ -1,7 +1,7 @@
 // Launches the backward kernels on one shape without Python or PyTorch: checks every gradient against plain fp64 kernels and times them.
 //
 //   backward_harness [name=value ...]     T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 deterministic=0|1
-//                                         needs=both|tokens|weights accumulate=0|1 launches=20 check=1
+//                                         needs=both|tokens|weights launches=20 check=1
 //   and, instead of what the planner chooses,   kernels=auto|fused|ordered|pair groups=<groups of heads>
 //
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
@@ -94,11 +94,11 @@ template <typename T> __global__ void router_weight_reference(double *dw, const 
     }
 }
 
-template <typename T, typename WeightGrad> int run(const Arguments &options) {
+template <typename T> int run(const Arguments &options) {
     const Shape s = shape_of(options);
     const Gate gate = gate_of(options);
     const std::string needs = options.choice("needs", {"both", "tokens", "weights"});
-    const bool tokens = needs != "weights", weights = needs != "tokens", accumulate = !std::is_same_v<T, WeightGrad>;
+    const bool tokens = needs != "weights", weights = needs != "tokens";
     const bool given = gate_is_given(gate), router = has_router(gate);
     const int64_t rows = s.length * s.heads, inter = s.weight_heads() * s.subnets * s.subnet_dim, d = s.head_dim;
 
@@ -110,9 +110,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     const Buffer<float> r(rows * s.subnets), dr(rows * s.subnets), dw(w.size());
     fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
     const Buffer<T> dq(rows * d);
-    const Buffer<WeightGrad> dk(inter * d), du(inter * d), dv(inter * d);
-    if (accumulate)
-        for (const auto *x : {&dk, &du, &dv}) check(cudaMemset(static_cast<WeightGrad *>(*x), 0, x->size() * sizeof(WeightGrad)));
+    const Buffer<T> dk(inter * d), du(inter * d), dv(inter * d);
 
     BackwardProblem problem{operands<T>(s, q, k, u, v, gate, r, w)};
     problem.grad_out = dense(s, g, d);
@@ -120,7 +118,6 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     if (tokens) problem.dq = dq;
     if (tokens && given) problem.dr = dr;
     if (weights) problem.dk = dk, problem.du = du, problem.dv = dv;
-    problem.accumulate = accumulate;
     if (weights && router) problem.dw = dw;
     const Device device = describe_device();
     const BackwardTask task = backward_task(problem);
@@ -137,14 +134,7 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
     }
     const Buffer<float> workspace(plan.workspace());
     const BackwardLaunch launch = prepare_backward(problem, plan, workspace);
-    const HeadGroupPlan &first = plan.launches[0];
-    for (const auto &[name, which] : names)
-        if (which == plan.kernels) std::printf("kernels %s, ", name);
-    std::printf(
-        "groups %d, items %d of which %d whole and the others in %d parts, token tiles %d, inter time %.0f, token time %.0f, workspace "
-        "%.1f MB\n",
-        plan.groups.count, first.items, first.whole, first.parts, static_cast<int>(s.batch) * s.group * first.row_tiles, first.inter_time,
-        first.token_time, plan.workspace() * 4e-6);
+    std::printf("%s\n", describe(s, plan).c_str());
 
     const int launches = static_cast<int>(options.number("launches"));
     const double of_element = 2. * d * (tokens && weights ? 8 : tokens ? 5 : 6);
@@ -176,11 +166,8 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
         const Buffer<double> expected_dk(sampled_inter * d), expected_du(sampled_inter * d), expected_dv(sampled_inter * d);
         weight_reference<T>
             <<<sampled_inter, 256, 3 * d * sizeof(double)>>>(expected_dk, expected_du, expected_dv, q, g, k, u, v, gates, s, inter_stride);
-        auto compare = [&](const char *name, const Buffer<double> &expected, const Buffer<WeightGrad> &grad) {
-            std::vector<double> values = expected.host();
-            if (accumulate)
-                for (double &x : values) x *= launches;  // each launch adds
-            ok &= report(name, values, rows_of(grad, sampled_inter, d, inter_stride), limit);
+        auto compare = [&](const char *name, const Buffer<double> &expected, const Buffer<T> &grad) {
+            ok &= report(name, expected.host(), rows_of(grad, sampled_inter, d, inter_stride), limit);
         };
         compare("dk", expected_dk, dk);
         compare("du", expected_du, du);
@@ -193,8 +180,6 @@ template <typename T, typename WeightGrad> int run(const Arguments &options) {
 }  // namespace
 
 int main(int argc, char **argv) {
-    const std::string defaults = "deterministic=0 needs=both accumulate=0 kernels=auto groups=0";
-    return run_typed(argc, argv, shape_arguments + defaults, [&]<typename T>(const Arguments &options) {
-        return options.number("accumulate") ? run<T, float>(options) : run<T, T>(options);
-    });
+    const std::string defaults = "deterministic=0 needs=both kernels=auto groups=0";
+    return run_typed(argc, argv, shape_arguments + defaults, [&]<typename T>(const Arguments &options) { return run<T>(options); });
 }

@@ -10,9 +10,6 @@
 namespace flashmhf {
 namespace {
 
-// Where the weight gradients go: fresh tensors in q's type, or fp32 buffers to add to.
-using WeightGrads = std::array<Tensor, 3>;
-
 // The token axes of q, R and grad_out together. A tensor with other axes than q's is copied to a contiguous one, which has every axis.
 TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad_out, int64_t &g_batch, int64_t &g_token) {
     if (!grad_out.is_contiguous()) {
@@ -52,16 +49,15 @@ struct Inputs {
 // Which gradients a call writes, and where.
 struct Outputs {
     Tensor dq, dr;
-    WeightGrads weights;
+    std::array<Tensor, 3> weights;
     Tensor dw;
-    bool needs_tokens, needs_weights, accumulate;
+    bool needs_tokens, needs_weights;
 };
 
 void zero_outputs(const Outputs &out) {
     auto zero = [](Tensor x) { torch::stable::zero_(x); };
     if (!out.needs_weights) return;
-    if (!out.accumulate)
-        for (const Tensor &x : out.weights) zero(x);
+    for (const Tensor &x : out.weights) zero(x);
     zero(out.dw);
 }
 
@@ -89,7 +85,6 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
     problem.dk = data(out.weights[0], out.needs_weights);
     problem.du = data(out.weights[1], out.needs_weights);
     problem.dv = data(out.weights[2], out.needs_weights);
-    problem.accumulate = out.accumulate;
     problem.dw = data(out.dw, out.needs_weights && in.w);
 
     const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), describe_device());
@@ -99,18 +94,17 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
     check_cuda(launch_backward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
 }
 
-// Uninitialised tensors for what is needed; for the others ones of shape [0] in q's type. The weight gradients go to `buffers`, if any.
-Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights, const WeightGrads *buffers = nullptr) {
+// Uninitialised tensors for what is needed; for the others ones of shape [0] in q's type.
+Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights) {
     auto like = [&](const Tensor &x, bool needed) {
         return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(in.q, std::vector<int64_t>{0});
     };
     return {.dq = like(in.q, needs_tokens),
             .dr = like(in.r ? *in.r : in.q, needs_tokens && in.r),
-            .weights = buffers ? *buffers : WeightGrads{like(in.k, needs_weights), like(in.u, needs_weights), like(in.v, needs_weights)},
+            .weights = {like(in.k, needs_weights), like(in.u, needs_weights), like(in.v, needs_weights)},
             .dw = like(in.w ? *in.w : in.q, needs_weights && in.w),
             .needs_tokens = needs_tokens,
-            .needs_weights = needs_weights,
-            .accumulate = buffers != nullptr};
+            .needs_weights = needs_weights};
 }
 
 void check_grad_out(const Tensor &grad_out, const Tensor &q) {
@@ -133,32 +127,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_o
                                                             const Tensor &v, const std::optional<Tensor> &r, bool deterministic,
                                                             bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
-    const DeviceScope scope(q.get_device_index(), "flashmhf backward");
+    const DeviceScope scope(q.get_device_index(), "backward", sizes.range());
     const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .r = r};
     const Outputs out = allocate(in, needs_tokens, needs_weights);
     run(in, sizes, out, deterministic);
     return {out.dq, out.weights[0], out.weights[1], out.weights[2], out.dr};
-}
-
-std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
-                                                const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights,
-                                                Tensor dk, Tensor du, Tensor dv) {
-    const ProblemSizes sizes = check_all(grad_out, q, k, u, v, r);
-    const DeviceScope scope(q.get_device_index(), "flashmhf backward_accumulate_");
-    auto check_buffer = [&](const Tensor &x, const char *name) {
-        check_type_and_device(x, name, x.scalar_type() == ScalarType::Float, "be float32", q);
-        STD_TORCH_CHECK(x.is_contiguous() && has_shape(x, k.sizes()), name, " must be contiguous with the shape of k; ", name, " is ",
-                        shape_of(x), " but k is ", shape_of(k));
-        STD_TORCH_CHECK(!needs_weights || aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
-    };
-    check_buffer(dk, "dk");
-    check_buffer(du, "du");
-    check_buffer(dv, "dv");
-    const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .r = r};
-    const WeightGrads buffers{dk, du, dv};
-    const Outputs out = allocate(in, needs_tokens, needs_weights, &buffers);
-    run(in, sizes, out, deterministic);
-    return {out.dq, out.dr};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
@@ -166,7 +139,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &
                                                                   bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check_all(grad_out, q, k, u, v, std::nullopt);
     check_w(w, q, sizes);
-    const DeviceScope scope(q.get_device_index(), "flashmhf gated_backward");
+    const DeviceScope scope(q.get_device_index(), "gated_backward", sizes.range());
     const Inputs in{.grad_out = grad_out, .q = q, .k = k, .u = u, .v = v, .w = w, .eps = eps};
     const Outputs out = allocate(in, needs_tokens, needs_weights);
     run(in, sizes, out, deterministic);

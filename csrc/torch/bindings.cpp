@@ -58,9 +58,6 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
         "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic, bool "
         "needs_tokens,"
         " bool needs_weights) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-    m.def(
-        "backward_accumulate_(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens,"
-        " bool needs_weights, Tensor(a!) dk, Tensor(b!) du, Tensor(c!) dv) -> (Tensor, Tensor)");
 }
 
 // An op without tensor arguments has no device to dispatch on.
@@ -77,5 +74,4 @@ STABLE_TORCH_LIBRARY_IMPL(flashmhf_hopper, CUDA, m) {
     m.impl("graph_fp8_layer", TORCH_BOX(&OfGraph<&flashmhf::fp8_layer>::call));
     m.impl("backward", TORCH_BOX(&flashmhf::backward));
     m.impl("gated_backward", TORCH_BOX(&flashmhf::gated_backward));
-    m.impl("backward_accumulate_", TORCH_BOX(&flashmhf::backward_accumulate_));
 }

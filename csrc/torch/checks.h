@@ -17,6 +17,7 @@
 #include "common/head_dims.h"
 #include "common/problem.h"
 #include "project/params.h"
+#include "scope.h"
 
 namespace flashmhf {
 
@@ -26,6 +27,7 @@ using torch::stable::Tensor;
 // Sizes of a problem; q is [..., H, d_h] with T tokens in its leading dimensions, and `group` of its heads share one of k, u and v.
 struct ProblemSizes {
     int64_t tokens, heads, head_dim, subnets, subnet_dim, group;
+    RangeShape range() const { return {tokens, heads, head_dim, subnets, subnet_dim}; }
 };
 
 inline std::string shape_of(const Tensor &x) {

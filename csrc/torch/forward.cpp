@@ -46,7 +46,7 @@ struct Inputs {
 Tensor run(const Tensor &q, const Inputs &in, const ProblemSizes &sizes, const char *range) {
     if (in.r) check_r(*in.r, q, sizes);
     if (in.w) check_w(*in.w, q, sizes);
-    const DeviceScope scope(q.get_device_index(), range);
+    const DeviceScope scope(q.get_device_index(), range, sizes.range());
     Tensor out = new_dense(q, Sizes(q.sizes().data(), q.sizes().size()));
     if (sizes.tokens == 0) return out;
 
@@ -67,12 +67,12 @@ Tensor run(const Tensor &q, const Inputs &in, const ProblemSizes &sizes, const c
 
 Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r, bool) {
     const ProblemSizes sizes = check_operands<ForwardHeadDims>(q, k, u, v);
-    return run(q, {WeightFormat::same, k, u, v, nullptr, r, std::nullopt, 0.}, sizes, "flashmhf forward");
+    return run(q, {WeightFormat::same, k, u, v, nullptr, r, std::nullopt, 0.}, sizes, "forward");
 }
 
 Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps, bool) {
     const ProblemSizes sizes = check_operands<ForwardHeadDims>(q, k, u, v);
-    return run(q, {WeightFormat::same, k, u, v, nullptr, std::nullopt, w, eps}, sizes, "flashmhf gated_forward");
+    return run(q, {WeightFormat::same, k, u, v, nullptr, std::nullopt, w, eps}, sizes, "gated_forward");
 }
 
 Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales,
@@ -80,7 +80,7 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
     const ProblemSizes sizes = check_fp8_operands(q, k8, u8, v8, scales);
     STD_TORCH_CHECK(!r || !w, "r and w exclude each other");
     const Inputs in{WeightFormat::e4m3, k8, u8, v8, static_cast<const float *>(scales.data_ptr()), r, w, eps};
-    return run(q, in, sizes, "flashmhf fp8_forward");
+    return run(q, in, sizes, "fp8_forward");
 }
 
 }  // namespace flashmhf

@@ -96,8 +96,10 @@ constexpr int64_t chunk_tokens = 16384;
 
 // mix: Q [T, H, d_h] -> S. More than chunk_tokens tokens run in equal chunks of at most so many, so that the peak memory beyond x is the
 // result and S of one chunk.
-template <typename Mix> Tensor run(const Frame &f, Mix mix) {
-    const DeviceScope scope(f.x.get_device_index(), "flashmhf layer");
+template <typename Mix> Tensor run(const Frame &f, const char *name, int64_t subnet_dim, Mix mix) {
+    const DeviceScope scope(
+        f.x.get_device_index(), name,
+        {f.x.numel() / std::max<int64_t>(f.x.size(f.x.dim() - 1), 1), f.heads(), f.head_dim(), f.w.size(2), subnet_dim});
     const int64_t features = f.out.w.size(0);
     std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
     sizes.back() = features;
@@ -141,7 +143,7 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
     for (const Tensor *weights : {&k, &u, &v})
         takes = takes && reads(x, *weights, {k.size(0), w.size(2), k.size(2), frame.head_dim()}, x.scalar_type());
     if (!takes) return std::nullopt;
-    return run(frame, [&](const Tensor &q) { return gated_forward(q, k, u, v, w, eps, true); });
+    return run(frame, "layer", k.size(2), [&](const Tensor &q) { return gated_forward(q, k, u, v, w, eps, true); });
 }
 
 std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias,
@@ -156,7 +158,7 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
     for (const Tensor *weights : {&k8, &u8}) takes = takes && reads(x, *weights, {weight_heads, subnets, subnet_dim, head_dim}, e4m3);
     takes = takes && reads(x, v8, {weight_heads, subnets, head_dim, subnet_dim}, e4m3);
     if (!takes || !reads(x, scales, {3, weight_heads, subnets}, ScalarType::Float)) return std::nullopt;
-    return run(frame, [&](const Tensor &q) { return fp8_forward(q, k8, u8, v8, scales, std::nullopt, w, eps); });
+    return run(frame, "fp8_layer", subnet_dim, [&](const Tensor &q) { return fp8_forward(q, k8, u8, v8, scales, std::nullopt, w, eps); });
 }
 
 }  // namespace flashmhf

@@ -44,10 +44,6 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
                                                             const Tensor &v, const std::optional<Tensor> &r, bool deterministic,
                                                             bool needs_tokens, bool needs_weights);
-// The same, adding the weight gradients into fp32 dk, du, dv [H, E, d_e, d_h]; (dq, dr).
-std::tuple<Tensor, Tensor> backward_accumulate_(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
-                                                const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights,
-                                                Tensor dk, Tensor du, Tensor dv);
 // (dq, dk, du, dv, dw) of gated_forward; R is computed again. dw [H, d_h, E] in w's type comes with needs_weights.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
                                                                   const Tensor &v, const Tensor &w, double eps, bool deterministic,

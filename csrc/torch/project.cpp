@@ -10,7 +10,7 @@ namespace {
 
 Tensor run(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready) {
     check_projection(x, w, bias);
-    const DeviceScope scope(x.get_device_index(), "flashmhf project");
+    const DeviceScope scope(x.get_device_index(), "project", {.tokens = x.size(0)});
     Tensor out = new_dense(x, std::array{x.size(0), w.size(0)});
     if (x.size(0) == 0) return out;
 

@@ -1,6 +1,8 @@
 // The calling thread's device and stream, errors as exceptions, and NVTX ranges (FLASHMHF_NVTX=1).
 #pragma once
 
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -24,13 +26,31 @@ inline cudaStream_t current_stream(int device) {
     return static_cast<cudaStream_t>(stream);
 }
 
+// What a range is about: T tokens, its payload, and the sizes that its name is followed by.
+struct RangeShape {
+    int64_t tokens, heads, head_dim, subnets, subnet_dim;
+};
+
+// A range of the domain "flashmhf": "gated_forward T=4096 H=16 d_h=128 E=22 d_e=384".
 class NvtxRange {
   public:
-    explicit NvtxRange(const char *name) {
-        if (enabled()) nvtxRangePushA(name);
+    NvtxRange(const char *name, const RangeShape &shape) {
+        if (!enabled()) return;
+        char text[160];
+        std::snprintf(text, sizeof text, "%s T=%lld H=%lld d_h=%lld E=%lld d_e=%lld", name, static_cast<long long>(shape.tokens),
+                      static_cast<long long>(shape.heads), static_cast<long long>(shape.head_dim), static_cast<long long>(shape.subnets),
+                      static_cast<long long>(shape.subnet_dim));
+        nvtxEventAttributes_t event{};
+        event.version = NVTX_VERSION;
+        event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+        event.payloadType = NVTX_PAYLOAD_TYPE_INT64;
+        event.payload.llValue = shape.tokens;
+        event.messageType = NVTX_MESSAGE_TYPE_ASCII;
+        event.message.ascii = text;
+        nvtxDomainRangePushEx(domain(), &event);
     }
     ~NvtxRange() {
-        if (enabled()) nvtxRangePop();
+        if (enabled()) nvtxDomainRangePop(domain());
     }
     NvtxRange(const NvtxRange &) = delete;
     NvtxRange &operator=(const NvtxRange &) = delete;
@@ -40,6 +60,10 @@ class NvtxRange {
         static const char *const value = std::getenv("FLASHMHF_NVTX");
         return value && std::strcmp(value, "1") == 0;
     }
+    static nvtxDomainHandle_t domain() {
+        static const nvtxDomainHandle_t made = nvtxDomainCreateA("flashmhf");
+        return made;
+    }
 };
 
 // What every operator enters first: the tensors' device with a context current, a supported capability, and an NVTX range. PyTorch's guard
@@ -47,7 +71,7 @@ class NvtxRange {
 // then refuses to encode tensor maps (CUDA error 201).
 class DeviceScope {
   public:
-    DeviceScope(int device, const char *name) : guard_(device), range_(name) {
+    DeviceScope(int device, const char *name, const RangeShape &shape) : guard_(device), range_(name, shape) {
         check_cuda(ensure_context(device));
         int major = 0, minor = 0;
         check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));

@@ -62,7 +62,7 @@ SHAPES = {
         "gate=w deterministic=1",
         "gate=ones deterministic=1",
         "gate=r needs=tokens",
-        "gate=w needs=weights accumulate=1",
+        "gate=w needs=weights",
         "gate=r groups=2",
     ],
 }
