@@ -25,8 +25,10 @@ LIBRARY = pathlib.Path(__file__).parents[2] / "libflashmhf_hopper.so"
 NO_LIBRARY = LIBRARY.with_name("_no_library.txt")  # written by setup.py: why it built none
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
-# of all directions: one with a forward kernel alone would raise in the backward of training
-HEAD_DIMS = (64, 96, 128, 256)
+# what each direction has (csrc/common/head_dims.h); an operator that may be differentiated needs both
+FORWARD_HEAD_DIMS = (64, 96, 128, 256)
+BACKWARD_HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = tuple(d_h for d_h in FORWARD_HEAD_DIMS if d_h in BACKWARD_HEAD_DIMS)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
 
