@@ -139,7 +139,7 @@ __device__ __forceinline__ void add_weight_grad(float (&dw)[d_h / 16][blocks][4]
                                                 const RouterParams &p, const RouterGrads<steps> &dp, int first_row) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     constexpr bool exact = std::is_same_v<T, kittens::bf16>;  // Q is its own high term
-    constexpr bool ahead = d_h < 256;                         // once for all rows of dW, where that leaves registers
+    constexpr bool ahead = d_h <= 128;                        // once for all rows of dW, where that leaves registers
     const int lane = threadIdx.x % 32, first = blockIdx.z * 8 * blocks;
     const int first_step = blocks / 2 < steps && p.subnets <= 16 * steps ? static_cast<int>(blockIdx.z) * (blocks / 2) : 0;
     uint32_t high[blocks][2], low[blocks][2];
@@ -179,7 +179,7 @@ template <int d_h, typename T, int steps>
 __device__ __forceinline__ void add_query_grad(GateGradShared<d_h, T> &shared, const RouterParams &p, const RouterGrads<steps> &dp,
                                                int column, int first, const float4 *parts) {
     const int thread = threadIdx.x;
-#pragma unroll(d_h == 256 ? 1 : 4)  // more would spill
+#pragma unroll(d_h > 128 ? 1 : 4)  // more would spill
     for (int j = 0; j < shared.cols / 8; ++j) {
         float4 &staged = shared.staged.fragment(j, thread);
         float dq[4] = {};
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(row_tile_threads, 2) flashmhf_gate_grad(const 
     using Shared = GateGradShared<d_h, T>;
     constexpr int chunk = Shared::chunk, steps = chunk / 16, cols = Shared::cols;
     constexpr int dw_columns = gate_dw_columns<d_h>, dw_blocks = dw_columns / 8;
-    constexpr bool early = d_h < 256;  // dQ arrives with R and dR, where that leaves registers
+    constexpr bool early = d_h <= 128;  // dQ arrives with R and dR, where that leaves registers
     extern __shared__ __align__(16) unsigned char shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     kittens::pdl::wait();

@@ -14,7 +14,7 @@ namespace flashmhf {
 // head; a warp multiplies its 16 rows by W with mma.sync. Thread t of a quad holds d_h = 32 i + 8 t .. + 7 of Q: any order is right that W
 // has too.
 template <int d_h, typename T>
-__global__ void __launch_bounds__(row_tile_threads, d_h == 256 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ RouterParams p) {
+__global__ void __launch_bounds__(row_tile_threads, d_h > 128 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ RouterParams p) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     using to = kittens::base_types::convertor<T2, float2>;
     using from = kittens::base_types::convertor<float2, T2>;

@@ -9,9 +9,9 @@ namespace flashmhf {
 
 // Sub-networks that the router's kernels hold in registers at once, and of those the ones whose dW a CTA accumulates: 128 registers of it.
 constexpr int gate_chunk_columns = 32;
-template <int d_h> constexpr int gate_dw_columns = d_h == 256 ? 16 : 32;
+template <int d_h> constexpr int gate_dw_columns = d_h > 128 ? 16 : 32;
 // Columns of dQ that the router's kernel has in shared memory at once; two CTAs of it share an SM.
-template <int d_h> constexpr int gate_staged_columns = d_h == 256 ? 64 : d_h;
+template <int d_h> constexpr int gate_staged_columns = d_h > 128 ? 64 : d_h;
 // Columns of an fp32 tile that are staged at once on their way to rows.
 template <int d_h> constexpr int collect_columns = d_h % 64 == 0 ? 64 : 96;
 
@@ -37,13 +37,13 @@ template <int d_h, int outputs> struct InterPolicy {
     static_assert(BackwardHeadDims::contains(d_h));
     static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr bool query = outputs & query_grad, keys = outputs & key_grads, values = outputs & value_grad;
-    static_assert(d_h < 256 || !query, "K, U, V and dQ of d_h = 256 do not fit one kernel");
-    static_assert(d_h < 256 || keys != values, "the accumulators of d_h = 256 do not fit one kernel");
+    static_assert(d_h <= 128 || !query, "above 128, K, U, V and dQ do not fit one kernel");
+    static_assert(d_h <= 128 || keys != values, "above 128, the accumulators do not fit one kernel");
     static constexpr bool needs_v = keys;  // dA = dO V^T enters dM and dN only
     static constexpr bool pairs = query;   // the others gain nothing from clusters of two
 
     // Warpgroups: loader; "S", scores, elementwise part and, in the fused kernel, where they are two, dQ; one or two "W", weight gradients.
-    static constexpr int w_warpgroups = d_h == 256 && keys ? 2 : 1;
+    static constexpr int w_warpgroups = d_h > 128 && keys ? 2 : 1;
     static constexpr int fused_s_warpgroups = 2, s_warpgroups = query ? fused_s_warpgroups : 1;
     static constexpr int warpgroups = 1 + s_warpgroups + w_warpgroups;
     static constexpr int threads = 128 * warpgroups;
@@ -60,8 +60,8 @@ template <int d_h, int outputs> struct InterPolicy {
     // Fused: where registers allow it, the special functions start under the product dA; elsewhere they always do.
     static constexpr bool early_slopes = d_h < 128;
 
-    static constexpr int q_stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
-    static constexpr int g_stages = d_h == 256 ? (values ? 2 : 1) : q_stages;
+    static constexpr int q_stages = d_h > 128 ? 2 : d_h == 128 ? 3 : 4;
+    static constexpr int g_stages = d_h > 128 ? (values ? 2 : 1) : q_stages;
     // Of P and of [dM|dN] of a tile: S fills one while W reads the other.
     static constexpr int grad_buffers = 2;
     static_assert(grad_buffers == 2, "S hands over the other buffer than the one it fills, and finds two empty at the start");
@@ -87,8 +87,8 @@ static_assert(token_consumers == 2, "the consumers of the token-stationary kerne
 template <int d_h> struct TokenPolicy {
     static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr int consumers = token_consumers;
-    static constexpr int inter = d_h == 256 ? 32 : 64;  // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
-    static constexpr int stages = d_h == 256 ? 2 : d_h == 128 ? 3 : 4;
+    static constexpr int inter = d_h > 128 ? 32 : 64;  // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers
+    static constexpr int stages = d_h > 128 ? 2 : d_h == 128 ? 3 : 4;
     static_assert(stages >= 2, "a consumer holds a stage while it waits for the next one");
     static constexpr int threads = 128 * (1 + consumers);
     static constexpr int launch_registers = launch_registers_of(threads);

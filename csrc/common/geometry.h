@@ -23,9 +23,9 @@ inline bool aligned(const void *base) { return reinterpret_cast<uintptr_t>(base)
 // Whether TMA takes the stride of an axis of `size` elements of so many bytes.
 constexpr bool strided(int64_t size, int64_t stride, int bytes) { return size == 1 || (stride > 0 && stride * bytes % tma_alignment == 0); }
 
-// The widest swizzle that divides a row of d_h elements; a tile is panels that wide, a box each. Where [K;U] comes in halves of d_h, half a row
-// must be whole panels, too.
-constexpr int swizzle_bytes_of(int d_h) { return d_h % 64 == 0 ? 128 : 64; }
+// The widest swizzle that divides a row of d_h elements; a tile is panels that wide, a box each. Above 128, where [K;U] comes in halves of d_h,
+// it divides half a row.
+constexpr int swizzle_bytes_of(int d_h) { return (d_h > 128 ? d_h / 2 : d_h) % 64 == 0 ? 128 : 64; }
 constexpr int panel_cols_of(int d_h) { return swizzle_bytes_of(d_h) / element_bytes; }
 // Registers a thread at launch, when the CTA has all of the SM's: a multiple of 8.
 constexpr int launch_registers_of(int threads) { return sm_registers / threads / 8 * 8; }
