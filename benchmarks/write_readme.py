@@ -281,6 +281,22 @@ def training_table(records: Records) -> str:
     return f"{table(header, lines)}\n\n{machine('Steps with AdamW under bf16 autocast; memory is the peak', record)}"
 
 
+def training_depth_table(records: Records) -> str:
+    """A line per depth of the 1.3B model in training, against SwiGLU's 24 layers."""
+    record, lines = records["train_depth"], []
+    found = {(row["subject"], row["layers"], row["checkpointing"]): row for row in record["rows"]}
+    for subject, layers in dict.fromkeys(key[:2] for key in found):
+        cells = [f"{'SwiGLU' if subject == 'swiglu' else 'FlashMHF'}, {layers}"]
+        for checkpointed in (False, True):
+            row, baseline = found[subject, layers, checkpointed], found["swiglu", 24, checkpointed]
+            speed = row["tokens_per_s"] / baseline["tokens_per_s"]
+            cells += [fixed(row["tokens_per_s"], 0), fixed(speed, 2), fixed(row["memory_mib"] / 1024, 1)]
+        lines.append(cells)
+    header = ["layers", "tokens/s", "ratio", "GiB", "checkpointed, tokens/s", "ratio", "GiB"]
+    what = "1.3B, batches of 4 x 4,096 tokens, compiled blocks, AdamW under bf16 autocast, one run each"
+    return f"{table(header, lines, words=(0,))}\n\n{machine(what, record)}"
+
+
 def prefill_table(records: Records) -> str:
     """Whole models over prompts, eager and with every block compiled."""
     record, lines = records["model"], []
@@ -547,6 +563,26 @@ def serving_table(records: Records) -> str:
     return f"{table(header, lines)}\n\n{machine(what, record)}"
 
 
+def vllm_table(records: Records) -> str:
+    """Tokens per second of vLLM's engine."""
+    record = records["vllm"]
+    rates = {
+        each["model"]: {(row["part"], row["prompt"], row["batch"]): row["tokens_s"] for row in each["rows"]}
+        for each in record["models"]
+    }
+    llama, lines = rates["llama-24"], []
+    for key, rate in llama.items():
+        ours = [rates[f"flashmhf-{layers}"][key] for layers in (20, 21)]
+        cells = [fixed(rate, 0), *(cell for each in ours for cell in (fixed(each, 0), f"{each / rate:.2f}"))]
+        lines.append([key[0], f"{key[1]:,}", str(key[2]), *cells])
+    header = ["Llama, 24 layers", "FlashMHF, 20", "ratio", "FlashMHF, 21", "ratio"]
+    what = (
+        f"Tokens per second of vLLM {record['environment']['packages']['vllm']}, 1.3B models of equal parameters with "
+        "random weights, bf16, CUDA graphs"
+    )
+    return f"{table(['part', 'prompt', 'batch', *header], lines, words=(0,))}\n\n{machine(what, record)}"
+
+
 BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "README.md": {"headline": headline},
     "benchmarks/README.md": {
@@ -565,9 +601,10 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     },
     "docs/api.md": {"deterministic": deterministic_table},
     "docs/fp8.md": {"networks": fp8_networks_table},
-    "docs/serving.md": {"generate": generate_table, "serving": serving_table},
+    "docs/serving.md": {"generate": generate_table, "serving": serving_table, "vllm": vllm_table},
     "docs/scaling.md": {"memory": expected_memory, "training": several_gpus_training, "module": several_gpus_module},
     "docs/language-models.md": {"training": training_table},
+    "docs/guides/sizes.md": {"depth": training_depth_table},
 }
 
 
