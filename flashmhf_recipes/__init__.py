@@ -1,4 +1,2 @@
-"""Recipes on top of flashmhf:
-
-language-model training, evaluation and generation, the first-run report, the command ``flashmhf``.
-"""
+"""Recipes on top of flashmhf: language-model training, evaluation and generation, the first-run report, the command
+``flashmhf``."""

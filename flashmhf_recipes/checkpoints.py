@@ -54,8 +54,7 @@ def cut_off(output: Path) -> Path | None:
 
 def mark_complete(checkpoint: Path) -> None:
     """Syncs every file of ``checkpoint`` to disk and then writes the mark, so that the mark never outlives a file's
-    content.
-    """
+    content."""
     sizes = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         _sync(path)
@@ -143,8 +142,7 @@ def damage(checkpoint: Path) -> str | None:
 
 def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
     """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number behind where the name is taken, and warn with the
-    reason.
-    """
+    reason."""
     names = (f"{kind}-{checkpoint.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 1000))))
     target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     checkpoint.rename(target)

@@ -36,10 +36,8 @@ commands (flashmhf COMMAND --help):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status:
-
-    0; 1 when a check failed; 2 for an error; 130 after SIGINT, 143 after SIGTERM, 141 after a closed pipe.
-    """
+    """Return the exit status: 0; 1 when a check failed; 2 for an error; 130 after SIGINT, 143 after SIGTERM, 141 after
+    a closed pipe."""
     # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads
     # this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

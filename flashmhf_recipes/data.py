@@ -127,8 +127,7 @@ def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
 
 def pieces(text: str) -> Iterator[str]:
     """Yield ``text`` in pieces of at most PIECE characters, cut before white space, where tokens end, if there is some
-    near.
-    """
+    near."""
     start = 0
     while start < len(text):
         end = start + PIECE

@@ -31,10 +31,8 @@ def positions(model: PreTrainedModel) -> int | None:
 
 @dataclass
 class HeldOut:
-    """The loss of some text in nats a token, and in bits a byte, which are comparable across tokenizers;
-
-    counts of what was not read.
-    """
+    """The loss of some text in nats a token, and in bits a byte, which are comparable across tokenizers; counts of what
+    was not read."""
 
     loss: float
     perplexity: float
@@ -98,10 +96,8 @@ def held_out_loss(
 def window_losses(
     model: PreTrainedModel, ids: np.ndarray, window: int, stride: int, batch: int
 ) -> Iterator[tuple[float, int]]:
-    """(sum of nats, number of tokens) of batches of windows over one sequence;
-
-    all tokens but the first are scored, once.
-    """
+    """(sum of nats, number of tokens) of batches of windows over one sequence; all tokens but the first are scored,
+    once."""
     spans = _spans(len(ids), window, stride)
     while spans:
         scored, length = spans[0][2], spans[0][1] - spans[0][0]

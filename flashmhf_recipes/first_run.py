@@ -244,8 +244,7 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[
 
 def _peak(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
     """Return the bytes that a second ``run`` allocates at its peak, and its ms. On a CPU, the bytes by which it raises
-    the process's resident memory; nan without Linux's resettable high-water mark.
-    """
+    the process's resident memory; nan without Linux's resettable high-water mark."""
 
     def high_water() -> int:
         return 1024 * int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0])
@@ -452,8 +451,7 @@ def picture(
     trained: dict[str, Trained],
 ) -> bool:
     """Draw errors beside their limits (CPU) or time and memory of inference (GPU), memory of a training step, and the
-    training curves; return whether the PNG was written.
-    """
+    training curves; return whether the PNG was written."""
     attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
 
     def errors(axis) -> None:

@@ -62,10 +62,8 @@ class Layout:
             raise OptionError(f"tp is {self.tp}: {error}") from error
 
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
-        """Shards ``model`` in place:
-
-        heads, then compiled blocks, then parameters. All processes hold the same weights before.
-        """
+        """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights
+        before."""
         mesh = init_device_mesh(
             device_type, (self.replicas, self.shards, self.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
         )

@@ -293,8 +293,7 @@ def naming(option: str, options: Options) -> Iterator[None]:
 
 def _check_settings(option: str, given: Iterable[str], supported: set[str], own: Mapping[str, str]) -> None:
     """Refuse settings that are not supported, and name the option that each one is, else a name that is nearly the
-    same, else all.
-    """
+    same, else all."""
     for name in given:
         if name not in supported:
             close = difflib.get_close_matches(name, supported, 1, 0.8)

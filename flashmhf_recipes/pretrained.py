@@ -25,10 +25,9 @@ def load(
     """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint,
     or a name.
 
-    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks; a
-    stored FP8 model does not need it. Raises FileNotFoundError where a directory holds no model, ValueError for a
-    device that this machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to
-    quantise.
+    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks; a stored FP8 model
+    does not need it. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
+    machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
     """
     location = locate(name)
     chosen = chosen_device(device)

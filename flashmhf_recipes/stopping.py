@@ -1,7 +1,4 @@
-"""SIGTERM and SIGINT in a training run:
-
-the step is finished and saved, and a second signal ends the process at once.
-"""
+"""SIGTERM and SIGINT in a training run: the step is finished and saved, and a second signal ends the process at once."""
 
 from __future__ import annotations
 

@@ -162,8 +162,7 @@ class RunTrainer(Trainer, TrainerCallback):
 
     def _save_checkpoint(self, model, trial) -> None:
         """As the Trainer's, with the loss since the last log, of which every process has a part, and the mark when all
-        is written.
-        """
+        is written."""
         total = self._tr_loss.detach().clone()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)

@@ -54,10 +54,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Result:
-    """A finished run:
-
-    its directory, the model's parameters, the last training loss and the held-out loss (nats a token).
-    """
+    """A finished run: its directory, the model's parameters, the last training loss and the held-out loss (nats a
+    token)."""
 
     output: Path
     parameters: int
@@ -67,10 +65,8 @@ class Result:
 
 
 def first_process() -> bool:
-    """Whether this is the process that writes;
-
-    launchers (torchrun, accelerate) set RANK before anything is initialised.
-    """
+    """Whether this is the process that writes; launchers (torchrun, accelerate) set RANK before anything is
+    initialised."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -236,8 +232,7 @@ def _locked(output: Path) -> Iterator[None]:
 
 def _refuse_occupied(output: Path, options: Options) -> None:
     """Raise FileExistsError for a directory with a run, or with anything that a run would take for its own but its
-    tokens.
-    """
+    tokens."""
     if (output / RUN).exists():
         raise FileExistsError(
             f"{output} holds a run already; continue it with resume or choose another output directory"
@@ -291,10 +286,8 @@ def _train(
     checkpoint: Path | None,
     trained: tuple[PreTrainedModel, object] | None = None,
 ) -> Result:
-    """Train with checked options from ``checkpoint`` on;
-
-    ``trained`` is what :func:`_load_trained` returns, if it was called already.
-    """
+    """Train with checked options from ``checkpoint`` on; ``trained`` is what :func:`_load_trained` returns, if it was
+    called already."""
     output, bar = Path(options.output), bar and first_process()
     with arguments.main_process_first(local=False, desc="preparing data"):
         wanted = [DATA, INIT] if options.init_from else [DATA]
@@ -369,10 +362,8 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 
 def prepare(options: Options, bar: bool) -> None:
-    """Make the tokens of resolved options in the run's directory, and the tokenizer if it has none:
-
-    trained, loaded or another run's.
-    """
+    """Make the tokens of resolved options in the run's directory, and the tokenizer if it has none: trained, loaded or
+    another run's."""
     output = Path(options.output)
     if options.tokens is not None:
         return _take_tokens(Path(options.tokens), output)
@@ -402,8 +393,7 @@ def prepare(options: Options, bar: bool) -> None:
 
 def _take_tokens(source: Path, output: Path) -> None:
     """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no
-    more.
-    """
+    more."""
     if not (source / DATA / data.MANIFEST).exists():
         raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
     tokenizer = load_tokenizer(str(source / TOKENIZER))

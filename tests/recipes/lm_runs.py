@@ -60,8 +60,7 @@ def environment() -> dict[str, str]:
 
 class At(TrainerCallback):
     """Calls ``action`` with the Trainer's keyword arguments (model, optimizer, ...) at an ``event`` after ``step``
-    steps; None: always.
-    """
+    steps; None: always."""
 
     def __init__(self, event: str, step: int | None, action: Callable):
         def call(args, state, control, **kwargs) -> None:
@@ -84,8 +83,7 @@ def noting(batches: list[torch.Tensor]) -> At:
 
 def same_run(output: Path, expected: Path, rel: float = 0.0) -> None:
     """Assert that two finished runs have the same configuration, weights and metrics, bit by bit or to a relative
-    error.
-    """
+    error."""
     ours, theirs = (load_file(run / "model.safetensors") for run in (output, expected))
     torch.testing.assert_close(ours, theirs, rtol=10 * rel, atol=rel)
     for row, other in zip(metrics.read_rows(output), metrics.read_rows(expected), strict=True):

@@ -1,7 +1,5 @@
-"""Text to packed tokens:
-
-what is not read is counted or refused by name, and the order of samples is a function of the seed.
-"""
+"""Text to packed tokens: what is not read is counted or refused by name, and the order of samples is a function of the
+seed."""
 
 from __future__ import annotations
 

@@ -103,8 +103,7 @@ def test_held_out_refusals(trained, text, tmp_path):
 
 def test_what_can_be_loaded(runs, trained, tmp_path):
     """A run, a checkpoint, an unfinished run (its last complete checkpoint), an official checkpoint with a tokenizer
-    elsewhere.
-    """
+    elsewhere."""
     model, tokenizer = trained
     ids = torch.arange(9)[None]
     expected = model(ids).logits
@@ -147,8 +146,7 @@ def test_generation(trained):
 
 def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
     """transformers' top_k of 50 and what a model's own files set did, too. The model is not written to, so that several
-    threads may call at once.
-    """
+    threads may call at once."""
     model, tokenizer = trained
     outputs, own = [], model.generation_config
     kind, generate = type(model), type(model).generate
@@ -216,10 +214,7 @@ def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
 
 
 def test_a_continuation_keeps_the_space_before_it(trained, capsys):
-    """A tokenizer that marks where words begin decodes a first word without its space:
-
-    prompt and text were one word.
-    """
+    """A tokenizer that marks where words begin decodes a first word without its space: prompt and text were one word."""
     made = Tokenizer(models.WordLevel({f"\u2581{i}": i for i in range(300)}, unk_token="\u25810"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="\u25810")

@@ -1,7 +1,5 @@
-"""Training runs on several processes over gloo:
-
-by heads, with sharded parameters, both; failing and killed processes; resumption.
-"""
+"""Training runs on several processes over gloo: by heads, with sharded parameters, both; failing and killed processes;
+resumption."""
 
 from __future__ import annotations
 
@@ -116,10 +114,8 @@ def test_two_processes_train_as_one(one_process, text, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on_one(one_process, tmp_path):
-    """Heads over two processes and FSDP2 over two;
-
-    killed amid step 6. Then FSDP2 on two to step 12; then one process, step 8 to 12.
-    """
+    """Heads over two processes and FSDP2 over two; killed amid step 6. Then FSDP2 on two to step 12; then one process,
+    step 8 to 12."""
     run = tmp_path / "run"
     start = time.monotonic()
     done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
@@ -149,10 +145,8 @@ def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp
 
 @pytest.mark.slow
 def test_replicas_of_shards_train_with_muon_as_one_process(one_process, tmp_path):
-    """Two replicas of two shards, whose held-out batches have different lengths;
-
-    then one process from a checkpoint of theirs.
-    """
+    """Two replicas of two shards, whose held-out batches have different lengths; then one process from a checkpoint of
+    theirs."""
     settings = ONE_PROCESS | dict(data=[], tokens=str(one_process), optimizer="muon")
     whole = training.start(options(tmp_path / "one", "", **settings), bar=False).output
     run = tmp_path / "run"

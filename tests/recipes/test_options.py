@@ -158,10 +158,8 @@ def test_another_schedule_has_any_learning_rate():
     ],
 )
 def test_numbers_out_of_range_are_named(name, values):
-    """Some of them took the preset's value or switched off what they set;
-
-    others failed once the run's directory was made.
-    """
+    """Some of them took the preset's value or switched off what they set; others failed once the run's directory was
+    made."""
     for value in values:
         with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; supported: "):
             resolved(**{name: value})

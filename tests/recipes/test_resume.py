@@ -1,6 +1,5 @@
 """Runs that are stopped, damaged, moved or lengthened go on without loss, and nothing is removed that a run did not
-write.
-"""
+write."""
 
 from __future__ import annotations
 
@@ -60,10 +59,8 @@ def interrupted(options, step: int) -> Path:
 
 
 def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
-    """A run killed while tokenising finds data with a relative path from another directory;
-
-    later it does not look for it.
-    """
+    """A run killed while tokenising finds data with a relative path from another directory; later it does not look for
+    it."""
     output, copy = tmp_path / "run", Path(shutil.copy(text, tmp_path / "copy.txt"))
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -79,10 +76,8 @@ def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
 
 
 def test_tokens_of_another_run(text, expected, tmp_path):
-    """Several networks on one set of tokens:
-
-    the same batches, the text tokenised once. A resumed run needs their source no more.
-    """
+    """Several networks on one set of tokens: the same batches, the text tokenised once. A resumed run needs their
+    source no more."""
     source = tmp_path / "source"
     shutil.copytree(expected, source)
     output = interrupted(options(tmp_path / "run", text, data=[], tokens=str(source), **HELD_OUT), 12)
@@ -336,10 +331,7 @@ def test_options_that_cannot_be_read(content, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, tmp_path):
-    """run.json of 0.1.0 knows no param_groups;
-
-    its model was "normal", and its optimizer had transformers' two groups.
-    """
+    """run.json of 0.1.0 knows no param_groups; its model was "normal", and its optimizer had transformers' two groups."""
     earlier = dict(param_groups=False, model={"ffn_init": "normal"})
     uninterrupted = training.start(options(tmp_path / "expected", text, **earlier), bar=False).output
     # before the first checkpoint: the model is made anew
@@ -353,10 +345,7 @@ def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, t
 
 
 def test_only_what_a_run_wrote_is_touched(run, expected):
-    """Directories of the user keep their names;
-
-    a checkpoint that was cut off is renamed, and twice under another name.
-    """
+    """Directories of the user keep their names; a checkpoint that was cut off is renamed, and twice under another name."""
     for name in ("checkpoint-mine", "checkpoint-best", "checkpoint-15", "incomplete-checkpoint-15"):
         (run / name).mkdir()
         (run / name / "notes.txt").write_text(name)
@@ -588,10 +577,8 @@ def further(output: Path, text: Path, start: Path, **settings):
 
 
 def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
-    """The first loss is that of the model on the new data;
-
-    a run that was killed before it read the data needs the model no more.
-    """
+    """The first loss is that of the model on the new data; a run that was killed before it read the data needs the
+    model no more."""
     source, copy, output = tmp_path / "source", tmp_path / "copy.txt", tmp_path / "run"
     shutil.copytree(expected, source)
     shutil.copy(other_text, copy)

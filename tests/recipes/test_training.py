@@ -1,7 +1,5 @@
-"""Training runs:
-
-every feed-forward network learns, a killed run resumes to the same bits, refusals, metrics, command line.
-"""
+"""Training runs: every feed-forward network learns, a killed run resumes to the same bits, refusals, metrics, command
+line."""
 
 from __future__ import annotations
 
@@ -169,10 +167,8 @@ def test_compiled_training(precision, rel, text, tmp_path):
 
 @pytest.mark.gpu
 def test_compiled_training_on_a_gpu(text, tmp_path):
-    """bf16 autocast through Inductor and the fused kernels:
-
-    one graph, and the loss falls as in float32 without compilation.
-    """
+    """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without
+    compilation."""
     sizes = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -320,8 +316,7 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
 )
 def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_path):
     """It keeps its last good checkpoints, which those of broken weights would push out, and its metrics stay valid
-    JSON.
-    """
+    JSON."""
 
     def spoil(model, **_):
         model.lm_head.weight.data.fill_(float("nan"))
@@ -335,10 +330,8 @@ def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_
 
 
 def test_operations_a_token():
-    """6 N and the causal half of attention;
-
-    an untied input embedding is no product; a group's heads each multiply what they share.
-    """
+    """6 N and the causal half of attention; an untied input embedding is no product; a group's heads each multiply what
+    they share."""
 
     def flops(name: str, **settings: int) -> float:
         with torch.device("meta"):
