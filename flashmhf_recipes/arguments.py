@@ -63,6 +63,7 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
     ones), ``flag`` and ``metavar``.
     """
     for entry in (entry for entry in fields(owner) if "help" in entry.metadata):
+        text = entry.metadata["help"]
         kind = types[entry.name]
         if "group" in entry.metadata:
             group = parser.add_argument_group(entry.metadata["group"])
@@ -79,6 +80,4 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
             settings["metavar"] = entry.metadata["metavar"]
         shown = f" ({entry.default})" if isinstance(entry.default, int | float | str) and kind is not bool else ""
         flag = entry.metadata.get("flag", "--" + entry.name.replace("_", "-"))
-        group.add_argument(
-            flag, dest=entry.name, default=argparse.SUPPRESS, help=entry.metadata["help"] + shown, **settings
-        )
+        group.add_argument(flag, dest=entry.name, default=argparse.SUPPRESS, help=text + shown, **settings)

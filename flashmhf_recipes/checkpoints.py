@@ -37,9 +37,8 @@ def step_of(checkpoint: Path | None) -> int:
 
 def numbered_checkpoints(output: Path) -> list[Path]:
     """All ``checkpoint-N`` directories, oldest first. Other names (checkpoint-best) are not the Trainer's."""
-    return sorted(
-        (path for path in output.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of
-    )
+    found = (path for path in output.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(found, key=step_of)
 
 
 def complete_checkpoints(output: Path) -> list[Path]:

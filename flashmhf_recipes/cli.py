@@ -64,9 +64,7 @@ def _status(arguments: list[str]) -> int:
     """Run the command and print what it raises."""
     try:
         command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("", arguments)
-        overview = DESCRIPTION + "\n".join(
-            f"  {name:9} {text.partition('.')[0]}" for name, (text, _) in COMMANDS.items()
-        )
+        overview = DESCRIPTION + "\n".join(f"  {name:9} {text.split('.')[0]}" for name, (text, _) in COMMANDS.items())
         description, action = COMMANDS.get(command, (overview, _everything))
         parser = Parser(prog=f"flashmhf {command}".strip(), description=description)
         return action(parser, rest)
@@ -125,7 +123,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
     parser.add_argument(
-        "--steps", type=positive_integer, help="training steps of the language model (a fixed short budget)"
+        "--steps", type=positive_integer, help="training steps of the language models (what time allows)"
     )
     _add_device(parser)
     args, unknown = parser.parse_known_args(arguments)
@@ -221,8 +219,8 @@ configure-2-mhffnmoe-TriDao-350M (flashmhf.models.presets.OFFICIAL). A scale set
   scale  d_model  vocabulary  length  batch    steps  learning rate
 {scales}
 
-The paper's settings are the defaults but for two of ours (docs/quality.md): the initialisation and the learning rate of FlashMHF's
-projections. --model-set ffn_init=official --no-param-groups restores the paper's.
+The paper's settings are the defaults but for two of ours (docs/quality.md): the initialisation and, with AdamW, the
+learning rate of FlashMHF's projections. --model-set ffn_init=official --no-param-groups restores the paper's.
 
 examples:
   flashmhf train --output run --preset tiny --data corpus/ --device cpu
@@ -231,9 +229,10 @@ examples:
   flashmhf train --output run --resume --steps 300000       # longer; the schedule then ends there
   flashmhf train --output tuned --init-from run --data other/ --steps 1000 --learning-rate 1e-4
   flashmhf train --output second --preset swiglu-128m --tokens run --set report_to=wandb
-  torchrun --nproc_per_node 8 -m flashmhf_recipes train --output run --preset flashmhf-1.3b --data corpus/ --compile --tp 2 --dp-shard 4
+  torchrun --nproc_per_node 8 -m flashmhf_recipes train --output run --preset flashmhf-1.3b --data corpus/ --dp-shard 4
 
-exit status: 0; 2 for an error; 130 after SIGINT and 143 after SIGTERM, with the step finished and saved (a second signal ends at once).
+exit status: 0; 2 for an error; 130 after SIGINT and 143 after SIGTERM, with the step finished and saved (a second
+signal ends at once).
 """
 
 
@@ -246,15 +245,14 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     from . import training
     from .options import option_types
 
+    form = "  {:>5}  {:>7,}  {:>10,}  {:>6,}  {:>5}  {:>7,}  {:>13g}"
     rows = (
-        f"  {name:>5}  {s.d_model:>7,}  {s.vocabulary:>10,}  {s.context:>6,}  {s.batch:>5}  {s.steps:>7,}  {s.learning_rate:>13g}"
+        form.format(name, s.d_model, s.vocabulary, s.context, s.batch, s.steps, s.learning_rate)
         for name, s in SCALES.items()
     )
     parser.epilog = EXAMPLES.format(ffns=", ".join(FFN_TYPES), scales="\n".join(rows))
     parser.add_argument("--output", required=True, metavar="DIR", help="directory of the run")
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --output; takes --steps, --tp and --dp-shard, too"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue the run; takes --steps, --tp and --dp-shard")
     add_options(parser, training.Options, option_types())
     given = vars(parser.parse_args(arguments))
     output, resumed = given.pop("output"), given.pop("resume")
@@ -262,9 +260,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     try:
         if resumed:
             if extra := sorted(given.keys() - {"steps", "tp", "dp_shard"}):
-                raise OptionError(
-                    f"--resume takes the run's own options but steps, tp and dp_shard; leave out: {', '.join(extra)}"
-                )
+                raise OptionError(f"--resume takes steps, tp and dp_shard alone; leave out: {', '.join(extra)}")
             result = training.resume(output, **given)
         else:
             given |= {name: dict(given[name]) for name in ("model", "arguments") if name in given}
@@ -275,9 +271,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
         raise
     held_out = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
     if training.first_process():
-        print(
-            f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); model and loss.png in {result.output}"
-        )
+        print(f"{result.steps} steps, loss {result.loss:.4f}{held_out} (nats a token); the model is in {result.output}")
     return 0
 
 
@@ -343,9 +337,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         raise OptionError("give --data, --tasks or both")
     if args.json and (Path(args.json).is_dir() or not _writable(Path(args.json))):
         raise OptionError(f"--json is {args.json!r}; it must name a file that can be written")
-    tasks = tuple(
-        name for task in args.tasks or () for name in (evaluation.PAPER_TASKS if task == "paper" else (task,))
-    )
+    tasks = tuple(name for t in args.tasks or () for name in (evaluation.PAPER_TASKS if t == "paper" else (t,)))
     if tasks:
         evaluation.task_manager(tasks, args.include_path, args.shots)
     model, tokenizer = _load(args)
@@ -356,7 +348,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
         print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
         print(
-            f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits a byte"
+            f"loss {found.loss:.4f} nats/token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits/byte"
         )
         figures["held_out"] = vars(found)
     if tasks:

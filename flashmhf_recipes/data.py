@@ -118,9 +118,8 @@ def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
     """Yield the token ids of one piece of text after the other, with an end-of-text token after every document."""
     marked = (piece for text in texts for piece in (*((part, False) for part in pieces(text)), ("", True)))
     while group := list(islice(marked, GROUP)):  # enough at once for the tokenizer's threads, few enough for memory
-        encoded = tokenizer(
-            [text for text, _ in group], add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
+        plain = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        encoded = tokenizer([text for text, _ in group], **plain)
         for (_, end), ids in zip(group, encoded["input_ids"], strict=True):
             yield np.asarray([tokenizer.eos_token_id] if end else ids, np.uint32)
 
@@ -205,9 +204,7 @@ def load(directory: Path) -> Tokens:
         raise DataError(f"{path} is damaged: {error!r}") from error
     size = tokens.stat().st_size if tokens.exists() else 0
     if size != count * dtype.itemsize:
-        raise DataError(
-            f"{tokens} is damaged: it has {size:,} bytes, and by {MANIFEST} {count:,} tokens of {dtype.itemsize} bytes"
-        )
+        raise DataError(f"{tokens} is damaged: it has {size:,} bytes, and by {MANIFEST} {count:,} tokens of {dtype}")
     return Tokens(tokens, dtype.name, 0, count)
 
 
@@ -222,9 +219,7 @@ def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tup
     if not (held_out := math.ceil(blocks * fraction)):
         return tokens, None
     if held_out >= blocks:
-        raise DataError(
-            f"the data has {len(tokens):,} tokens, too few to hold {fraction:.0%} of the blocks of {length:,} out"
-        )
+        raise DataError(f"{len(tokens):,} tokens are too few to hold {fraction:.0%} of the blocks of {length:,} out")
     held_out *= length
     wanted = len(tokens) - held_out
     low, high = max(wanted - held_out // 2, length, 1), min(wanted + held_out // 2, len(tokens) - length)
@@ -246,7 +241,7 @@ class Blocks(Dataset):
         self.blocks = len(tokens) // length
         if not self.blocks:
             raise DataError(
-                f"the data has {len(tokens):,} tokens, less than one block of {length:,}; give more text or a shorter length"
+                f"the data has {len(tokens):,} tokens, less than one block of {length:,}; set a shorter length"
             )
         self.samples = self.blocks if samples is None else samples
         self._pass, self._order = -1, None

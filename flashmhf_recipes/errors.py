@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+ADVICE = "try a lower learning_rate or a longer warmup"
+
 
 class OptionError(ValueError):
     """An option, or several together, that a command or a run cannot have."""

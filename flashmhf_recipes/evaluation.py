@@ -93,9 +93,7 @@ def held_out_loss(
 
 
 @torch.no_grad()
-def window_losses(
-    model: PreTrainedModel, ids: np.ndarray, window: int, stride: int, batch: int
-) -> Iterator[tuple[float, int]]:
+def window_losses(model, ids: np.ndarray, window: int, stride: int, batch: int) -> Iterator[tuple[float, int]]:
     """(sum of nats, number of tokens) of batches of windows over one sequence; all tokens but the first are scored,
     once."""
     spans = _spans(len(ids), window, stride)
@@ -107,9 +105,7 @@ def window_losses(
         logits = model(inputs, use_cache=False, logits_to_keep=scored + 1).logits[:, :-1].float()
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, -scored:].flatten(), reduction="sum")
         if not nats.isfinite():
-            raise ValueError(
-                f"the loss of the model is {nats}: its weights are damaged, or its dtype has too small a range"
-            )
+            raise ValueError(f"the model's loss is {nats}: its weights are damaged, or its dtype's range is small")
         yield nats.item(), scored * len(group)
 
 
@@ -154,12 +150,10 @@ def task_scores(
 
     tasks = list(tasks)
     manager = task_manager(tuple(tasks), include_path, shots)
-    wrapped = HFLM(
-        pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions(model), add_bos_token=False
-    )
-    found = simple_evaluate(
-        model=wrapped, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=shots, bootstrap_iters=0
-    )
+    settings = {"batch_size": batch, "max_length": positions(model), "add_bos_token": False}
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **settings)
+    settings = {"limit": limit, "num_fewshot": shots, "bootstrap_iters": 0}
+    found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, **settings)
     scores = {
         task: {
             name.removesuffix(",none"): value
@@ -168,8 +162,7 @@ def task_scores(
         }
         for task, values in found["results"].items()
     }
-    members = {
-        name for group, names in found["group_subtasks"].items() if "acc" in scores.get(group, ()) for name in names
-    }
+    groups = found["group_subtasks"]
+    members = {name for group in groups if "acc" in scores.get(group, ()) for name in groups[group]}
     accuracies = [values["acc"] for task, values in scores.items() if "acc" in values and task not in members]
     return scores, fmean(accuracies) if len(accuracies) > 1 else None

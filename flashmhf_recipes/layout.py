@@ -64,9 +64,8 @@ class Layout:
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
         """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights
         before."""
-        mesh = init_device_mesh(
-            device_type, (self.replicas, self.shards, self.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
-        )
+        sizes, names = (self.replicas, self.shards, self.tp), ("dp_replicate", "dp_shard", "tp")
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         if self.tp > 1:
             parallelize(model, mesh["tp"])
         data = mesh["dp_shard"] if self.replicas == 1 else mesh["dp_replicate", "dp_shard"]
@@ -78,9 +77,7 @@ class Layout:
                 fully_shard(module, mesh=data, shard_placement_fn=shard_placement(self.shards))
 
 
-def layout_of(
-    tp: int | None, dp_shard: int | None, processes: int, environment: Mapping[str, str] = _LAUNCHER
-) -> Layout:
+def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment: Mapping = _LAUNCHER) -> Layout:
     """The layout of ``processes``; None stands for the layout of ``accelerate launch``, else for no sharding, or, with
     ``tp``, for all.
 
@@ -95,9 +92,7 @@ def layout_of(
     if dp_shard is None:
         dp_shard = processes // tp if tp > 1 or environment.get("ACCELERATE_USE_FSDP") == "true" else 1
     if processes // tp % dp_shard:
-        raise OptionError(
-            f"dp_shard is {dp_shard}; it must divide the {processes // tp} groups of tp processes ({processes} in all)"
-        )
+        raise OptionError(f"dp_shard is {dp_shard}; it must divide the {processes // tp} groups of tp processes")
     if tp > 1 and dp_shard == 1 and processes > tp:
         raise OptionError(f"dp_shard is 1 with tp = {tp} on {processes} processes; shard over more")
     return Layout(processes // (tp * dp_shard), dp_shard, tp)
@@ -111,9 +106,7 @@ def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """Return what ``optimizer.state_dict()`` of an unsharded run holds, on process 0. Every process calls this."""
     state = state_dict.get_optimizer_state_dict(model, optimizer, options=WHOLE)
     number = {name: index for index, name in enumerate(_names(model, optimizer))}
-    groups = [
-        group | {"params": sorted(number[name] for name in group["params"])} for group in state.get("param_groups", ())
-    ]
+    groups = [group | {"params": sorted(map(number.get, group["params"]))} for group in state.get("param_groups", ())]
     return {"state": {number[name]: values for name, values in state.get("state", {}).items()}, "param_groups": groups}
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .checkpoints import write_whole
-from .errors import TrainingError
+from .errors import ADVICE, TrainingError
 from .plots import draw_losses
 
 FILE, CURVE = "metrics.jsonl", "loss.png"
@@ -45,9 +45,7 @@ class MetricsCallback(TrainerCallback):
     The clock stands still during evaluation and while checkpoints are written.
     """
 
-    def __init__(
-        self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool = True
-    ):
+    def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool):
         self.output, self.tokens_per_step, self.flops_per_token, self.peak = (
             output,
             tokens_per_step,
@@ -61,9 +59,8 @@ class MetricsCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         step = state.global_step
-        self.bar = tqdm(
-            desc="training", unit="step", disable=not self.show, initial=step, total=state.max_steps, dynamic_ncols=True
-        )
+        sizes = {"initial": step, "total": state.max_steps, "dynamic_ncols": True}
+        self.bar = tqdm(desc="training", unit="step", disable=not self.show, **sizes)
         self._restart(step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
@@ -72,20 +69,15 @@ class MetricsCallback(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs
-    ):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control, logs: dict | None = None, **kwargs):
         if logs is None or not ({"loss", "eval_loss"} & logs.keys()) or not state.is_world_process_zero:
             return
         step = state.global_step
-        row = {"step": step} | {
-            name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "eval_loss") if name in logs
-        }
+        logged = ("loss", "learning_rate", "grad_norm", "eval_loss")
+        row = {"step": step} | {name: logs[name] for name in logged if name in logs}
         for name in row:
             if not math.isfinite(row[name]):
-                raise TrainingError(
-                    f"the {name} is {row[name]} at step {step}; try a lower learning_rate or a longer warmup"
-                )
+                raise TrainingError(f"the {name} is {row[name]} at step {step}; {ADVICE}")
         if "loss" in logs:
             row |= self._speed(args, step)
         with (self.output / FILE).open("a", encoding="utf-8") as out:

@@ -45,9 +45,8 @@ DECIDED = _HELD | {
     **{"eval_strategy": "eval_fraction", "load_best_model_at_end": "init_from with the checkpoint that is best"},
 }
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
-_OWN_SETTINGS = {"vocab_size": "vocab_size", "ffn_type": "ffn"} | dict.fromkeys(
-    ("bos_token_id", "eos_token_id", "pad_token_id"), "tokenizer"
-)
+_OWN_SETTINGS = {f"{role}_token_id": "tokenizer" for role in ("bos", "eos", "pad")}
+_OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "ffn"}
 # Options that choose a model, which a trained model to start from has chosen already.
 _MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 
@@ -91,19 +90,16 @@ class Options:
     dicts."""
 
     output: str
-    preset: str | None = _option(
-        None, "name of a preset, or a scale together with --ffn (flashmhf-128m)", group="model"
-    )
+    preset: str | None = _option(None, "name of a preset, or a scale with --ffn (flashmhf-128m)", group="model")
     ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}")
     init_from: str | None = _option(
         None,
-        "train further from a run, checkpoint, saved or official model, or a name; its tokenizer is used, and --steps and "
-        "--learning-rate must be given",
+        "train further from a run, checkpoint, model or a name, with its tokenizer; takes --steps and --learning-rate",
         metavar="MODEL",
     )
     model: dict[str, object] = _option({}, "a FlashMHFConfig setting", flag="--model-set")
     data: list[str] = _option(
-        [], "text, JSON-lines, CSV, Parquet and Arrow files, or directories of them", group="data", metavar="PATH"
+        [], "text, JSON-lines, CSV and Parquet files, or directories", group="data", metavar="PATH"
     )
     dataset: str | None = _option(None, "a data set of the datasets library, streamed", metavar="NAME[:CONFIG]")
     tokens: str | None = _option(None, "the tokens and the tokenizer of another run", metavar="RUN")
@@ -115,15 +111,13 @@ class Options:
     eval_fraction: float = _option(0.0, "share of the tokens held out at the end")
     batch: int | None = _option(None, "sequences of a step, over all processes (the preset's)", group="optimisation")
     micro_batch: int | None = _option(
-        None, f"at most so many of them at once on a device ({MICRO_BATCH}); the rest is accumulated"
+        None, f"at most so many at once on a device ({MICRO_BATCH}); the rest accumulates"
     )
     steps: int | None = _option(None, "steps of the run (the preset's); with --resume a new length")
     learning_rate: float | None = _option(None, "the peak (the preset's)")
     min_learning_rate: float = _option(1e-5, "where the cosine ends")
     warmup: float = _option(0.015, "share of the steps, or steps from 1 on")
-    optimizer: Literal["adamw", "muon"] = _option(
-        "adamw", "muon: flashmhf.Muon for the blocks' matrices, AdamW for the rest"
-    )
+    optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for matrices, AdamW for the rest")
     weight_decay: float = _option(0.1, "of the optimizer")
     betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW", metavar="BETA")
     max_grad_norm: float = _option(1.0, "gradients are clipped to it")
@@ -132,9 +126,7 @@ class Options:
         "with AdamW FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)",
     )
     seed: int = _option(0, "of weights and batches")
-    precision: Literal["auto", "bf16", "fp32"] = _option(
-        "auto", "bf16: autocast over float32 weights; auto: bf16 on GPUs", group="machine"
-    )
+    precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast; auto: bf16 on GPUs", group="machine")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: a CUDA GPU where there is one")
     tp: int | None = _option(None, "neighbouring processes that share the heads of a sequence (1)")
     dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)")
@@ -225,9 +217,7 @@ class Options:
             if not inside:
                 raise OptionError(f"{name} is {value!r}; supported: {supported}")
         if self.min_learning_rate > self.learning_rate and "lr_scheduler_type" not in self.arguments:
-            raise OptionError(
-                f"min_learning_rate is {self.min_learning_rate}; it must be at most learning_rate = {self.learning_rate}"
-            )
+            raise OptionError(f"min_learning_rate is {self.min_learning_rate}; supported: at most {self.learning_rate}")
         chosen_device(self.device)
         settings = {entry.name for entry in fields(FlashMHFConfig) if entry.init}
         _check_settings("model", self.model, settings - _OWN_SETTINGS.keys(), _OWN_SETTINGS)
@@ -241,11 +231,8 @@ class Options:
             raise OptionError("arguments sets save_strategy to 'best'; supported: steps, epoch, no")
         if self.optimizer != "adamw" and "optim" in self.arguments:
             raise OptionError(f"arguments cannot set optim with optimizer {self.optimizer!r}")
-        # their weights are other ones when evaluated and saved
         if str(self.arguments.get("optim", "")).startswith("schedule_free"):
-            raise OptionError(
-                f"arguments sets optim to {self.arguments['optim']!r}; schedule-free optimizers are not supported"
-            )
+            raise OptionError("arguments cannot set optim to a schedule-free optimizer: it saves other weights")
 
     def layout(self, processes: int) -> Layout:
         """Return how the run lies over ``processes``. Raises OptionError where tp and dp_shard do not divide them."""
@@ -275,9 +262,7 @@ class Options:
 def option_types() -> dict[str, Any]:
     """Return the type of each field of Options, without the None of optional ones."""
     hints = typing.get_type_hints(Options)
-    return {
-        name: typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind for name, kind in hints.items()
-    }
+    return {name: typing.get_args(t)[0] if isinstance(t, types.UnionType) else t for name, t in hints.items()}
 
 
 @contextmanager
@@ -337,15 +322,14 @@ def training_arguments(options: Options) -> TrainingArguments:
             callback()  # raises where the package of a report is missing
         if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
             raise ValueError(
-                f"lr_scheduler_type is {arguments.lr_scheduler_type.value!r}; supported: schedules of the step alone"
+                f"lr_scheduler_type is '{arguments.lr_scheduler_type.value}'; supported: schedules of the step alone"
             )
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)
     arguments.per_device_train_batch_size = options.micro_batch_for(layout.data_processes)
-    arguments.gradient_accumulation_steps = options.batch // (
-        arguments.per_device_train_batch_size * layout.data_processes
-    )
+    at_once = arguments.per_device_train_batch_size * layout.data_processes
+    arguments.gradient_accumulation_steps = options.batch // at_once
     if layout.sharded:
         # Layout.shard compiles the blocks: collectives between them are no part of a graph
         arguments.torch_compile = False
@@ -369,7 +353,6 @@ def empty_model(options: Options) -> PreTrainedModel:
     chosen = preset(options.preset)
     positions = max(chosen.scale.context, options.length)
     with naming("model", options), torch.device("meta"):
-        config = chosen.config(
-            **{"max_position_embeddings": positions, "vocab_size": options.vocab_size, **options.model}
-        )
+        sizes = {"max_position_embeddings": positions, "vocab_size": options.vocab_size}
+        config = chosen.config(**sizes | options.model)
         return AutoModelForCausalLM.from_config(config)

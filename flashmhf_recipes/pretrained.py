@@ -38,9 +38,8 @@ def load(
     tokenizer = load_tokenizer(tokenizer_name or location)
     largest, rows = token_numbers(tokenizer) - 1, model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
-        raise ValueError(
-            f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}; the vocabulary of {name!r} has {rows:,}"
-        )
+        what = f"the tokenizer {tokenizer_name or location!r} has token numbers up to {largest:,}"
+        raise ValueError(f"{what}; the vocabulary of {name!r} has {rows:,}")
     model = model.to(chosen).eval()
     if fp8:
         quantise(model)

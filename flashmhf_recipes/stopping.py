@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in a training run: the step is finished and saved, and a second signal ends the process at once."""
+"""SIGTERM and SIGINT in a training run: the step is finished and saved; a second signal ends the process at once."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             # A shell makes its background jobs ignore SIGINT; that stays.
-            taken = [
-                number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN
-            ]
+            both = signal.SIGTERM, signal.SIGINT
+            taken = [number for number in both if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
@@ -63,10 +62,8 @@ class StopSignals:
         self.received, self._since = signum, time.monotonic()
         if not self.stepping:
             raise Stopped(signum, 0)
-        os.write(
-            2,
-            f"\nflashmhf: {signal.Signals(signum).name}: saving after this step; a second signal ends at once\n".encode(),
-        )
+        name = signal.Signals(signum).name
+        os.write(2, f"\nflashmhf: {name}: saving after this step; a second signal ends at once\n".encode())
 
     def begin_steps(self) -> None:
         """From here on a step is finished first. Every process of a distributed run calls this."""

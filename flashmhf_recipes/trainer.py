@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from flashmhf.nn import Muon, param_groups
 
 from . import checkpoints
-from .errors import OptionError, TrainingError
+from .errors import ADVICE, OptionError, TrainingError
 from .layout import WHOLE, load_optimizer, whole_optimizer
 from .options import Options
 from .stopping import Stopped, StopSignals
@@ -78,9 +78,8 @@ class RunTrainer(Trainer, TrainerCallback):
             self.layout.shard(self.model, args.device.type, options.compile)
         if options.optimizer == "muon":
             groups = param_groups(self.model, args.learning_rate, args.weight_decay, muon=True)
-            self.optimizer = Muon(
-                groups, args.learning_rate, args.weight_decay, betas=(args.adam_beta1, args.adam_beta2)
-            )
+            betas = args.adam_beta1, args.adam_beta2
+            self.optimizer = Muon(groups, args.learning_rate, args.weight_decay, betas=betas)
         elif options.param_groups:
             optimizer, settings = self.get_optimizer_cls_and_kwargs(args, self.model)
             if not isinstance(optimizer, type) or settings.keys() & {"params", "model", "optimizer_dict"}:
@@ -140,9 +139,8 @@ class RunTrainer(Trainer, TrainerCallback):
         self.signals.begin_steps()
         progress = self.state.stateful_callbacks.get(PROGRESS, {})
         # The evaluation that a signal left out belongs to the checkpoint's step.
-        self.args.eval_on_start = self.eval_dataset is not None and progress.get(
-            "evaluation_due", self.args.eval_on_start
-        )
+        due = progress.get("evaluation_due", self.args.eval_on_start)
+        self.args.eval_on_start = due and self.eval_dataset is not None
         if self.checkpoint is None:
             return
         if progress:  # version 0.1 wrote none
@@ -168,9 +166,7 @@ class RunTrainer(Trainer, TrainerCallback):
             torch.distributed.all_reduce(total)
             total /= self.args.world_size
         if not total.isfinite():  # the checkpoints before this one are the last good ones, and would be rotated away
-            raise TrainingError(
-                f"the loss is {total} at step {self.state.global_step}; try a lower learning_rate or a longer warmup"
-            )
+            raise TrainingError(f"the loss is {total} at step {self.state.global_step}; {ADVICE}")
         progress = {
             "loss_sum": total.item(),
             "logged_step": self._globalstep_last_logged,
@@ -209,9 +205,8 @@ class RunTrainer(Trainer, TrainerCallback):
         """
         args, step = self.args, self.state.global_step
         loader, samples = self._loader(self.eval_dataset, args.per_device_eval_batch_size), len(self.eval_dataset)
-        sums = torch.zeros(
-            math.ceil(samples / args.per_device_eval_batch_size), dtype=torch.float64, device=args.device
-        )
+        turns = math.ceil(samples / args.per_device_eval_batch_size)
+        sums = torch.zeros(turns, dtype=torch.float64, device=args.device)
         self.model.eval()
         for turn, inputs in enumerate(loader):
             loss = self.model(**self._prepare_inputs(inputs)).loss

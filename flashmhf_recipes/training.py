@@ -40,8 +40,8 @@ from .errors import DataError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, empty_model, naming, schedule, training_arguments
 from .stopping import Stopped, StopSignals
-from .tokenizer import token_numbers
 from .tokenizer import load as load_tokenizer
+from .tokenizer import token_numbers
 from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
 
@@ -99,9 +99,8 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
             return _train(options, arguments, bar, callbacks, signals, None, trained)
         except Exception as error:
             if first_process() and not metrics.read_rows(output) and not checkpoints.numbered_checkpoints(output):
-                _release(
-                    output, keep_tokens=not isinstance(error, DataError) or options.tokens == str(output.absolute())
-                )
+                own = options.tokens == str(output.absolute())
+                _release(output, keep_tokens=own or not isinstance(error, DataError))
             raise
 
 
@@ -139,9 +138,7 @@ def resume(
             checkpoint = next(reversed(checkpoints.complete_checkpoints(output)), None)
         done = checkpoints.step_of(checkpoint)
         if checkpoint is None and (output / "config.json").exists():
-            raise TrainingError(
-                f"{output} has a finished model but no checkpoint; train it further with init_from={output}"
-            )
+            raise TrainingError(f"{output} has a finished model but no checkpoint; train it further with init_from=")
         if steps is not None and steps <= done:
             raise OptionError(f"steps is {steps}; the run has done {done} steps")
         if first_process():
@@ -150,24 +147,19 @@ def resume(
                 (output / "config.json").unlink(missing_ok=True)
             if options.steps != before:
                 changes.append(_change_of_steps(arguments, done, before, options.steps))
-                checkpoints.write_whole(
-                    output / RUN, json.dumps(asdict(options) | stored | {CHANGES: changes}, indent=1) + "\n"
-                )
+                settings = asdict(options) | stored | {CHANGES: changes}
+                checkpoints.write_whole(output / RUN, json.dumps(settings, indent=1) + "\n")
         return _train(options, arguments, bar, callbacks, signals, checkpoint)
 
 
 def _warn_of_short_warmup(options: Options, arguments: TrainingArguments) -> None:
     """At the paper's learning rates the loss jumps after a short warm-up. The tiny preset is not the paper's."""
-    steps, scale = (
-        arguments.get_warmup_steps(options.steps),
-        preset(options.preset).scale if options.preset else SCALES["tiny"],
-    )
-    fast = scale is not SCALES["tiny"] and options.learning_rate >= scale.learning_rate
+    steps, tiny = arguments.get_warmup_steps(options.steps), SCALES["tiny"]
+    scale = preset(options.preset).scale if options.preset else tiny
+    fast = scale is not tiny and options.learning_rate >= scale.learning_rate
     if fast and steps < SHORTEST_WARMUP and first_process():
-        logger.warning(
-            f"the warm-up is {steps} steps; at a learning rate of {options.learning_rate:g}, fewer than {SHORTEST_WARMUP} can make the "
-            f"loss jump: set warmup={SHORTEST_WARMUP} or learn more slowly"
-        )
+        what = f"the warm-up is {steps} steps; at a learning rate of {options.learning_rate:g}, fewer than"
+        logger.warning(f"{what} {SHORTEST_WARMUP} can make the loss jump: set warmup={SHORTEST_WARMUP} or learn slower")
 
 
 def _read_run(output: Path) -> tuple[Options, list[dict]]:
@@ -196,10 +188,8 @@ def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after
     def rate(steps: int) -> float:
         return arguments.learning_rate * schedule(arguments, steps).lr_lambdas[0](min(done, steps))
 
-    logger.warning(
-        f"the run ends after {after:,} steps instead of {before:,}, and its schedule with it: the learning rate of step {done + 1:,} is "
-        f"{rate(after):.3g} instead of {rate(before):.3g}"
-    )
+    what = f"the run ends after {after:,} steps instead of {before:,}, and its schedule with it: the learning rate of"
+    logger.warning(f"{what} step {done + 1:,} is {rate(after):.3g} instead of {rate(before):.3g}")
     return {"after_step": done, "steps": [before, after], "learning_rate": [rate(before), rate(after)]}
 
 
@@ -234,18 +224,14 @@ def _refuse_occupied(output: Path, options: Options) -> None:
     """Raise FileExistsError for a directory with a run, or with anything that a run would take for its own but its
     tokens."""
     if (output / RUN).exists():
-        raise FileExistsError(
-            f"{output} holds a run already; continue it with resume or choose another output directory"
-        )
+        raise FileExistsError(f"{output} holds a run already; continue it with resume or choose another output")
     ours = [TOKENIZER, DATA] if not options.tokens or Path(options.tokens) != output.absolute() else []
     ours += [INIT, metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
     found = [name for name in ours if (output / name).exists()]
     found += [path.name for path in checkpoints.numbered_checkpoints(output)]
     if found:
         hint = f", or train on its tokens with tokens={output}" if found == [TOKENIZER, DATA] else ""
-        raise FileExistsError(
-            f"{output} holds {', '.join(found)}, which a run would overwrite; choose another output directory{hint}"
-        )
+        raise FileExistsError(f"{output} holds {', '.join(found)}, which a run would overwrite; choose another{hint}")
 
 
 def _release(output: Path, keep_tokens: bool) -> None:
@@ -292,9 +278,7 @@ def _train(
     with arguments.main_process_first(local=False, desc="preparing data"):
         wanted = [DATA, INIT] if options.init_from else [DATA]
         if not first_process() and not all((output / name).exists() for name in wanted):
-            raise TrainingError(
-                f"{output} has no {' and '.join(wanted)}: the first process failed before it had made them"
-            )
+            raise TrainingError(f"{output} has no {' and '.join(wanted)}: the first process failed before that")
         if options.init_from and not (output / INIT).exists():
             # A run killed before its first checkpoint needs the model again.
             trained = trained or _load_trained(options)
@@ -304,7 +288,7 @@ def _train(
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
                 raise DataError(
-                    f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with the run's own batches"
+                    f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with its batches"
                 )
             prepare(options, bar)
     tokenizer, tokens = load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
@@ -382,9 +366,8 @@ def prepare(options: Options, bar: bool) -> None:
                 else train_tokenizer(documents, options.vocab_size, bar)
             )
             _save_tokenizer(made, output)
-        wanted = (
-            math.ceil(options.steps * options.batch * options.length / (1 - options.eval_fraction)) + options.length
-        )
+        trained = options.steps * options.batch * options.length
+        wanted = math.ceil(trained / (1 - options.eval_fraction)) + options.length
         report = data.store(partial, documents, load_tokenizer(str(output / TOKENIZER)), wanted, bar)
         shutil.rmtree(cache, ignore_errors=True)
     if bar:
