@@ -20,14 +20,10 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def uninterrupted(text, tmp_path_factory):
     """(result, batches) of a run from start to end, on one thread as the runs that are compared with it."""
-    from lm_runs import HELD_OUT, noting, options
-
-    from flashmhf_recipes import training
+    from lm_runs import HELD_OUT, noting, start
 
     batches, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
-    result = training.start(
-        options(tmp_path_factory.mktemp("run") / "run", text, **HELD_OUT), bar=False, callbacks=[noting(batches)]
-    )
+    result = start(tmp_path_factory.mktemp("run") / "run", text, callbacks=[noting(batches)], **HELD_OUT)
     torch.set_num_threads(threads)
     return result, batches

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -43,6 +43,11 @@ def options(output: Path, text: Path, **settings) -> training.Options:
     )
     small["device"] = "cpu"
     return training.Options(**{**small, "output": str(output), "data": [str(text)], **settings})
+
+
+def start(output: Path, text: Path, callbacks: Iterable = (), **settings) -> training.Result:
+    """Train with these options, without a bar."""
+    return training.start(options(output, text, **settings), bar=False, callbacks=callbacks)
 
 
 def torchrun(processes: int, *arguments: object, **fault: str) -> subprocess.CompletedProcess:
@@ -101,10 +106,10 @@ def fail(**_):
 
 
 if __name__ == "__main__":
-    start = training.start
+    whole = training.start
     faults = [
         At("on_substep_end", int(os.environ.get("DIE_AT", "-1")), die),
         At("on_step_end", int(os.environ.get("FAIL_AT", "-1")), fail),
     ]
-    training.start = lambda options: start(options, callbacks=faults if os.environ["RANK"] == "1" else [])
+    training.start = lambda options: whole(options, callbacks=faults if os.environ["RANK"] == "1" else [])
     sys.exit(cli.main(sys.argv[1:]))

@@ -247,7 +247,7 @@ def test_nothing_depends_on_asserts_docstrings_and_the_locale():
 
 
 def test_info_and_what_is_set_before_torch_and_matplotlib_are_imported():
-    """OpenMP reads its policy when torch is imported; matplotlib refuses a notebook's back end that is not installed."""
+    """OpenMP reads its policy when torch is imported; matplotlib refuses a notebook's back end that is missing."""
     program = "import os, sys; from flashmhf_recipes import cli; assert 'torch' not in sys.modules; "
     program += "assert cli.main(['info']) == 0; import matplotlib; print(os.environ['OMP_WAIT_POLICY'])"
     variables = {name: value for name, value in environment().items() if name != "OMP_WAIT_POLICY"} | {

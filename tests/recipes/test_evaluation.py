@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import transformers
-from lm_runs import options
+from lm_runs import start
 from official import write_official
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -35,9 +35,7 @@ def runs(text, tmp_path_factory) -> dict[str, Path]:
     """A short run of every network."""
     parent = tmp_path_factory.mktemp("runs")
     settings = dict(length=64, micro_batch=8, steps=40, log_every=20, save_every=40)
-    return {
-        ffn: training.start(options(parent / ffn, text, ffn=ffn, **settings), bar=False).output for ffn in FFN_TYPES
-    }
+    return {ffn: start(parent / ffn, text, ffn=ffn, **settings).output for ffn in FFN_TYPES}
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +212,7 @@ def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
 
 
 def test_a_continuation_keeps_the_space_before_it(trained, capsys):
-    """A tokenizer that marks where words begin decodes a first word without its space: prompt and text were one word."""
+    """A tokenizer that marks where words begin decodes a first word without its space: they were one word."""
     made = Tokenizer(models.WordLevel({f"\u2581{i}": i for i in range(300)}, unk_token="\u25810"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="\u25810")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from lm_runs import options, same_run, torchrun
+from lm_runs import options, same_run, start, torchrun
 
 from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
@@ -92,7 +92,7 @@ def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(
 
 @pytest.fixture(scope="module")
 def one_process(text, tmp_path_factory) -> Path:
-    return training.start(options(tmp_path_factory.mktemp("one") / "run", text, **ONE_PROCESS), bar=False).output
+    return start(tmp_path_factory.mktemp("one") / "run", text, **ONE_PROCESS).output
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_replicas_of_shards_train_with_muon_as_one_process(one_process, tmp_path
     """Two replicas of two shards, whose held-out batches have different lengths; then one process from a checkpoint of
     theirs."""
     settings = ONE_PROCESS | dict(data=[], tokens=str(one_process), optimizer="muon")
-    whole = training.start(options(tmp_path / "one", "", **settings), bar=False).output
+    whole = start(tmp_path / "one", "", **settings).output
     run = tmp_path / "run"
     done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--optimizer", "muon", "--output", run, "--dp-shard", 2)
     assert done.returncode == 0, done.stderr[-3000:]

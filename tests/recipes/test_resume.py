@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_runs import HELD_OUT, At, environment, interrupt, options, same_run
+from lm_runs import HELD_OUT, At, environment, interrupt, options, same_run, start
 from official import write_official
 from processes import run_python
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(data, "encode", interrupt)
-        training.start(options(output, Path("copy.txt"), **HELD_OUT), bar=False)
+        start(output, Path("copy.txt"), **HELD_OUT)
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
     with pytest.raises(KeyboardInterrupt):
@@ -86,7 +86,7 @@ def test_tokens_of_another_run(text, expected, tmp_path):
     training.resume(output, bar=False)
     same_run(output, expected)
     with pytest.raises(DataError, match="holds no tokens: there is no data/manifest.json"):
-        training.start(options(tmp_path / "other", text, data=[], tokens=str(tmp_path)), bar=False)
+        start(tmp_path / "other", text, data=[], tokens=str(tmp_path))
 
 
 def signals(number: int, event: str, step: int) -> At:
@@ -156,9 +156,7 @@ def test_an_ignored_signal_stays_ignored(text, tmp_path):
     """As SIGINT in a background job of a shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        result = training.start(
-            options(tmp_path / "run", text, steps=3), bar=False, callbacks=[signals(signal.SIGINT, "on_step_begin", 1)]
-        )
+        result = start(tmp_path / "run", text, callbacks=[signals(signal.SIGINT, "on_step_begin", 1)], steps=3)
     finally:
         signal.signal(signal.SIGINT, before)
     assert result.steps == 3
@@ -281,7 +279,7 @@ def test_a_finished_run_without_its_metrics_ends_as_before(uninterrupted, run):
 def test_files_have_the_permissions_of_the_umask(text, tmp_path):
     before = os.umask(0o027)
     try:
-        output = training.start(options(tmp_path / "run", text, steps=1), bar=False).output
+        output = start(tmp_path / "run", text, steps=1).output
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in output.rglob("*") if path.is_file()} == {0o640}
@@ -331,9 +329,9 @@ def test_options_that_cannot_be_read(content, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, tmp_path):
-    """run.json of 0.1.0 knows no param_groups; its model was "normal", and its optimizer had transformers' two groups."""
+    """run.json of 0.1.0 knows no param_groups; its model was "normal", its optimizer had transformers' two groups."""
     earlier = dict(param_groups=False, model={"ffn_init": "normal"})
-    uninterrupted = training.start(options(tmp_path / "expected", text, **earlier), bar=False).output
+    uninterrupted = start(tmp_path / "expected", text, **earlier).output
     # before the first checkpoint: the model is made anew
     stopped = interrupted(options(tmp_path / "run", text, **earlier), 7)
     stored = json.loads((stopped / "run.json").read_text())
@@ -345,7 +343,7 @@ def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, t
 
 
 def test_only_what_a_run_wrote_is_touched(run, expected):
-    """Directories of the user keep their names; a checkpoint that was cut off is renamed, and twice under another name."""
+    """Directories of the user keep their names; a checkpoint that was cut off is renamed, twice to another."""
     for name in ("checkpoint-mine", "checkpoint-best", "checkpoint-15", "incomplete-checkpoint-15"):
         (run / name).mkdir()
         (run / name / "notes.txt").write_text(name)
@@ -357,14 +355,8 @@ def test_only_what_a_run_wrote_is_touched(run, expected):
 
 
 def test_old_checkpoints_go_when_a_newer_one_is_complete(text, tmp_path):
-    output = training.start(
-        options(tmp_path / "run", text, save_every=3, keep=3, arguments={"report_to": []}), bar=False
-    ).output
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == [
-        "checkpoint-15",
-        "checkpoint-18",
-        "checkpoint-20",
-    ]
+    output = start(tmp_path / "run", text, save_every=3, keep=3, arguments={"report_to": []}).output
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{i}" for i in (15, 18, 20)]
 
 
 @pytest.fixture
@@ -448,7 +440,7 @@ def test_only_the_first_process_makes_the_data(text, tmp_path, monkeypatch):
     """The others go on when the first has failed, and their files would stand in the way of the corrected command."""
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(TrainingError, match="run has no data: the first process failed"):
-        training.start(options(tmp_path / "run", text), bar=False)
+        start(tmp_path / "run", text)
     assert not (tmp_path / "run").exists()
 
 
@@ -460,13 +452,13 @@ def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path):
 
     output = tmp_path / "run"
     with pytest.raises(RuntimeError, match="out of memory"):
-        training.start(options(output, text, **HELD_OUT), bar=False, callbacks=[At("on_step_begin", 0, fail)])
+        start(output, text, callbacks=[At("on_step_begin", 0, fail)], **HELD_OUT)
     assert sorted(path.name for path in output.iterdir() if path.name != "runs") == ["data", "tokenizer"]
     with pytest.raises(FileExistsError, match=f"holds tokenizer, data, .* or train on its tokens with tokens={output}"):
-        training.start(options(output, text), bar=False)
+        start(output, text)
     with pytest.raises(DataError, match="less than one block"):
-        training.start(options(output, text, data=[], tokens=str(output), length=10**6), bar=False)
-    training.start(options(output, text, data=[], tokens=str(output), **HELD_OUT), bar=False)
+        start(output, text, data=[], tokens=str(output), length=10**6)
+    start(output, text, data=[], tokens=str(output), **HELD_OUT)
     same_run(output, expected)
 
 
@@ -480,7 +472,7 @@ def test_two_processes_do_not_train_one_run(text, tmp_path, monkeypatch):
     def run_again(**_):
         for again in (
             lambda: training.resume(output, bar=False),
-            lambda: training.start(options(output, text), bar=False),
+            lambda: start(output, text),
         ):
             with pytest.raises(
                 FileExistsError, match=f"{output} (is in use by process {os.getpid()} on .|holds a run already)"
@@ -489,10 +481,7 @@ def test_two_processes_do_not_train_one_run(text, tmp_path, monkeypatch):
         worker.start()
 
     output = tmp_path / "run"
-    assert (
-        training.start(options(output, text, steps=1), bar=False, callbacks=[At("on_step_end", 1, run_again)]).steps
-        == 1
-    )
+    assert start(output, text, callbacks=[At("on_step_end", 1, run_again)], steps=1).steps == 1
     try:
         assert training.resume(output, bar=False).steps == 1
     finally:
@@ -520,7 +509,7 @@ def test_a_start_overwrites_nothing(name, text, tmp_path):
     output.mkdir()
     (output / name).write_text("mine") if "." in name else (output / name).mkdir()
     with pytest.raises(FileExistsError, match=f"holds {name}, which a run would overwrite"):
-        training.start(options(output, text), bar=False)
+        start(output, text)
     assert [path.name for path in output.iterdir()] == [name]
 
 
@@ -536,7 +525,7 @@ def test_a_longer_run_states_its_schedule(steps, run, text, tmp_path, caplog):
     assert settings["steps"] == steps and [(c["after_step"], c["steps"]) for c in settings["changes"]] == [
         (20, [20, steps])
     ]
-    whole = training.start(options(tmp_path / "whole", text, steps=steps, log_every=1, **HELD_OUT), bar=False).output
+    whole = start(tmp_path / "whole", text, steps=steps, log_every=1, **HELD_OUT).output
     rates, expected = (
         {row["step"]: row["learning_rate"] for row in metrics.read_rows(o) if "loss" in row} for o in (run, whole)
     )
@@ -630,6 +619,6 @@ def test_refused_further_training(settings, message, expected, other_text, tmp_p
 
 
 def test_further_training_on_tokens_of_another_tokenizer(expected, other_text, tmp_path):
-    other = training.start(options(tmp_path / "other", other_text, vocab_size=270, steps=1), bar=False).output
+    other = start(tmp_path / "other", other_text, vocab_size=270, steps=1).output
     with pytest.raises(ValueError, match="tokens has tokens of another tokenizer"):
         training.start(further(tmp_path / "run", other_text, expected, data=[], tokens=str(other)), bar=False)

@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from lm_runs import At, environment, interrupt, noting, options, same_run
+from lm_runs import At, environment, interrupt, noting, options, same_run, start
 from processes import run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -94,7 +94,8 @@ for death in (start, step, save, again):
         death()
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    found = sorted(name for folder in (output, output + "/data") if os.path.isdir(folder) for name in os.listdir(folder))
+    folders = filter(os.path.isdir, (output, output + "/data"))
+    found = sorted(name for folder in folders for name in os.listdir(folder))
     print(death.__name__, status, *found, flush=True)  # or the next child writes the line again
 """
 
@@ -154,11 +155,11 @@ def test_checkpointed_training(text, tmp_path):
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-4), ("bf16", 1e-2)])
 def test_compiled_training(precision, rel, text, tmp_path):
     """One graph, no break, near the float32 loss; bf16 is autocast over float32 weights, as on a GPU."""
-    plain = training.start(options(tmp_path / "plain", text, steps=2), bar=False)
+    plain = start(tmp_path / "plain", text, steps=2)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     settings = dict(precision=precision, compile=True, arguments={"torch_compile_backend": "aot_eager"})
-    result = training.start(options(tmp_path / "run", text, steps=2, **settings), bar=False)
+    result = start(tmp_path / "run", text, steps=2, **settings)
     assert result.loss == pytest.approx(plain.loss, rel=rel) and (precision == "fp32" or result.loss != plain.loss)
     assert load_file(result.output / "model.safetensors")["model.layers.0.mlp.k"].dtype == torch.float32
     counters = torch._dynamo.utils.counters
@@ -177,10 +178,10 @@ def test_compiled_training_on_a_gpu(text, tmp_path):
         "ffn_num_subnets": 2,
     }
     settings = dict(device="auto", model=sizes, steps=20)
-    plain = training.start(options(tmp_path / "plain", text, precision="fp32", **settings), bar=False)
+    plain = start(tmp_path / "plain", text, precision="fp32", **settings)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    result = training.start(options(tmp_path / "bf16", text, compile=True, **settings), bar=False)
+    result = start(tmp_path / "bf16", text, compile=True, **settings)
     assert result.loss == pytest.approx(plain.loss, rel=0.05)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert metrics.read_rows(result.output)[-1]["peak_memory_bytes"] > 0
@@ -207,7 +208,7 @@ def test_a_smoothed_loss_is_of_the_next_token(uninterrupted, text, tmp_path):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
     first = dict(steps=1, eval_fraction=0.1, eval_every=1, warmup=0, learning_rate=1e-9, min_learning_rate=1e-9)
-    run = training.start(options(tmp_path / "run", text, arguments={"label_smoothing_factor": 0.1}, **first), bar=False)
+    run = start(tmp_path / "run", text, arguments={"label_smoothing_factor": 0.1}, **first)
     model = AutoModelForCausalLM.from_pretrained(run.output)
     tokens, held_out = data.split(data.load(run.output / "data"), 0.1, 32, 0)
     blocks = data.Blocks(tokens, 32, 8, 0)
@@ -230,9 +231,7 @@ def test_groups_of_the_optimizer(ffn, grouped, text, tmp_path):
         seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
 
     settings = dict(ffn=ffn, steps=3, warmup=1, learning_rate=2e-3, weight_decay=0.3, param_groups=grouped)
-    output = training.start(
-        options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]
-    ).output
+    output = start(tmp_path / "run", text, callbacks=[At("on_step_end", None, note)], **settings).output
     decays, ratio = ([0.3, 1.0, 0.0], [1, 0.3, 1]) if grouped and ffn == "flashmhf" else ([0.3, 0.0], [1, 1])
     for groups in seen:
         assert [decay for _, decay in groups] == pytest.approx(decays)
@@ -254,14 +253,10 @@ def test_muon_trains_and_resumes(text, tmp_path):
         )
 
     settings = dict(optimizer="muon", steps=4, warmup=1, learning_rate=2e-3, save_every=2)
-    whole = training.start(
-        options(tmp_path / "whole", text, **settings), bar=False, callbacks=[At("on_step_end", None, note)]
-    ).output
+    whole = start(tmp_path / "whole", text, callbacks=[At("on_step_end", None, note)], **settings).output
     assert all(rules == {(True, 1.0), (False, 1.0)} for rules in seen) and seen
     with pytest.raises(KeyboardInterrupt):
-        training.start(
-            options(tmp_path / "parts", text, **settings), bar=False, callbacks=[At("on_step_end", 3, interrupt)]
-        )
+        start(tmp_path / "parts", text, callbacks=[At("on_step_end", 3, interrupt)], **settings)
     training.resume(tmp_path / "parts", bar=False)
     same_run(tmp_path / "parts", whole)
 
@@ -270,7 +265,7 @@ def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypa
     own = lambda self, *_: (torch.optim.AdamW, {"params": list(self.model.parameters())})  # noqa: E731 - as GaLore's
     monkeypatch.setattr(training.RunTrainer, "get_optimizer_cls_and_kwargs", own)
     with pytest.raises(ValueError, match="param_groups is True; optim=.* makes its own groups, turn it off"):
-        training.start(options(tmp_path / "run", text, steps=1), bar=False)
+        start(tmp_path / "run", text, steps=1)
 
 
 @pytest.mark.parametrize(
@@ -298,9 +293,7 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
     made = Tokenizer(models.WordLevel(words, unk_token="other"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
-    run = training.start(
-        options(tmp_path / "run", text, tokenizer=str(tmp_path / "tokenizer.json"), steps=1), bar=False
-    ).output
+    run = start(tmp_path / "run", text, tokenizer=str(tmp_path / "tokenizer.json"), steps=1).output
     assert set(data.load(run / "data")[:].tolist()) == {7, 70_000}
     assert json.loads((run / "config.json").read_text())["vocab_size"] == 70_001
 
@@ -322,9 +315,7 @@ def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_
         model.lm_head.weight.data.fill_(float("nan"))
 
     with pytest.raises(TrainingError, match=f"{message}; try a lower learning_rate or a longer warmup"):
-        training.start(
-            options(tmp_path / "run", text, **settings), bar=False, callbacks=[At("on_step_begin", 3, spoil)]
-        )
+        start(tmp_path / "run", text, callbacks=[At("on_step_begin", 3, spoil)], **settings)
     assert [path.name for path in checkpoints.complete_checkpoints(tmp_path / "run")] == kept
     assert "NaN" not in (tmp_path / "run" / metrics.FILE).read_text()
 
