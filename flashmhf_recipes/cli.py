@@ -128,12 +128,9 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     _add_device(parser)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        place = (
-            "; options come after the command"
-            if COMMANDS.keys() & set(unknown)
-            else f"; commands: {', '.join(COMMANDS)}"
-        )
-        raise OptionError(f"{unknown[0]} is not an option or a command{place}")
+        late = COMMANDS.keys() & set(unknown)
+        place = "options come after the command" if late else f"commands: {', '.join(COMMANDS)}"
+        raise OptionError(f"{unknown[0]} is not an option or a command; {place}")
     picture = Path("flashmhf_report.png")
     text = first_run.training_text(args.text)
     if not _writable(picture.parent) or not _writable(picture):
@@ -283,18 +280,10 @@ def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
     add("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     add("--tokenizer", metavar="PATH", help="where the model's directory has none")
     _add_device(parser)
-    add(
-        "--dtype",
-        default=dtype,
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help=f"of what is not quantised ({dtype})",
-    )
+    dtypes = "auto", "float32", "bfloat16", "float16"
+    add("--dtype", default=dtype, choices=dtypes, help=f"of what is not quantised ({dtype})")
     if fp8:
-        add(
-            "--fp8",
-            action="store_true",
-            help="FlashMHF networks in FP8; a model of flashmhf quantize has them so already",
-        )
+        add("--fp8", action="store_true", help="FlashMHF networks in FP8; flashmhf quantize writes them so")
 
 
 def _load(args: argparse.Namespace):
@@ -312,21 +301,11 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
 
     _add_model(parser)
     add = parser.add_argument
-    add(
-        "--data",
-        nargs="+",
-        metavar="PATH",
-        help="held-out text, JSON-lines, CSV, Parquet and Arrow files, or directories of them",
-    )
+    add("--data", nargs="+", metavar="PATH", help="held-out text, JSON-lines, CSV and Parquet files, or directories")
     add("--text-field", default="text")
     add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
     add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
-    add(
-        "--tasks",
-        nargs="+",
-        metavar="TASK",
-        help="lm-eval tasks; 'paper' stands for HellaSwag, SIQA, PIQA, OBQA, WinoGrande and RACE",
-    )
+    add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for the paper's six")
     add("--include-path", metavar="DIR", help="further tasks in lm-eval's format")
     add("--limit", type=positive_integer, help="examples of a task")
     add("--shots", type=int, help="examples in a prompt")
@@ -374,11 +353,8 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
-    add(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        help="print words as they come (where the output is a terminal)",
-    )
+    stream = argparse.BooleanOptionalAction
+    add("--stream", action=stream, help="print words as they come (where the output is a terminal)")
     args = parser.parse_args(arguments)
     if args.prompt == "-" and sys.stdin is None:
         raise OptionError("prompt is '-', and standard input is closed")

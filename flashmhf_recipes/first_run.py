@@ -289,10 +289,7 @@ SIZES = {
         _FLASHMHF | {"hidden_size": 512, "ffn_num_heads": 4, "intermediate_size": 1632},
     ),
 }
-BUDGETS = {
-    "cpu": {"length": 128, "batch": 8, "steps": 320},
-    "cuda": {"length": 512, "batch": 32, "steps": 400},
-}
+BUDGETS = {"cpu": {"length": 128, "batch": 8, "steps": 320}, "cuda": {"length": 512, "batch": 32, "steps": 400}}
 
 
 @dataclass(frozen=True)

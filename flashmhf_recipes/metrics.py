@@ -46,13 +46,8 @@ class MetricsCallback(TrainerCallback):
     """
 
     def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool):
-        self.output, self.tokens_per_step, self.flops_per_token, self.peak = (
-            output,
-            tokens_per_step,
-            flops_per_token,
-            peak,
-        )
-        self.show, self.bar = bar, None
+        self.output, self.tokens_per_step = output, tokens_per_step
+        self.flops_per_token, self.peak, self.show, self.bar = flops_per_token, peak, bar, None
 
     def _restart(self, step: int) -> None:
         self._step, self._time = step, time.perf_counter()

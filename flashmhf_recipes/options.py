@@ -151,12 +151,8 @@ class Options:
         """
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
-        defaults = {
-            "micro_batch": MICRO_BATCH,
-            "batch": scale.batch,
-            "steps": scale.steps,
-            "learning_rate": scale.learning_rate,
-        }
+        defaults = {name: getattr(scale, name) for name in ("batch", "steps", "learning_rate")}
+        defaults["micro_batch"] = MICRO_BATCH
         if chosen:
             defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
         # Names of the hub stay.

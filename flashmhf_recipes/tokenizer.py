@@ -41,9 +41,7 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
     tokenizer.pre_tokenizer = byte_level
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=PADDING,
+        **{"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PADDING},
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )

@@ -51,12 +51,8 @@ class RunTrainer(Trainer, TrainerCallback):
         callbacks,
         **kwargs,
     ):
-        self.options, self.checkpoint, self.signals, self.layout = (
-            options,
-            checkpoint,
-            signals,
-            options.layout(args.world_size),
-        )
+        self.options, self.checkpoint, self.signals = options, checkpoint, signals
+        self.layout = options.layout(args.world_size)
         self.stopped = self.evaluation_due = False
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
         if args.dataloader_num_workers:
@@ -167,12 +163,8 @@ class RunTrainer(Trainer, TrainerCallback):
             total /= self.args.world_size
         if not total.isfinite():  # the checkpoints before this one are the last good ones, and would be rotated away
             raise TrainingError(f"the loss is {total} at step {self.state.global_step}; {ADVICE}")
-        progress = {
-            "loss_sum": total.item(),
-            "logged_step": self._globalstep_last_logged,
-            "evaluation_due": self.evaluation_due,
-        }
-        self.state.stateful_callbacks[PROGRESS] = progress
+        progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged}
+        self.state.stateful_callbacks[PROGRESS] = progress | {"evaluation_due": self.evaluation_due}
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:

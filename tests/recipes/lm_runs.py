@@ -30,18 +30,8 @@ HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
 
 
 def options(output: Path, text: Path, **settings) -> training.Options:
-    small = dict(
-        preset="tiny",
-        ffn="flashmhf",
-        vocab_size=300,
-        length=32,
-        batch=8,
-        micro_batch=4,
-        steps=20,
-        log_every=5,
-        save_every=10,
-    )
-    small["device"] = "cpu"
+    small = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, device="cpu")
+    small |= dict(steps=20, log_every=5, save_every=10)
     return training.Options(**{**small, "output": str(output), "data": [str(text)], **settings})
 
 

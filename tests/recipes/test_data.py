@@ -78,14 +78,8 @@ def test_what_is_not_read_is_counted(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "nothing.txt")
     texts, left_out = read(tmp_path)
     assert texts == ["{}"]
-    names = [
-        "files ending in '.gz'",
-        "files ending in '.json'",
-        "files ending in '.pdf'",
-        "files without a suffix",
-        "links to nothing",
-    ]
-    assert left_out == dict.fromkeys(names, 1)
+    names = [f"files ending in '.{end}'" for end in ("gz", "json", "pdf")]
+    assert left_out == dict.fromkeys([*names, "files without a suffix", "links to nothing"], 1)
 
 
 def test_linked_directories_are_read_once(tmp_path):

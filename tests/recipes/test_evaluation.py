@@ -194,18 +194,7 @@ def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
         model, tokenizer, "the cat", seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer)
     )
     assert capsys.readouterr().out == text + "\n"
-    command = [
-        "generate",
-        "--model",
-        str(runs["flashmhf"]),
-        "--device",
-        "cpu",
-        "the cat",
-        "--seed",
-        "3",
-        "--max-new-tokens",
-        "12",
-    ]
+    command = ["generate", "the cat", *f"--model {runs['flashmhf']} --device cpu --seed 3 --max-new-tokens 12".split()]
     for stream in ("--stream", "--no-stream"):
         assert cli.main([*command, stream]) == 0
         assert capsys.readouterr().out == f"the cat{text}\n"
@@ -285,19 +274,7 @@ def test_every_network_evaluates_and_generates(ffn, runs, text, capsys):
 
 def test_train_command_and_resume(text, tmp_path, capsys):
     output = tmp_path / "run"
-    command = [
-        "train",
-        "--output",
-        str(output),
-        "--preset",
-        "tiny",
-        "--ffn",
-        "flashmhf",
-        "--data",
-        str(text),
-        "--steps",
-        "3",
-    ]
+    command = f"train --output {output} --preset tiny --ffn flashmhf --data {text} --steps 3".split()
     settings = ["--vocab-size", "300", "--length", "32", "--batch", "4", "--device", "cpu", "--eval-fraction", "0.1"]
     settings += ["--log-every", "2"]
     assert cli.main([*command, *settings, "--model-set", "ffn_q_norm=true"]) == 0

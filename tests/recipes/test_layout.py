@@ -18,20 +18,10 @@ FLAGS = (
     "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1 --save-every 4"
 )
 FLAGS += " --eval-fraction 0.08 --eval-every 6 --device cpu --set eval_on_start=true"
-ONE_PROCESS = dict(
-    micro_batch=2,
-    steps=12,
-    log_every=1,
-    save_every=4,
-    eval_fraction=0.08,
-    eval_every=6,
-    arguments={"eval_on_start": True},
-)
-LAUNCHED = {
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    "PARALLELISM_CONFIG_TP_SIZE": "2",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-}
+ONE_PROCESS = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.08, eval_every=6)
+ONE_PROCESS["arguments"] = {"eval_on_start": True}
+LAUNCHED = {f"PARALLELISM_CONFIG_{name}_SIZE": "2" for name in ("TP", "DP_SHARD")}
+LAUNCHED["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
 
 
 @pytest.mark.parametrize(

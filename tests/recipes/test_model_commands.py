@@ -55,18 +55,8 @@ def test_a_device_that_is_not_there(command, device, uninterrupted, text, capsys
 
 def test_a_tokenizer_larger_than_the_model(uninterrupted, text, tmp_path, capsys):
     tokenizer.train([text.read_text()], 320).save_pretrained(tmp_path)
-    command = [
-        "eval",
-        "--model",
-        str(uninterrupted[0].output),
-        "--tokenizer",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--data",
-        str(text),
-    ]
-    assert cli.main(command) == 2
+    model = f"--model {uninterrupted[0].output} --tokenizer {tmp_path}"
+    assert cli.main(f"eval {model} --device cpu --data {text}".split()) == 2
     assert re.search("has token numbers up to 3[01][0-9]; the vocabulary of .* has 300", capsys.readouterr().err)
 
 

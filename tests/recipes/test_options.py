@@ -168,15 +168,8 @@ def test_numbers_out_of_range_are_named(name, values):
 @pytest.mark.parametrize(
     ("batch", "bound", "processes", "expected"),
     [
-        (64, None, 1, 8),
-        (64, None, 8, 8),
-        (64, None, 16, 4),
-        (64, 16, 2, 16),
-        (6, 4, 1, 3),
-        (6, 4, 2, 3),
-        (7, None, 7, 1),
-        (3, 8, 1, 3),
-        (22, 8, 2, 1),
+        *((64, None, 1, 8), (64, None, 8, 8), (64, None, 16, 4), (64, 16, 2, 16)),
+        *((6, 4, 1, 3), (6, 4, 2, 3), (7, None, 7, 1), (3, 8, 1, 3), (22, 8, 2, 1)),
     ],
 )
 def test_the_micro_batch_follows_the_processes(batch, bound, processes, expected):

@@ -288,10 +288,10 @@ def test_files_have_the_permissions_of_the_umask(text, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("manifest.json", None, "data has no manifest.json: checkpoint-20 cannot go on with the run's own batches"),
+        ("manifest.json", None, "data has no manifest.json: checkpoint-20 cannot go on with its batches"),
         ("manifest.json", b"x", "manifest.json is damaged: JSONDecodeError"),
         ("manifest.json", b"{}", "manifest.json is damaged: KeyError"),
-        ("tokens.bin", None, r"tokens.bin is damaged: it has 0 bytes, and by manifest.json [\d,]+ tokens of 2 bytes"),
+        ("tokens.bin", None, r"tokens.bin is damaged: it has 0 bytes, and by manifest.json [\d,]+ tokens of uint16"),
         ("tokens.bin", b"short", "tokens.bin is damaged: it has 5 bytes"),
     ],
 )
@@ -552,16 +552,8 @@ def other_text(tmp_path_factory) -> Path:
 
 
 def further(output: Path, text: Path, start: Path, **settings):
-    given = dict(
-        preset=None,
-        ffn=None,
-        vocab_size=None,
-        init_from=str(start),
-        length=None,
-        learning_rate=1e-3,
-        steps=4,
-        log_every=1,
-    )
+    given = dict.fromkeys(("preset", "ffn", "vocab_size", "length"))
+    given |= dict(init_from=str(start), learning_rate=1e-3, steps=4, log_every=1)
     return options(output, text, **{**given, **settings})
 
 

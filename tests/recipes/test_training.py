@@ -170,13 +170,7 @@ def test_compiled_training(precision, rel, text, tmp_path):
 def test_compiled_training_on_a_gpu(text, tmp_path):
     """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without
     compilation."""
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "ffn_num_heads": 2,
-        "ffn_num_subnets": 2,
-    }
+    sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, ffn_num_heads=2, ffn_num_subnets=2)
     settings = dict(device="auto", model=sizes, steps=20)
     plain = start(tmp_path / "plain", text, precision="fp32", **settings)
     torch._dynamo.reset()
