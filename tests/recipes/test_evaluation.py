@@ -92,7 +92,7 @@ def test_held_out_refusals(trained, text, tmp_path):
         evaluation.held_out_loss(model, tokenizer, [text], window=64, stride=64)
     broken = copy.deepcopy(model)
     broken.lm_head.weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="the loss of the model is nan: its weights are damaged"):
+    with pytest.raises(ValueError, match="the model's loss is nan: its weights are damaged"):
         evaluation.held_out_loss(broken, tokenizer, [text])
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="no text is left to evaluate on.*documents without text"):
