@@ -170,6 +170,34 @@ def test_layouts_that_the_kernels_cannot_read_keep_the_portable_operator():
 
 
 @torch.no_grad()
+def test_numbers_of_tokens_that_data_give():
+    module, mask = network(), torch.arange(2 * 20).view(2, 20) % 3 > 0
+    p = problem(40, 2, 64, 3, 32, BF16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        result, found = compiled(lambda x: module(x[mask]))
+        assert found == ["flashmhf_hopper.graph_layer"]
+        assert_close(result, module(X[mask]))
+        made = torch.compile(lambda q, mask: flashmhf.flash_mhf(q[mask], p.k, p.u, p.v), fullgraph=True)
+        assert_close(made(p.q, mask.flatten()), flashmhf.flash_mhf(p.q[mask.flatten()], p.k, p.u, p.v))
+
+
+def test_autocast_and_checkpointing():
+    module, x = network(dtype=torch.float32), X.float()
+
+    def function(x):
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+
+    def step(function, x):
+        with torch.autocast("cpu", BF16):
+            out = function(x)
+        return torch.autograd.grad(out.float().square().sum(), list(module.parameters()))
+
+    result, found = compiled(function, step, (x,))
+    assert found == ["flashmhf_hopper.gated_backward", "flashmhf_hopper.gated_forward"]
+    assert_close(result, step(module, x))
+
+
+@torch.no_grad()
 def test_another_dtype_or_number_of_tokens():
     module = network()
     made = torch.compile(module, fullgraph=True)

@@ -125,10 +125,10 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
 
 
 def reads(q: Tensor, r: Tensor | None, **weights: Tensor) -> bool:
-    """Return whether :func:`check_layout` raises nothing; fake tensors may do."""
+    """Return whether :func:`check_layout` raises nothing for fake tensors; False where sizes are known at run time only."""
     try:
         check_layout(q, r, **weights)
-    except ValueError:
+    except (ValueError, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
         return False
     return True
 
