@@ -61,14 +61,14 @@ py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, in
         const int index = s.adds_parts ? s.adds_item(cluster / s.abreast) : -1;
         adds.append(index < 0 ? -1 : index * s.abreast + cluster % s.abreast);
     }
-    return py::dict("cluster_size"_a = plan.cluster_size, "row_ctas"_a = plan.row_ctas, "slices"_a = s.slices,
-                    "slice_pieces"_a = plan.slices.pieces, "spare_pieces"_a = plan.slices.spare_pieces, "late_successor"_a = plan.slices.late_successor,
-                    "consumers"_a = plan.consumers, "bundle"_a = plan.bundle, "row_tiles"_a = plan.row_tiles, "blocks"_a = plan.blocks,
-                    "subnet_tiles"_a = plan.subnet_tiles, "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.abreast,
-                    "waves"_a = s.waves, "abreast"_a = s.abreast, "rest"_a = s.rest * s.abreast, "splits"_a = s.splits * s.abreast,
-                    "partials"_a = plan.partials, "flags"_a = plan.flags, "workspace"_a = plan.workspace(),
-                    "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds,
-                    "candidates"_a = flashmhf::list_candidates(shape, device, format, may_bundle && !fp8, flashmhf::forward_costs(format)));
+    return py::dict(
+        "cluster_size"_a = plan.cluster_size, "row_ctas"_a = plan.row_ctas, "slices"_a = s.slices, "slice_pieces"_a = plan.slices.pieces,
+        "spare_pieces"_a = plan.slices.spare_pieces, "late_successor"_a = plan.slices.late_successor, "consumers"_a = plan.consumers,
+        "bundle"_a = plan.bundle, "row_tiles"_a = plan.row_tiles, "blocks"_a = plan.blocks, "subnet_tiles"_a = plan.subnet_tiles,
+        "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.abreast, "waves"_a = s.waves, "abreast"_a = s.abreast,
+        "rest"_a = s.rest * s.abreast, "splits"_a = s.splits * s.abreast, "partials"_a = plan.partials, "flags"_a = plan.flags,
+        "workspace"_a = plan.workspace(), "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds,
+        "candidates"_a = flashmhf::list_candidates(shape, device, format, may_bundle && !fp8, flashmhf::forward_costs(format)));
 }
 
 py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, const Clusters &clusters, int group) {

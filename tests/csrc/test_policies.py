@@ -38,7 +38,7 @@ CHANGES = [  # file, what stands there, what it becomes, what the compiler says
     ("backward/policy.h", "grad_buffers = 2;", "grad_buffers = 3;", "the other buffer"),
     ("backward/policy.h", "token_consumers = 2;", "token_consumers = 3;", "issue in turn"),
     ("backward/policy.h", "staged_slices = d_h == 128 ? 2", "staged_slices = d_h == 128 ? 4", "one or two slices"),
-    ("backward/policy.h", "q_stages = d_h == 256 ? 2", "q_stages = d_h == 256 ? 1", "waits for the next one"),
+    ("backward/policy.h", "q_stages = d_h > 128 ? 2", "q_stages = d_h > 128 ? 1", "waits for the next one"),
     ("backward/policy.h", "static_assert(stages >= 2", "static_assert(stages >= 5", "waits for the next one"),
 ]  # fmt: skip
 
