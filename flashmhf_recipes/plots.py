@@ -39,6 +39,7 @@ def draw_losses(rows: list[dict], path: Path) -> bool:
                 axes.plot(*zip(*points, strict=True), style, color="C0", label=label, linewidth=1, markersize=4)
         axes.set(xlabel="step", ylabel="loss (nats a token)")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        if axes.lines:
+            axes.legend(frameon=False)
 
     return draw(path, (7, 4.5), paint)
