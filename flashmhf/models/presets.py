@@ -3,15 +3,13 @@
 ``OFFICIAL`` has the configurations that the official repository ships, by the names of their files: d_h = 96 and d_e =
 256 in the 128M mixture, d_e = 256 in the others. Everywhere else a name is ``<ffn>-<scale>``, as in "flashmhf-370m",
 with "-dh64" or "-dh256" for the head-dimension ablation.
-``printed_parameters`` is the count as the paper prints it, in units of 2**20 ("M") or 2**30 ("B"). So read, all nine
-counts follow from the configurations, those of FlashMHF with the weights of the per-head RMSNorm on Q, which the
-official code always allocates. Entries without a printed count complete the grid: the paper names these models but not
-all of their sizes, and here they are set to the parameters of that scale's baseline.
+``printed_parameters`` is the count as the paper prints it, in units of 2**20 ("M") or 2**30 ("B"); so read, all nine
+follow from the configurations, those of FlashMHF with the weights of the per-head RMSNorm on Q, which the official code
+always allocates. Entries without one complete the grid at the parameters of that scale's baseline.
 
-The paper gives sizes, vocabulary, batch, context, learning rate and steps of the presets; betas, weight decay, gradient
-clipping, warm-up share and cosine schedule of ``flashmhf_recipes``' options. Ours are the initialisation
-(``ffn_init="balanced"``), the lower learning rate of FlashMHF's projections (``Options.param_groups``) and the scale
-"tiny". ``ffn_init="official"`` and ``param_groups=False`` are the paper's.
+Sizes, vocabulary, batch, context, learning rate and steps are the paper's; so are the other defaults of
+``flashmhf_recipes``' options, but for the initialisation (``ffn_init="balanced"``), the lower learning rate of
+projections (``Options.param_groups``) and the scale "tiny", which are ours.
 """
 
 from __future__ import annotations
