@@ -64,7 +64,8 @@ def fingerprint(*more: str) -> str:
     Another toolkit behind the same path, and other flags of the environment, need another folder.
     """
     real, host = nvcc().resolve(), shutil.which(os.environ.get("CXX") or "c++")
-    found = [*more, str(real), str(real.stat().st_mtime_ns), _says(nvcc()), _says(host) if host else ""]
+    # also by which path: CMake forgets its other variables where CMAKE_CUDA_COMPILER changes
+    found = [*more, str(nvcc()), str(real), str(real.stat().st_mtime_ns), _says(nvcc()), _says(host) if host else ""]
     found += [os.environ.get(name, "") for name in ("CXX", "CUDAHOSTCXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")]
     return hashlib.sha256("\0".join(found).encode()).hexdigest()[:12]
 

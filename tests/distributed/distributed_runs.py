@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
 import flashmhf  # noqa: E402
-from flashmhf.distributed import Rank, parallelize, shard, shard_placement  # noqa: E402  # noqa: E402
+from flashmhf.distributed import Rank, parallelize, shard, shard_placement  # noqa: E402
 from flashmhf.integrations.peft import stack_weights  # noqa: E402
 from flashmhf.quantize import to_fp8  # noqa: E402
 from flashmhf.testing import capturing  # noqa: E402

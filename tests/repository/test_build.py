@@ -108,6 +108,11 @@ def test_another_toolkit_behind_the_same_path_builds_anew(build):
         program(build.nvcc, NVCC.format(version))
         ends_well(build())
         assert build.library.read_text(encoding="utf-8") == "build library\n", version
+    link = build.nvcc.parents[2] / "linked" / "bin" / "nvcc"  # the same toolkit by another path
+    link.parent.mkdir(parents=True)
+    link.symlink_to(build.nvcc)
+    ends_well(build(CUDA_HOME=str(link.parents[1])))
+    assert build.library.read_text(encoding="utf-8") == "build library\n"
 
 
 @pytest.mark.parametrize("step", ["compiling", "configuring", "an old cmake", "FLASHMHF_LIBRARY"])
