@@ -36,6 +36,11 @@ _AUTOCAST = functools.reduce(
 )
 
 
+def never_compiled(function: Callable) -> Callable:
+    """Keep Dynamo out of ``function``, as torch.optim does; torch.compiler.disable would import Dynamo at once."""
+    return torch._disable_dynamo(function)
+
+
 def below_autograd() -> AbstractContextManager:
     """Send operator calls inside to the kernels below autograd: what an autograd kernel calls itself by."""
     return torch._C._AutoDispatchBelowAutograd()

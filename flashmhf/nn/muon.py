@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..checks import FLOAT_DTYPES, name_of
-from ..torch_private import is_dtensor
+from ..torch_private import is_dtensor, never_compiled
 from .arguments import epsilon, flag
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
@@ -198,7 +198,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     # Muon's time is in matrix products and AdamW's in one fused kernel: a compiler has nothing to gain.
-    @torch.compiler.disable
+    @never_compiled
     def _update(self) -> None:
         for group in self.param_groups:
             alike: dict[Hashable, list[Tensor]] = defaultdict(list)
