@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flashmhf
-import flashmhf.models  # so that from_pretrained knows the networks
+import flashmhf.models  # noqa: F401  (so that from_pretrained knows the networks)
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
