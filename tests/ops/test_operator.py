@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from targets import RESULTS, VIEWS, Target, as_tuple
+from targets import RESULTS, VIEWS, Target, as_tuple, call
 
-from flashmhf import backends
+from flashmhf import backends, reference
 from flashmhf.testing import assert_accurate, fixed_limit, problem, relative_l2
 
 # (leading dimensions, H, d_h, E, d_e), H_kv: ragged token counts, one of everything, tails of d_e that are no multiple
@@ -287,3 +287,16 @@ def test_offsets_past_2_to_the_31(needs_hopper):
 )
 def test_errors_do_not_grow_with_tokens(backend, dtype):
     check_all(Target(backend, "cuda"), problem(129_024, 1, 128, 1, 64, dtype, "cuda"), ("forward", "backward"))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_fp16_on_the_cpu_is_computed_in_float32(gated):
+    """Products of scores above 65,504, the largest fp16, whose results and gradients fit."""
+    p = problem(20, 2, 16, 2, 48, torch.float16, gate="float32" if gated else None, num_kv_heads=1)
+    p.q, p.v, p.grad_out = 400 * p.q, 1e-3 * p.v, 1e-2 * p.grad_out
+    assert reference.forward(*(x.double() for x in p.operands), p.r).abs().max() < 65504
+    assert not reference.forward(*p.operands, p.r).isfinite().all()
+    exact = [reference.forward(*(x.double() for x in p.operands), p.r), *p.backward()[1]]
+    out = call("forward", p, backend="eager") + call("backward", p, backend="eager")
+    for name, actual, e in zip(("out", *RESULTS["backward"]), out, exact, strict=True):
+        assert not actual.numel() or relative_l2(actual, e) < 1e-3, name

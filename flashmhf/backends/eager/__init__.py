@@ -2,7 +2,7 @@
 
 A block is some tokens of one head, or of the heads of a group, times a chunk of the inter dimension [E * d_e]; its
 intermediate is recomputed in backward and stays within ``BLOCK_BYTES``, so the T x d_ff tensor never exists. Sums over
-blocks are formed in fp32 (fp64 for fp64 inputs).
+blocks are formed in fp32 (fp64 for fp64 inputs). Where products of fp16 operands cannot be fp32, a block's operands are.
 
 Legend: t rows of a block, J width of an inter chunk, D = d_h.
 """
@@ -79,7 +79,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     q_rows, r_rows = TokenRows(q), None if r is None else TokenRows(r)
     out_rows = out.view(tokens, heads, head_dim)
     k, u, v = (x.view(kv_heads, subnets * subnet_dim, head_dim) for x in (k, u, v))
-    dtype = accumulate_dtype(q.dtype)
+    dtype, operand = accumulate_dtype(q.dtype), _operand_dtype(q)
     activate, _ = _ACTIVATIONS[settings.activation]
     rows, width = _block_sizes(tokens * group, subnets, subnet_dim, dtype)
     step = max(rows // group, 1)
@@ -89,16 +89,17 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
         r_block = None if r is None else r_rows[block].to(dtype)
         for kv in range(kv_heads):
             members = slice(kv * group, (kv + 1) * group)
-            q_h = q_block[:, members].reshape(-1, head_dim)
+            q_h = q_block[:, members].reshape(-1, head_dim).to(operand)
             r_h = None if r_block is None else r_block[:, members].reshape(-1, subnets)
             total = torch.zeros(q_h.shape, dtype=dtype, device=q.device)
             for chunk in _chunks(subnets, subnet_dim, width):
-                p = activate(_product(q_h, k[kv, chunk].T, dtype))
-                p *= _product(q_h, u[kv, chunk].T, dtype)
+                k_c, u_c, v_c = (x[kv, chunk].to(operand) for x in (k, u, v))
+                p = activate(_product(q_h, k_c.T, dtype))
+                p *= _product(q_h, u_c.T, dtype)
                 if r_h is not None:
                     gates = _spread(r_h, chunk, subnet_dim)
                     _by_subnet(p, gates).mul_(gates)
-                _add_product(total, p.to(q.dtype), v[kv, chunk])
+                _add_product(total, p.to(operand), v_c)
             out_rows[block, members] = total.view(-1, group, head_dim)
     return out
 
@@ -119,7 +120,7 @@ def backward(
     kv_heads, subnets, subnet_dim, head_dim = k.shape
     heads, tokens = q.shape[-2], token_count(q)
     group, units = heads // kv_heads, subnets * subnet_dim
-    dtype = accumulate_dtype(q.dtype)
+    dtype, operand = accumulate_dtype(q.dtype), _operand_dtype(q)
 
     def empty(x: Tensor | None, needed: bool, of: torch.dtype) -> Tensor:
         return torch.empty(x.shape, dtype=of, device=q.device) if x is not None and needed else q.new_empty(0)
@@ -142,12 +143,14 @@ def backward(
         for start in range(0, tokens, step):
             block = slice(start, min(start + step, tokens))
             # The rows side by side: the products that sum over tokens read them faster.
-            q_h, grad_h = (x[block][:, members].reshape(-1, head_dim).contiguous() for x in (q_rows, grad_rows))
+            q_h, grad_h = (
+                x[block][:, members].reshape(-1, head_dim).contiguous().to(operand) for x in (q_rows, grad_rows)
+            )
             r_h = None if r is None else r_rows[block][:, members].reshape(-1, subnets).to(dtype)
             dq_sum = torch.zeros(q_h.shape, dtype=dtype, device=q.device) if needs_tokens else None
             dr_sum = None if dr_rows is None else torch.zeros(r_h.shape, dtype=dtype, device=q.device)
             for chunk in _chunks(subnets, subnet_dim, width):
-                weights = k[kv, chunk], u[kv, chunk], v[kv, chunk]
+                weights = tuple(x[kv, chunk].to(operand) for x in (k, u, v))
                 gates = None if r is None else _spread(r_h, chunk, subnet_dim)
                 dr_chunk = None if dr_sum is None else _spread(dr_sum, chunk, subnet_dim)
                 sums_chunk = None if sums is None else [x[chunk] for x in sums]
@@ -198,6 +201,15 @@ def _chunk_grads(
         _add_product(dk, dm.T, q)
         _add_product(du, dn.T, q)
         _add_product(dv, p.to(q.dtype).T, grad_out)
+
+
+def _operand_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of the products' operands: q's, but float32 for fp16 where :func:`_product` rounds to 16 bits.
+
+    In fp16 neither scores nor what they are multiplied to may exceed 65,504.
+    """
+    exact = q.is_cuda and torch.version.hip is None
+    return q.dtype if exact or q.dtype != torch.float16 else torch.float32
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
