@@ -46,42 +46,12 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "q_length", "r_length", "splits"])
 def forward_kernel(
-    q,
-    k8,
-    u8,
-    v8,
-    scales,
-    r,
-    out,
-    T,
-    H,
-    E,
-    d_e,
-    matrices,
-    splits,
-    q_table,
-    q_length,
-    q_outer,
-    q_inner,
-    q_head,
-    q_column,
-    r_table,
-    r_length,
-    r_outer,
-    r_inner,
-    r_head,
-    r_column,
-    Q_LAYOUT: tl.constexpr,
-    R_LAYOUT: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BI: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    BY_BLOCKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    q, k8, u8, v8, scales, r, out, T, H, E, d_e, matrices, splits,
+    q_table, q_length, q_outer, q_inner, q_head, q_column,
+    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BT: tl.constexpr, BI: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """out[t] = sum over e of r_e factor_e (a8 v8). Grid: token blocks, heads, shares of the sub-networks (each its own
     out [T, H, D]).
 

@@ -4,9 +4,9 @@ Legend: T tokens, t a block of BT of them, D = d_h (BD: the next power of two, c
 inter units of one sub-network. m = q.k, n = q.u, g = grad_out.v, a = SiLU(m) or another activation; every product
 accumulates in fp32. H heads h of q, of which GROUP share a head of K, U and V.
 
-K and U tiles lie on top of each other in shared memory ([2 BI, BD], K rows first), so one product gives [m | n] and one product
-takes [dm | dn]: half as many waits on the tensor cores, and the left operand is read once for both. The two halves of an
-accumulator belong to the same thread, so taking it apart and joining it costs no data movement.
+K and U tiles lie on top of each other in shared memory ([2 BI, BD], K rows first), so one product gives [m | n] and one
+product takes [dm | dn]: half as many waits on the tensor cores, and the left operand is read once for both. The two
+halves of an accumulator belong to the same thread, so taking it apart and joining it costs no data movement.
 
 Inter units past d_e read as zero rows (the descriptor's bound or a mask): m = n = g = 0 there, which contributes
 nothing.
@@ -153,43 +153,13 @@ def store_weight_grad(rows, value, unit, d_e, D: tl.constexpr, BD: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "q_length", "r_length", "splits"])
 def forward_kernel(
-    q,
-    first,
-    second,
-    v,
-    r,
-    out,
-    T,
-    H,
-    E,
-    d_e,
-    splits,
-    q_table,
-    q_length,
-    q_outer,
-    q_inner,
-    q_head,
-    q_column,
-    r_table,
-    r_length,
-    r_outer,
-    r_inner,
-    r_head,
-    r_column,
-    Q_LAYOUT: tl.constexpr,
-    R_LAYOUT: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BI: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    BY_BLOCKS: tl.constexpr,
-    BEHIND: tl.constexpr,
-):
+    q, first, second, v, r, out, T, H, E, d_e, splits,
+    q_table, q_length, q_outer, q_inner, q_head, q_column,
+    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr,
+    RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr, BEHIND: tl.constexpr,
+):  # fmt: skip
     """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the sub-networks (each its own out [T,
     H, D]).
 
@@ -239,51 +209,14 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T", "q_length", "g_length", "r_length", "splits"])
 def token_grads_kernel(
-    grad_out,
-    q,
-    first,
-    second,
-    v,
-    r,
-    dq,
-    dr,
-    T,
-    H,
-    E,
-    d_e,
-    splits,
-    g_table,
-    g_length,
-    g_outer,
-    g_inner,
-    g_head,
-    g_column,
-    q_table,
-    q_length,
-    q_outer,
-    q_inner,
-    q_head,
-    q_column,
-    r_table,
-    r_length,
-    r_outer,
-    r_inner,
-    r_head,
-    r_column,
-    G_LAYOUT: tl.constexpr,
-    Q_LAYOUT: tl.constexpr,
-    R_LAYOUT: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BI: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    BY_BLOCKS: tl.constexpr,
-):
+    grad_out, q, first, second, v, r, dq, dr, T, H, E, d_e, splits,
+    g_table, g_length, g_outer, g_inner, g_head, g_column,
+    q_table, q_length, q_outer, q_inner, q_head, q_column,
+    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    G_LAYOUT: tl.constexpr, Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr,
+    ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r.
 
     Grid as in the forward.
@@ -330,53 +263,14 @@ def token_grads_kernel(
 
 @triton.jit(do_not_specialize=["T", "share_tokens", "q_length", "g_length", "r_length"])
 def weight_grads_kernel(
-    grad_out,
-    q,
-    first,
-    second,
-    v,
-    r,
-    d_first,
-    d_second,
-    dv,
-    T,
-    H,
-    E,
-    d_e,
-    share_tokens,
-    g_table,
-    g_length,
-    g_outer,
-    g_inner,
-    g_head,
-    g_column,
-    q_table,
-    q_length,
-    q_outer,
-    q_inner,
-    q_head,
-    q_column,
-    r_table,
-    r_length,
-    r_outer,
-    r_inner,
-    r_head,
-    r_column,
-    G_LAYOUT: tl.constexpr,
-    Q_LAYOUT: tl.constexpr,
-    R_LAYOUT: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BI: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    TOKEN_DESCRIPTORS: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    BY_BLOCKS: tl.constexpr,
-):
+    grad_out, q, first, second, v, r, d_first, d_second, dv, T, H, E, d_e, share_tokens,
+    g_table, g_length, g_outer, g_inner, g_head, g_column,
+    q_table, q_length, q_outer, q_inner, q_head, q_column,
+    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    G_LAYOUT: tl.constexpr, Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, TOKEN_DESCRIPTORS: tl.constexpr,
+    SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads of K, shares of the tokens
     (each its own d_first, d_second, dv); a share sums over the heads of the group, too.
 
@@ -409,20 +303,9 @@ def weight_grads_kernel(
                     q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD)
                 )
                 grad_t = load_tokens(
-                    grad_out,
-                    t,
-                    h,
-                    T,
-                    g_table,
-                    g_length,
-                    g_outer,
-                    g_inner,
-                    g_head,
-                    g_column,
-                    G_LAYOUT,
-                    D,
+                    grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D,
                     tl.arange(0, BD),
-                )
+                )  # fmt: skip
             mn = tl.dot(q_t, ku.T, input_precision="ieee")
             g = tl.dot(grad_t, v_j.T, input_precision="ieee")
             m, n = halves(mn, BT, BI, SWAPPED)

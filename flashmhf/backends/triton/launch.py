@@ -255,13 +255,7 @@ def token_grads(
 
 
 def weight_grads(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    activation: str = "silu",
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dk, du, dv) in k's dtype."""
     with _launching(q.device):
