@@ -1,14 +1,17 @@
-"""Argument checks shared by every operator and back end.
+"""Argument checks of operators, back ends, modules and functions.
 
-Each refusal names the argument, what it got and what is supported: TypeError for dtypes and non-tensors, ValueError for
-shapes, strides and devices. They run at the CPU, CUDA and Meta dispatch keys, so inference_mode and no_grad cannot skip
-them.
+Each refusal names the argument, what it got and what is supported: TypeError for dtypes and wrong types, ValueError for
+values, shapes, strides and devices. Those of operators run at the CPU, CUDA and Meta dispatch keys, so inference_mode
+and no_grad cannot skip them.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from numbers import Real
 from types import UnionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +25,78 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def instance(name: str, value: object, kind: type | UnionType, shown: str | None = None) -> None:
-    """Raise TypeError for a value of another type than ``kind``, which the message calls ``shown``;
+# Plain values
 
-    None for its name.
-    """
+
+def instance(name: str, value: Any, kind: type | UnionType, shown: str | None = None) -> Any:
+    """Return the value. Raises TypeError unless it is a ``kind``, which the message calls ``shown``; None: by its name."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {shown or f'a {kind.__name__}'}, got {type(value).__name__}")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """Return the value. Raises TypeError if it is not a bool."""
+    return instance(name, value, bool)
+
+
+def positive(name: str, size: object) -> int:
+    """Return the size as an int.
+
+    Raises TypeError if it is not an integer (a bool is not one), ValueError if it is below 1.
+    """
+    try:
+        if type(size).__name__ in ("bool", "bool_"):  # NumPy's too, which some of its versions take for an index
+            raise TypeError
+        value = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(size).__name__}") from None
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+    return value
+
+
+def divisor(name: str, size: object, of: str, total: int) -> int:
+    """Return the size as an int, or ``total`` if it is None.
+
+    Raises as :func:`positive` does, and ValueError if it does not divide ``total``.
+    """
+    value = total if size is None else positive(name, size)
+    if total % value:
+        raise ValueError(f"{name} is {value}; it must divide {of} = {total}")
+    return value
+
+
+def not_negative(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:  # false for NaN
+        raise ValueError(f"{name} is {value}; supported: finite numbers from 0")
+
+
+def epsilon(name: str, value: object) -> float:
+    """Return the value as a float.
+
+    Raises TypeError if it is not a real number, ValueError if it is negative or not finite.
+    """
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a float, got bool")
+    not_negative(name, instance(name, value, Real, "a float"))
+    return float(value)
+
+
+def activation(value: object) -> None:
+    if instance("activation", value, str) not in ACTIVATIONS:
+        raise ValueError(f"activation is {value!r}; supported: {', '.join(map(repr, ACTIVATIONS))}")
+
+
+def weight_dtype(dtype: object) -> None:
+    """Raise TypeError if ``dtype`` is neither None nor one that weights can have."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, got {type(dtype).__name__}")
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype is {name_of(dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
+
+
+# Tensors
 
 
 def tensors(**arguments: object) -> None:
@@ -127,24 +195,13 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
     _networks(k, u, v, q, "q", contiguous)
 
 
-def activation(value: object) -> None:
-    instance("activation", value, str)
-    if value not in ACTIVATIONS:
-        raise ValueError(f"activation is {value!r}; supported: {', '.join(map(repr, ACTIVATIONS))}")
-
-
-def epsilon(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:  # false for NaN
-        raise ValueError(f"{name} is {value}; supported: finite numbers from 0")
-
-
 def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
     """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless ``contiguous`` is False;
 
     E from k if it is given.
     """
     tensors(w=w)
-    epsilon("eps", eps)
+    not_negative("eps", eps)
     expect_dtype("w", w, q, or_float32=True)
     expect_device("w", w, q)
     if w.dim() != 3:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from . import checks, torch_private
-from .nn.arguments import positive
+from .checks import positive
 from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim
 from .nn.init import INITIALIZER_RANGE, Projection
 from .nn.weights import check_held

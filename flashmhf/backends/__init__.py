@@ -27,11 +27,11 @@ REFERENCE = "reference"
 NAMES = ("auto", *BACKENDS, REFERENCE)
 
 
-def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> None:
-    """Raise TypeError if ``backend`` is not a string and ValueError if it is not one of ``names``."""
-    checks.instance("backend", backend, str)
-    if backend not in names:
+def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> str:
+    """Return the name. Raises TypeError if it is not a string and ValueError if it is not one of ``names``."""
+    if checks.instance("backend", backend, str) not in names:
         raise ValueError(f"backend is {backend!r}; supported: {', '.join(map(repr, names))}")
+    return backend
 
 
 @functools.cache

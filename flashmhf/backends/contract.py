@@ -96,14 +96,7 @@ class Backend(AnyBackend, Protocol):
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor,
-        v: Tensor,
-        r: Gate,
-        settings: Settings,
+        self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings
     ) -> Gradients:
         """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from .. import checks
+from ..checks import positive
 from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
-from ..nn.arguments import positive
 from ..nn.multihead import MultiHead
 from ..nn.weights import check_held
 from ..quantize import Fp8FlashMHF

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import checks
+from ..checks import flag
 from ..nn import FlashMHF
-from ..nn.arguments import flag
 from ..nn.weights import check_held
 
 _WEIGHTS = ("k", "u", "v")

@@ -32,8 +32,8 @@ from torchtitan.protocols.module import Module  # noqa: E402
 from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from ..checks import divisor, positive  # noqa: E402
 from ..distributed.parallel import check_heads  # noqa: E402
-from ..nn.arguments import divisor, positive  # noqa: E402
 from ..nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim  # noqa: E402
 from ..nn.multihead import HeadRMSNorm  # noqa: E402
 

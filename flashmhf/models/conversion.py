@@ -25,8 +25,8 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from ..checks import divisor, positive
 from ..nn import convert
-from ..nn.arguments import divisor, positive
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from .configuration import FlashMHFConfig
 from .modeling import FlashMHFForCausalLM, FlashMHFPreTrainedModel, check_complete

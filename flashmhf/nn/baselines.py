@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import reference
+from ..backends import NAMES, check_name
+from ..checks import epsilon, flag, instance, positive
 from ..ops.gate import gate
 from ..ops.mix import flash_mhf
-from .arguments import backend_and_deterministic, epsilon, flag, positive
 from .init import SWIGLU_VARIANCE, Scheme
 from .multihead import GroupedHeads, MultiHead, check_input, check_matches
 from .network import Network
@@ -50,7 +51,8 @@ class MHFFN(GroupedHeads):
         projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
         self.intermediate_dim = positive("intermediate_dim", intermediate_dim)
-        self.backend, self.deterministic = backend_and_deterministic(backend, deterministic, more=("naive",))
+        self.backend = check_name(backend, names=(*NAMES, "naive"))
+        self.deterministic = instance("deterministic", deterministic, bool | None, "a bool or None")
         shape = (self.num_kv_heads, self.intermediate_dim, self.head_dim)
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self._draw()

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from .. import checks
+from ..checks import divisor, positive
 from ..reference import ACTIVATIONS
-from .arguments import divisor, positive
 
 _STACKED = {"gate_weight": "k", "up_weight": "u", "down_weight": "v"}
 _RENAMED = {

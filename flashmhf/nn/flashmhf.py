@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .. import checks
-from ..backends import REFERENCE
+from ..backends import REFERENCE, check_name
 from ..backends.contract import LayerWeights
+from ..checks import epsilon, instance, positive
 from ..ops import layer
 from ..ops.mix import gated_flash_mhf
-from .arguments import backend_and_deterministic, epsilon, positive
 from .multihead import GroupedHeads, check_input, plain_layer
 from .network import constant
 
@@ -30,21 +26,6 @@ def default_subnet_dim(head_dim: int) -> int:
     Raises TypeError if head_dim is not an integer, ValueError if it is below 1.
     """
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
-
-
-def other_part(feed_forward: nn.Module) -> str | None:
-    """Return the name of a module or function of a gated network that is not a linear layer, SiLU or dropout.
-
-    None if there is none.
-    """
-    for name, part in {**vars(feed_forward), **feed_forward._modules}.items():
-        known = isinstance(part, (nn.Linear, nn.SiLU, nn.Dropout, nn.Identity)) or part is nn.functional.silu
-        known = known or type(part).__name__ == "SiLUActivation"
-        # what Module.compile, accelerate and Liger set on the instance
-        patched = hasattr(nn.Module, name) or name == "_old_forward"
-        if callable(part) and not known and not patched:
-            return name
-    return None
 
 
 _PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
@@ -112,95 +93,14 @@ class FlashMHF(GroupedHeads):
             default_subnet_dim(self.head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
         )
         self.router_eps = epsilon("router_eps", router_eps)
-        self.backend, self.deterministic = backend_and_deterministic(backend, deterministic)
+        self.backend = check_name(backend)
+        self.deterministic = instance("deterministic", deterministic, bool | None, "a bool or None")
         shape = self.weight_shape
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
         self.router = nn.Parameter(
             torch.empty(self.num_heads, self.head_dim, self.num_subnets, device=device, dtype=dtype)
         )
         self._draw()
-
-    @classmethod
-    @torch.no_grad()
-    def from_swiglu(cls, swiglu: nn.Module, num_subnets: int = 1, **kwargs: Any) -> FlashMHF:
-        """Return a network of one head that computes what ``swiglu`` (gate_proj, up_proj, down_proj linear layers)
-        does, to rounding.
-
-        W_in = W_out = identity; K and U are the gate's and the up projection's weights, V the down projection's
-        transposed. W_router = 0 makes every gate value sigma / (E sigma + eps) = 1 / (E + 2 eps), for sigma = 1/2; V
-        carries the factor E + 2 eps. With one sub-network and the default eps, which vanishes beside sigma in float32,
-        the gate stays 1 under training.
-
-        Several heads have no exact start: a head sees d_h directions of x, a neuron of ``swiglu`` reads two of all
-        d_model. The head dimension is d_model here, so back ends with a limit on d_h leave wide models to the eager
-        one. Raises TypeError if one of the three is not a plain linear layer (an adapter is not), ValueError for
-        another activation, biases in gate_proj or up_proj, hooks, other weights, factors and limits in ``swiglu``,
-        shapes that do not fit each other, a width that num_subnets does not divide, q_norm=True, which has no exact
-        start either, and bias=False where down_proj has one.
-        """
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            layer = getattr(swiglu, name, None)
-            # an adapter adds to its linear layer
-            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-                raise TypeError(
-                    f"swiglu.{name} must be a torch.nn.Linear, got {'none' if layer is None else type(layer).__name__}"
-                )
-            if layer.bias is not None and name != "down_proj":
-                raise ValueError(f"swiglu.{name} has a bias; supported: a bias in down_proj only")
-        others = {name.partition(".")[0] for name in swiglu.state_dict()} - {"gate_proj", "up_proj", "down_proj"}
-        if others:  # Inkling multiplies by a parameter, BitNet normalises
-            raise ValueError(
-                f"swiglu has weights in {', '.join(sorted(others))}; supported: gate_proj, up_proj and down_proj only"
-            )
-        for name, part in swiglu.named_modules():
-            # accelerate's keeps the old one, and moves tensors
-            patched = "forward" in vars(part) and "_old_forward" not in vars(part)
-            if patched or part._forward_hooks or part._forward_pre_hooks:
-                found = f"swiglu.{name}".rstrip(".")
-                raise ValueError(
-                    f"{found} has forward hooks or a forward of its own, which from_swiglu would lose; supported: without"
-                )
-        if name := other_part(swiglu):
-            raise ValueError(
-                f"swiglu.{name} is {getattr(swiglu, name)}; supported: SiLU and dropout beside the three linear layers"
-            )
-        # Falcon-H1 multiplies by some, DeepSeek-V4 cuts off at one; at inf nothing is cut off
-        for name, value in vars(swiglu).items():
-            number = isinstance(value, float) and "dropout" not in name or isinstance(value, int) and "limit" in name
-            if number and value != math.inf:
-                raise ValueError(
-                    f"swiglu.{name} is {value}; supported: networks without factors and limits of their own"
-                )
-        weight, bias = swiglu.gate_proj.weight, swiglu.down_proj.bias
-        width, d_model = weight.shape
-        for name, shape in {"up_proj": (width, d_model), "down_proj": (d_model, width)}.items():
-            checks.expect_shape(
-                f"swiglu.{name}.weight", getattr(swiglu, name).weight, shape, f"gate_proj has {[width, d_model]}"
-            )
-        for name, value in {
-            "q_norm": False,
-            "activation": "silu",
-            "bias": bias is not None or kwargs.get("bias", False),
-        }.items():
-            if kwargs.get(name, value) != value:
-                raise ValueError(
-                    f"{name} is {kwargs[name]!r}; from_swiglu supports {name}={value!r} only: it computes what swiglu does"
-                )
-        num_subnets = positive("num_subnets", num_subnets)
-        if width % num_subnets:
-            raise ValueError(f"num_subnets is {num_subnets}; it must divide the width {width}")
-        settings = {"device": weight.device, "dtype": weight.dtype, "bias": bias is not None, **kwargs}
-        module = cls(d_model, 1, num_subnets, width // num_subnets, **settings)
-        for projection in () if module.skip_linear else (module.in_proj, module.out_proj):
-            nn.init.eye_(projection.weight)
-        if bias is not None:
-            module.in_proj.bias.zero_()
-            module.out_proj.bias.copy_(bias)
-        module.k.copy_(weight.view(module.weight_shape))
-        module.u.copy_(swiglu.up_proj.weight.view(module.weight_shape))
-        module.v.copy_(swiglu.down_proj.weight.T.reshape(module.weight_shape)).mul_(num_subnets + 2 * module.router_eps)
-        module.router.zero_()
-        return module
 
     def _draw(self) -> None:
         self._draw_heads(self.subnet_dim / self.num_subnets)  # the gates are near 1 / E

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import checks
-from .arguments import epsilon, flag, positive
+from ..checks import epsilon, flag, positive
 
 INITIALIZER_RANGE = 0.02
 INITS = ("normal", "official", "balanced")

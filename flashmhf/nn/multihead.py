@@ -10,7 +10,7 @@ from torch.types import Device
 
 from .. import checks, reference, torch_private
 from ..backends.contract import LayerWeights, ProjectionWeights
-from .arguments import divisor, epsilon, flag, positive
+from ..checks import divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
 from .network import Network, constant
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ..checks import FLOAT_DTYPES, name_of
+from ..checks import FLOAT_DTYPES, epsilon, flag, name_of
 from ..torch_private import is_dtensor, never_compiled
-from .arguments import epsilon, flag
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
 STEPS = 5

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .arguments import check_dtype
+from ..checks import weight_dtype
 from .init import OfficialInit, Projection, Scheme
 
 
@@ -68,7 +68,7 @@ class Network(Contiguous):
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
-        check_dtype(dtype)
+        weight_dtype(dtype)
 
     def _add_projection(
         self,

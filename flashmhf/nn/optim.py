@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import checks
-from .arguments import epsilon
+from ..checks import epsilon
 from .flashmhf import FlashMHF
 from .multihead import MultiHead
 

@@ -95,7 +95,7 @@ def _check(x: Tensor, weights: LayerWeights) -> None:
         raise ValueError(
             f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_proj.w.shape[1]} from in_w"
         )
-    checks.epsilon("q_norm_eps", q_norm_eps)
+    checks.not_negative("q_norm_eps", q_norm_eps)
     for end, projection in (("in", in_proj), ("out", out_proj)):
         checks.projection(end, projection.w, projection.bias, x)
     checks.head_norm(q_norm, x, inner // head_dim, head_dim)
@@ -160,7 +160,7 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
 def _checked_values(call: Call) -> Tensor:
     """Check what :func:`values` reads before the back end's operator checks the rest."""
     checks.tensors(x=call.x, in_w=call.weights.in_proj.w, out_w=call.weights.out_proj.w)
-    checks.epsilon("q_norm_eps", call.weights.q_norm_eps)
+    checks.not_negative("q_norm_eps", call.weights.q_norm_eps)
     checks.activation(call.activation)
     return values(call)
 

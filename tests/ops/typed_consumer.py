@@ -24,7 +24,7 @@ expected: Tensor = flashmhf.reference.forward(q, k, k, k, r)
 state: dict[str, Tensor] = flashmhf.convert.to_official(ffn.state_dict())
 ffn.load_state_dict(flashmhf.convert.from_official(state, num_heads=2, num_subnets=3))
 names: list[str] = flashmhf.replace_ffn(nn.Sequential(flashmhf.SwiGLU(128, 256)), num_heads=2)
-trained: flashmhf.FlashMHF = flashmhf.FlashMHF.from_swiglu(flashmhf.SwiGLU(128, 256))
+trained: flashmhf.FlashMHF = flashmhf.FlashMHF(128, 2, 3)
 trained.reset_parameters("official")
 optimizer = torch.optim.AdamW(flashmhf.param_groups(trained, 1e-3, weight_decay=0.1))
 muon: torch.optim.Optimizer = flashmhf.Muon(
