@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,21 +23,6 @@ __all__ = [
     "to_fp8",
     "unpack",
 ]
-
-_OF_TORCHAO = "Fp8Config"  # imported when it is asked for: torchao is no dependency
-
-
-def __getattr__(name: str) -> Any:
-    if name != _OF_TORCHAO:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(".torchao", __name__), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torchao":
-            raise
-        raise ModuleNotFoundError(
-            f"flashmhf.quantize.{name} needs torchao: pip install torchao", name=error.name
-        ) from None
 
 
 def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backend: str = "auto") -> Tensor:

@@ -116,7 +116,9 @@ def by_hand(model):
 
 def by_torchao(model):
     ao = pytest.importorskip("torchao.quantization")
-    ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
+    from flashmhf.integrations.torchao import Fp8Config
+
+    ao.quantize_(model, Fp8Config(), filter_fn=quantize.is_flashmhf)
 
 
 def one_to_fp8(model):

@@ -18,7 +18,7 @@ CORE = ("flashmhf/*", "flashmhf.backends", "flashmhf.ops", "flashmhf.nn", "flash
 TOP = ("flashmhf.models", "flashmhf.swap", "flashmhf", "flashmhf.integrations")
 FLOORS = (*CORE, *TOP, "flashmhf_recipes", "benchmarks")
 # what these alone import beside torch
-OPTIONAL = {"flashmhf.backends.triton": {"triton"}, "flashmhf.quantize.torchao": {"torchao"}}
+OPTIONAL = {"flashmhf.backends.triton": {"triton"}}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "flashmhf").is_dir(), reason="the sources are not here")
 

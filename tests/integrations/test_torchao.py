@@ -1,6 +1,5 @@
 """FP8 through torchao's ``quantize_``, alone and beside torchao's own configurations."""
 
-import sys
 from collections import OrderedDict
 
 import pytest
@@ -10,16 +9,8 @@ from torch import nn
 import flashmhf
 from flashmhf import quantize
 
-
-def test_torchao_is_no_dependency(monkeypatch):
-    """What ``import flashmhf`` imports is in tests/repository/test_dependencies.py."""
-    for name in {"torchao", *(name for name in sys.modules if name.startswith("torchao."))}:
-        monkeypatch.setitem(sys.modules, name, None)  # importing it fails, as where it is not installed
-    monkeypatch.delitem(sys.modules, "flashmhf.quantize.torchao", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="flashmhf.quantize.Fp8Config needs torchao: pip install torchao"):
-        quantize.Fp8Config  # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute 'Fp8Configuration'"):
-        quantize.Fp8Configuration  # noqa: B018
+ao = pytest.importorskip("torchao.quantization")
+integration = pytest.importorskip("flashmhf.integrations.torchao")
 
 
 @pytest.fixture
@@ -29,9 +20,8 @@ def model():
 
 
 def test_is_what_to_fp8_makes(model):
-    ao = pytest.importorskip("torchao.quantization")
     expected = [quantize.to_fp8(block.ffn) for block in model]
-    ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
+    ao.quantize_(model, integration.Fp8Config(), filter_fn=quantize.is_flashmhf)
     x = torch.randn(5, 64)
     with torch.no_grad():
         for block, network in zip(model, expected, strict=True):
@@ -40,11 +30,10 @@ def test_is_what_to_fp8_makes(model):
 
 
 def test_beside_a_configuration_of_torchao(model):
-    ao = pytest.importorskip("torchao.quantization")
     x = torch.randn(5, 64)
     with torch.no_grad():
         exact = model(x)
-        ao.quantize_(model, quantize.Fp8Config(), filter_fn=quantize.is_flashmhf)
+        ao.quantize_(model, integration.Fp8Config(), filter_fn=quantize.is_flashmhf)
         packed = [block.ffn.packed for block in model]
         ao.quantize_(model, ao.Int8WeightOnlyConfig())  # what is still linear, the networks' projections among it
         for block, before in zip(model, packed, strict=True):
@@ -57,6 +46,5 @@ def test_beside_a_configuration_of_torchao(model):
 
 
 def test_linear_layers_are_refused(model):
-    ao = pytest.importorskip("torchao.quantization")
     with pytest.raises(ValueError, match="Fp8Config got a Linear; supported: FlashMHF, by quantize_"):
-        ao.quantize_(model, quantize.Fp8Config())
+        ao.quantize_(model, integration.Fp8Config())

@@ -9,7 +9,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from ..nn.flashmhf import FlashMHF
-from .modules import to_fp8
+from ..quantize.modules import to_fp8
 
 
 @dataclass
