@@ -29,7 +29,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def instance(name: str, value: Any, kind: type | UnionType, shown: str | None = None) -> Any:
-    """Return the value. Raises TypeError unless it is a ``kind``, which the message calls ``shown``; None: by its name."""
+    """Return the value. Raises TypeError unless it is a ``kind``, which the message calls ``shown`` or by its name."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {shown or f'a {kind.__name__}'}, got {type(value).__name__}")
     return value
@@ -144,7 +144,7 @@ def expect_contiguous(name: str, tensor: Tensor) -> None:
 def expect_like(
     name: str, tensor: Tensor, like: Tensor, size: tuple, meaning: str, *, or_float32: bool = False, of: str = "q"
 ) -> None:
-    """Refuse another dtype or device than those of ``like``, which is called ``of``, and another shape than ``size``."""
+    """Refuse another dtype or device than those of ``like``, called ``of``, and another shape than ``size``."""
     expect_dtype(name, tensor, like, or_float32=or_float32, of=of)
     expect_device(name, tensor, like, of=of)
     expect_shape(name, tensor, size, meaning)
@@ -189,8 +189,8 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
     weight_shape(k)
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[0] or k.shape[3] != q.shape[-1]:
         raise ValueError(
-            f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with an H_kv that divides H = {q.shape[-2]} and "
-            f"d_h = {q.shape[-1]} from q {list(q.shape)}"
+            f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with an H_kv that divides H = {q.shape[-2]} "
+            f"and d_h = {q.shape[-1]} from q {list(q.shape)}"
         )
     _networks(k, u, v, q, "q", contiguous)
 

@@ -72,7 +72,7 @@ class AnyBackend(Protocol):
     def why_not(
         self, device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu"
     ) -> str | None:
-        """Return None if the back end can run, else the reason, naming the argument, what it got and what is supported."""
+        """Return None if the back end can run, else why not: the argument, what it got and what is supported."""
         ...
 
     def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:

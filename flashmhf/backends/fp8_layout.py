@@ -35,7 +35,7 @@ def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
         if tensor.dtype != E4M3:
             raise TypeError(
-                f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn (flashmhf.quantize.pack_fp8 packs)"
+                f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn, as quantize.pack_fp8 packs"
             )
     if scales.dtype != torch.float32:
         raise TypeError(f"scales has dtype {checks.name_of(scales.dtype)}; supported: float32")

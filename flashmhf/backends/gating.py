@@ -31,7 +31,7 @@ def gate(q: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def gate_backward(grad_r: Tensor, q: Tensor, w: Tensor, eps: float, dq: Tensor, needs_weights: bool) -> Tensor:
-    """Add the router's part into dq [..., H, d_h] (contiguous) and return dw in w's dtype, or an empty tensor in q's."""
+    """Add the router's part into dq [..., H, d_h] (contiguous); return dw in w's dtype, or an empty tensor in q's."""
     rows, grad_rows, dq_rows = TokenRows(q), grad_r.view(-1, *grad_r.shape[-2:]), dq.view(-1, *dq.shape[-2:])
     total = torch.zeros(w.shape, dtype=reference.accumulate_dtype(q.dtype), device=w.device)
     for block in _blocks(token_count(q)):

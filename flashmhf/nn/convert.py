@@ -147,7 +147,8 @@ def check_official(
         raise ValueError(f"gate_weight has shape {list(shape)}; expected [d_ff, H_kv d_h]")
     if shape[0] % subnets or shape[1] % kv_heads:
         raise ValueError(
-            f"gate_weight has shape {list(shape)}; expected multiples of num_subnets = {subnets}, num_kv_heads = {kv_heads}"
+            f"gate_weight has shape {list(shape)}; expected multiples of num_subnets = {subnets}, "
+            f"num_kv_heads = {kv_heads}"
         )
     _check_shapes(state, {name: (shape, "gate_weight's shape") for name in _STACKED})
     shared = _shared_shapes(heads, subnets, shape[1] // kv_heads)
@@ -201,7 +202,7 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     shape = tuple(state["k"].shape)
     if len(shape) not in (3, 4) or not all(shape):
         raise ValueError(
-            f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] for a network without router"
+            f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] without a router"
         )
     if not gated and "router" in state:
         raise ValueError(f"k has shape {list(shape)}, but there is a router; expected [H_kv, E, d_e, d_h]")

@@ -158,5 +158,6 @@ class FlashMHF(GroupedHeads):
         )
 
     def extra_repr(self) -> str:
-        sizes = f"d_model={self.d_model}, num_heads={self.num_heads}, num_subnets={self.num_subnets}, subnet_dim={self.subnet_dim}"
-        return sizes if self.num_kv_heads == self.num_heads else f"{sizes}, num_kv_heads={self.num_kv_heads}"
+        names = ["d_model", "num_heads", "num_subnets", "subnet_dim"]
+        names += ["num_kv_heads"] if self.num_kv_heads != self.num_heads else []
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -43,7 +43,8 @@ def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor
     checks.expect_device("q", q, k8, of="k8")
     if q.dim() < 2 or q.shape[-2] < 1 or q.shape[-2] % k8.shape[0] or q.shape[-1] != k8.shape[3]:
         raise ValueError(
-            f"q has shape {list(q.shape)}; expected [..., H, d_h] with H a multiple of H_kv = {k8.shape[0]} and d_h = {k8.shape[3]} from k8"
+            f"q has shape {list(q.shape)}; expected [..., H, d_h] with H a multiple of H_kv = {k8.shape[0]} and "
+            f"d_h = {k8.shape[3]} from k8"
         )
 
 

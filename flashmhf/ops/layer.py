@@ -220,7 +220,7 @@ def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: st
 
 def serves(x: Tensor, weights: LayerWeights) -> bool:
     """Return whether only the values of a layer's call on x matter, so that it may run as one operation: no gradient is
-    wanted, nobody watches the calls of its parts, and all tensors are PyTorch's own, x of the weights' dtype and device.
+    wanted, nobody watches the calls of its parts, all tensors are PyTorch's own, and x is as the weights are.
     """
     if torch_private.is_observed(x.device.type):
         return False

@@ -88,7 +88,7 @@ def _without_gradients(name: str, op: Callable[..., Tensor]) -> Callable[..., Te
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if differentiated or torch_private.differentiated_by_functorch(*given) or torch_private.has_tangent(*given):
             raise NotImplementedError(
-                f"{name}: an input requires a gradient, and it has no gradient; supported: inference, under torch.no_grad()"
+                f"{name}: an input requires a gradient, and it has none; supported: inference, under torch.no_grad()"
             )
         with torch_private.below_autograd():
             return op(*args, **kwargs)
@@ -97,7 +97,7 @@ def _without_gradients(name: str, op: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return an operand as autocast to ``dtype`` makes it; float64 and tensors that are not floating stay as they are."""
+    """Return an operand as autocast to ``dtype`` makes it; float64 and tensors that are not floating stay."""
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:3] else x
 
 

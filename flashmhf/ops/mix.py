@@ -194,7 +194,8 @@ def _dispatch(call: Call) -> Result:
 
 _UNSUPPORTED_DERIVATIVE = (
     "flashmhf has first derivatives in reverse mode only (backward, torch.autograd.grad): {what} is not supported. "
-    'backend="reference" computes the same function from operations that PyTorch differentiates and transforms in every way'
+    'backend="reference" computes the same function from operations that PyTorch differentiates and transforms in '
+    "every way"
 )
 
 

@@ -32,9 +32,10 @@ IDS = ["-".join(f"{name}={value}" for name, value in switches.items()) or "none"
 def formula(x, module):
     """The definition between the projections; weights from the module's state."""
     s = dict(module.named_parameters())
-    linear = lambda name, y: (
-        y if module.skip_linear else nn.functional.linear(y, s[f"{name}.weight"], s.get(f"{name}.bias"))
-    )  # noqa: E731
+
+    def linear(name, y):
+        return y if module.skip_linear else nn.functional.linear(y, s[f"{name}.weight"], s.get(f"{name}.bias"))
+
     q = linear("in_proj", x).unflatten(-1, (HEADS, HEAD_DIM))
     if module.q_norm is not None:
         q = q / (q.square().mean(-1, keepdim=True) + module.q_norm.eps).sqrt() * s["q_norm.weight"]
@@ -120,8 +121,8 @@ every_module = pytest.mark.parametrize("make", STORED.values(), ids=STORED)
 @pytest.mark.parametrize("grad", [True, False])
 @every_module
 def test_the_meta_device_gives_shapes(make, grad):
-    with torch.device("meta"), torch.set_grad_enabled(grad):
-        assert make()(torch.empty(3, D_MODEL)).shape == (3, D_MODEL)
+    with torch.set_grad_enabled(grad):
+        assert make().to("meta")(torch.empty(3, D_MODEL, device="meta")).shape == (3, D_MODEL)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])

@@ -73,8 +73,8 @@ import sys, torch
 import flashmhf
 what, backend, device, path = sys.argv[1:]
 dtype = torch.float32 if device == "cpu" else torch.bfloat16
-make = {"plain": lambda: torch.nn.Linear(128, 128), "flashmhf": lambda: flashmhf.FlashMHF(128, 2, 3, 32, backend=backend)}
-module = make[what]().to(device, dtype).eval()
+module = torch.nn.Linear(128, 128) if what == "plain" else flashmhf.FlashMHF(128, 2, 3, 32, backend=backend)
+module = module.to(device, dtype).eval()
 x = torch.randn(2, 20, 128, device=device, dtype=dtype)
 with torch.no_grad():
     package = torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=path)

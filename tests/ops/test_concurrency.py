@@ -289,7 +289,7 @@ import torch
 def refuse(*args, **kwargs):
     raise AssertionError("CUDA was asked for")
 
-for name in ("_lazy_init", "is_available", "device_count", "current_device", "get_device_properties", "get_device_capability"):
+for name in "_lazy_init is_available device_count current_device get_device_properties get_device_capability".split():
     setattr(torch.cuda, name, refuse)
 import flashmhf
 module = flashmhf.FlashMHF(64, 2, 3, 16)
@@ -370,13 +370,19 @@ static cudaError_t entry(void **function, cudaDriverEntryPointQueryResult *found
     *found = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }
-extern "C" cudaError_t cudaSetDevice(int device) { return std::printf("primary context of device %d\n", device), cudaSuccess; }
+extern "C" cudaError_t cudaSetDevice(int device) {
+    return std::printf("primary context of device %d\n", device), cudaSuccess;
+}
 #if CUDART_VERSION >= 12050
 extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
-                                                        cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+                                                        cudaDriverEntryPointQueryResult *found) {
+    return entry(function, found);
+}
 #else
 extern "C" cudaError_t cudaGetDriverEntryPoint(const char *, void **function, unsigned long long,
-                                               cudaDriverEntryPointQueryResult *found) { return entry(function, found); }
+                                               cudaDriverEntryPointQueryResult *found) {
+    return entry(function, found);
+}
 #endif
 int main(int, char **arguments) {
     current = std::atoi(arguments[1]);

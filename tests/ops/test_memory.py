@@ -20,7 +20,7 @@ import json, os, sys, torch
 import flashmhf
 backend = sys.argv[1]
 T, H, D, E, J = 16384, 8, 128, 7, 384
-q, *kuv = torch.randn(T, H, D, device="cuda").bfloat16(), *(torch.randn(H, E, J, D, device="cuda").bfloat16() for _ in range(3))
+q, *kuv = (torch.randn(shape, device="cuda").bfloat16() for shape in ((T, H, D), *3 * [(H, E, J, D)]))
 w = torch.randn(H, D, E, device="cuda")
 x = [t.requires_grad_() for t in (q, *kuv, w)]
 torch.ops.flashmhf.gated_forward(*[t[:64] if t is q else t for t in x], 1e-20, backend=backend).sum().backward()
@@ -47,7 +47,8 @@ modules = flashmhf.FlashMHF(2048, 16, 22, 384, backend="hopper", **settings), fl
 x, upstream = (torch.randn(8, 4032, 2048, device="cuda").bfloat16() for _ in range(2))
 x.requires_grad_()
 peaks = []
-torch.autograd.set_multithreading_enabled(False)  # an engine thread may still hold the first round's gradients when `before` is read
+# an engine thread may still hold the first round's gradients when `before` is read
+torch.autograd.set_multithreading_enabled(False)
 for module in modules:
     for _ in range(2):
         torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 A block is some tokens of one head, or of the heads of a group, times a chunk of the inter dimension [E * d_e]; its
 intermediate is recomputed in backward and stays within ``BLOCK_BYTES``, so the T x d_ff tensor never exists. Sums over
-blocks are formed in fp32 (fp64 for fp64 inputs). Where products of fp16 operands cannot be fp32, a block's operands are.
+blocks are formed in fp32 (fp64 for fp64 inputs).
 
 Legend: t rows of a block, J width of an inter chunk, D = d_h.
 """

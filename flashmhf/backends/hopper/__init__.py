@@ -51,8 +51,8 @@ def library() -> str | None:
     runtime, supported = info["cuda_version"], driver.version()
     if supported // 1000 < int(runtime.split(".")[0]):
         return (
-            f"the NVIDIA driver supports CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built with CUDA {runtime}; "
-            "update the driver or rebuild with an older nvcc (12.4 or later)"
+            f"the NVIDIA driver supports CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built "
+            f"with CUDA {runtime}; update the driver or rebuild with an older nvcc (12.4 or later)"
         )
     fakes.register()
     return None
@@ -70,7 +70,7 @@ def build_info() -> dict:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """Return None if the Hopper kernels can run, else the reason, naming the argument, its value and what is supported."""
+    """Return None if the Hopper kernels can run, else why not: the argument, its value and what is supported."""
     if device.type != "cuda":
         return f"device is {device.type}; supported: an NVIDIA GPU of compute capability 9.0"
     capability = torch.cuda.get_device_capability(device)
@@ -97,7 +97,8 @@ def _unreadable(x: Tensor) -> str | None:
         return f"the last dimension has stride {x.stride(-1)}; supported: 1"
     axes = collapse(x)
     if len(axes) > 2:
-        return f"the leading dimensions of shape {list(x.shape)} and strides {list(x.stride())} do not collapse to one or two token strides"
+        where = f"the leading dimensions of shape {list(x.shape)} and strides {list(x.stride())}"
+        return f"{where} do not collapse to one or two token strides"
     strides = [stride for _, stride in axes] + ([x.stride(-2)] if x.shape[-2] > 1 else [])
     size = x.element_size()
     if not _is_aligned(x) or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
@@ -118,7 +119,8 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
     for name, x in weights.items():
         if not _is_aligned(x):
             raise ValueError(
-                f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"
+                f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of "
+                f"{TMA_ALIGNMENT} bytes"
             )
     if r is not None and r.shape[-1] > 1 and r.stride(-1) != 1:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")

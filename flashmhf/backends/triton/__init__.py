@@ -24,10 +24,11 @@ MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: 
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """Return None if the Triton kernels can run, else the reason, naming the argument, its value and what is supported."""
+    """Return None if the Triton kernels can run, else why not: the argument, its value and what is supported."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted):
-        return f"device is {device.type}; supported: an NVIDIA GPU (the CPU under Triton's interpreter, TRITON_INTERPRET=1)"
+        supported = "an NVIDIA GPU (the CPU under Triton's interpreter, TRITON_INTERPRET=1)"
+        return f"device is {device.type}; supported: {supported}"
     if device.type == "cuda" and torch.version.hip is not None:
         return "device is an AMD GPU, where these kernels are untested; supported: an NVIDIA GPU"
     if importlib.util.find_spec("triton") is None:

@@ -17,7 +17,7 @@ MIN_CAPABILITY = (8, 9)
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
-    """Return None if the Triton kernel can run, else the reason, naming the argument, its value and what is supported."""
+    """Return None if the Triton kernel can run, else why not: the argument, its value and what is supported."""
     if d_h not in HEAD_DIMS:
         return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
     reason = plain.why_not(device, dtype, d_h=d_h, d_e=d_e)
