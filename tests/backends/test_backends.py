@@ -151,6 +151,7 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path, uncached, cuda, ex
         hopper.LIBRARY.write_bytes(b"not a library")
     if version:
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(hopper.fakes, "register", lambda: None)
         monkeypatch.setattr(hopper, "build_info", lambda: {"version": version, "cuda_version": "13.0"})
     found = hopper.library()
     assert found is None if reason is None else reason in found
