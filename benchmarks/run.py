@@ -168,9 +168,8 @@ class Worker:
 
 
 def serve(arguments: list[str]) -> None:
-    """Answers on standard output, one JSON object a line:
-
-    what is measured, then the rows of each cell whose number comes in.
+    """Answers on standard output, one JSON object a line: what is measured, then the rows of each cell whose number
+    comes in.
     """
     from .harness import environment
 

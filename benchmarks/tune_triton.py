@@ -81,9 +81,8 @@ def checked_inputs(bits: int, head_dim: int) -> tuple[dict[str, torch.Tensor], d
 
 
 def try_candidate(job: tuple[str, int, int, Config]) -> str | None:
-    """Why the candidate is out:
-
-    it does not compile or fit, or the compiler gets it wrong. Else it is in the cache on disk.
+    """Why the candidate is out: it does not compile or fit, or the compiler gets it wrong. Else it is in the cache on
+    disk.
     """
     kernel, bits, head_dim, config = job
     x, expected = checked_inputs(bits, head_dim)

@@ -77,9 +77,8 @@ class Records:
 
 
 def by(rows: list[dict], *names: str) -> dict[tuple, dict[str, dict]]:
-    """Subject -> row, for each combination of what ``names`` have, in the rows' order;
-
-    rows without a number are left out.
+    """Subject -> row, for each combination of what ``names`` have, in the rows' order; rows without a number are left
+    out.
     """
     found: dict[tuple, dict[str, dict]] = {}
     for row in rows:

@@ -113,9 +113,8 @@ def _most_seeds_then_lowest(row: Row) -> tuple[int, float]:
 
 
 def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
-    """Return the row of a network and size to compare with:
-
-    of those with the most seeds, the one with the lowest mean loss.
+    """Return the row of a network and size to compare with: of those with the most seeds, the one with the lowest mean
+    loss.
     """
     candidates = [row for row in found if row.configuration["ffn"] == ffn and row.configuration["size"] == size]
     return min(candidates, key=_most_seeds_then_lowest, default=None)
@@ -151,9 +150,8 @@ def differences_on_the_way(ours: Row, theirs: Row) -> dict[int, float]:
 
 
 def plot(found: list[Row], path: Path) -> None:
-    """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter:
-
-    a point per size, a line where runs were evaluated on the way.
+    """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter: a point per size, a line where runs were
+    evaluated on the way.
     """
     from matplotlib.figure import Figure
 
@@ -232,10 +230,7 @@ def _rate(row: Row) -> str:
 
 
 def _speeds(records: Iterable[dict]) -> str:
-    """Millions of tokens per second of training, the mean of the timed runs on each GPU;
-
-    rates do not change the speed.
-    """
+    """Millions of tokens per second of training, the mean of the timed runs on each GPU; rates leave it alone."""
     found: dict[str, list[int]] = {}
     for record in records:
         if record["tokens_per_second"]:
@@ -246,10 +241,7 @@ def _speeds(records: Iterable[dict]) -> str:
 
 
 def long_block(found: list[Row]) -> str:
-    """A line per network of the runs that were evaluated on the way:
-
-    its best rate, loss, speed and memory of training.
-    """
+    """A line per network of the runs evaluated on the way: its best rate, loss, speed and memory of training."""
     networks: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in found if "evaluations" in row.records[0]):
         name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")

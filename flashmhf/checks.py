@@ -196,9 +196,8 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
 
 
 def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
-    """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless ``contiguous`` is False;
-
-    E from k if it is given.
+    """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k if it
+    is given.
     """
     tensors(w=w)
     not_negative("eps", eps)

@@ -43,9 +43,8 @@ def gated_forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
 
 
 def _products_of_backward(needs: Sequence[bool]) -> int:
-    """Count the products, of eight:
-
-    Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the weights'.
+    """Count the products, of eight: Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the
+    weights'.
     """
     tokens, weights = needs
     return 3 * (tokens or weights) + 2 * tokens + 3 * weights

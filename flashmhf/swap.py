@@ -93,14 +93,9 @@ def equal_parameter_sizes(
 
 
 def replace_ffn(
-    model: nn.Module,
-    num_heads: int | None = None,
-    num_subnets: int | None = None,
-    subnet_dim: int | None = None,
-    *,
-    num_layers: int | None = None,
-    **kwargs: Any,
-) -> list[str]:
+    model: nn.Module, num_heads: int | None = None, num_subnets: int | None = None, subnet_dim: int | None = None, *,
+    num_layers: int | None = None, **kwargs: Any,
+) -> list[str]:  # fmt: skip
     """Replace every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; return their names.
 
     A network that the model holds under several names is replaced by one FlashMHF under all of them.

@@ -60,9 +60,8 @@ def limit(
 
 
 def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) -> float:
-    """Return the largest error of a fused GPU back end for a tensor of so many elements;
-
-    for inputs too large to materialise a baseline.
+    """Return the largest error of a fused GPU back end for a tensor of so many elements; for inputs too large to
+    materialise a baseline.
     """
     if elements < TINY:
         return TINY_LIMITS[dtype]
@@ -85,9 +84,8 @@ def assert_accurate(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Make uninitialised tensors, those allocated by C++ included, start as NaN:
-
-    an element that no kernel writes shows.
+    """Make uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes
+    shows.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -141,9 +139,8 @@ class Problem:
         return self._evaluate(reference.backward, self.grad_out, *self.operands, self.r)
 
     def exact_forward(self, rows: Tensor) -> Tensor:
-        """Return the float64 output [rows, H, d_h] of some tokens;
-
-        one head at a time, so that long inputs fit in memory.
+        """Return the float64 output [rows, H, d_h] of some tokens; one head at a time, so that long inputs fit in
+        memory.
         """
         q, r = self.q.flatten(0, -3)[rows], None if self.r is None else self.r.flatten(0, -3)[rows]
         heads = []
@@ -208,20 +205,10 @@ def gated_backward(
 
 
 def problem(
-    leading: tuple[int, ...] | int,
-    heads: int,
-    head_dim: int,
-    subnets: int,
-    subnet_dim: int,
-    dtype: torch.dtype,
-    device: str | torch.device = "cpu",
-    *,
-    gate: str | None = "float32",
-    scale: float = 1.0,
-    mean_score: float = 0.0,
-    seed: int = 0,
-    num_kv_heads: int | None = None,
-) -> Problem:
+    leading: tuple[int, ...] | int, heads: int, head_dim: int, subnets: int, subnet_dim: int, dtype: torch.dtype,
+    device: str | torch.device = "cpu", *, gate: str | None = "float32", scale: float = 1.0, mean_score: float = 0.0,
+    seed: int = 0, num_kv_heads: int | None = None,
+) -> Problem:  # fmt: skip
     """Draw random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``.
 
     leading: q's dimensions before the heads, or the number of tokens. gate: r's and w's dtype, "float32" or "same" as

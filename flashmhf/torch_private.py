@@ -52,9 +52,8 @@ def below_autocast() -> AbstractContextManager:
 
 
 def autocasts(device_type: str) -> bool:
-    """Return whether autocast is enabled for a device type;
-
-    is_autocast_enabled() alone raises for those without autocast, such as meta.
+    """Return whether autocast is enabled for a device type; is_autocast_enabled() alone raises for those without
+    autocast, such as meta.
     """
     # Dynamo of torch 2.10 cannot trace is_autocast_available().
     has_autocast = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)

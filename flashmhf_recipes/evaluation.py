@@ -44,16 +44,9 @@ class HeldOut:
 
 
 def held_out_loss(
-    model: PreTrainedModel,
-    tokenizer,
-    paths: Iterable[str | Path],
-    *,
-    window: int | None = None,
-    stride: int | None = None,
-    batch: int = 4,
-    text_field: str = "text",
-    bar: bool = False,
-) -> HeldOut:
+    model: PreTrainedModel, tokenizer, paths: Iterable[str | Path], *, window: int | None = None,
+    stride: int | None = None, batch: int = 4, text_field: str = "text", bar: bool = False,
+) -> HeldOut:  # fmt: skip
     """Loss over files' documents, each after an end-of-text token, every token scored once.
 
     Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window): a token sees at least
@@ -129,15 +122,9 @@ def task_manager(tasks: tuple[str, ...], include_path: str | None = None, shots:
 
 
 def task_scores(
-    model: PreTrainedModel,
-    tokenizer,
-    tasks: Iterable[str] = PAPER_TASKS,
-    *,
-    include_path: str | None = None,
-    limit: int | None = None,
-    batch: int = 16,
-    shots: int | None = None,
-) -> tuple[dict[str, dict[str, float]], float | None]:
+    model: PreTrainedModel, tokenizer, tasks: Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
+    limit: int | None = None, batch: int = 16, shots: int | None = None,
+) -> tuple[dict[str, dict[str, float]], float | None]:  # fmt: skip
     """Return the metrics of tasks by lm-eval's names, also of local ones in its format below ``include_path``, and
     their mean accuracy.
 

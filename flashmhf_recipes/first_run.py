@@ -406,12 +406,9 @@ def check_table(accuracies: Iterable[Accuracy]) -> str:
 
 
 def table(
-    setting: Setting,
-    accuracies: Sequence[Accuracy] = (),
-    measurements: Sequence[Measurement] = (),
-    trained: dict[str, Trained] | None = None,
-    text: str = "",
-) -> str:
+    setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = (),
+    trained: dict[str, Trained] | None = None, text: str = "",
+) -> str:  # fmt: skip
     """Return one column a network; blocks for errors, time and memory, and the language models on ``text``."""
     trained, names = trained or {}, [name for name in COLORS if name in modules(setting)]
     rows: list[tuple[str, ...]] = [("", *names)]
@@ -445,12 +442,9 @@ def table(
 
 
 def picture(
-    path: Path,
-    setting: Setting,
-    accuracies: Sequence[Accuracy],
-    measurements: Sequence[Measurement],
+    path: Path, setting: Setting, accuracies: Sequence[Accuracy], measurements: Sequence[Measurement],
     trained: dict[str, Trained],
-) -> bool:
+) -> bool:  # fmt: skip
     """Draw errors beside their limits (CPU) or time and memory of inference (GPU), memory of a training step, and the
     training curves; return whether the PNG was written."""
     attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]

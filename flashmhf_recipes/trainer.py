@@ -34,23 +34,15 @@ PROGRESS = "flashmhf"  # in trainer_state.json, among the states of callbacks
 
 
 class RunTrainer(Trainer, TrainerCallback):
-    """The Trainer, and the first callback of its own loop. Arguments beyond the Trainer's:
-
-    options: of the run, resolved.
-    checkpoint: the one that training continues from, or None.
-    signals: end training after the step in which one came, with a checkpoint.
+    """The Trainer, and the first callback of its own loop. Arguments beyond the Trainer's: options: of the run,
+    resolved. checkpoint: the one that training continues from, or None. signals: end training after the step in which
+    one came, with a checkpoint.
     """
 
     def __init__(
-        self,
-        *,
-        options: Options,
-        checkpoint: Path | None,
-        signals: StopSignals,
-        args: TrainingArguments,
-        callbacks,
+        self, *, options: Options, checkpoint: Path | None, signals: StopSignals, args: TrainingArguments, callbacks,
         **kwargs,
-    ):
+    ):  # fmt: skip
         self.options, self.checkpoint, self.signals = options, checkpoint, signals
         self.layout = options.layout(args.world_size)
         self.stopped = self.evaluation_due = False

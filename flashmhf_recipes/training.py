@@ -105,14 +105,9 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
 
 
 def resume(
-    output: str | Path,
-    *,
-    steps: int | None = None,
-    tp: int | None = None,
-    dp_shard: int | None = None,
-    bar: bool = True,
-    callbacks: Iterable = (),
-) -> Result:
+    output: str | Path, *, steps: int | None = None, tp: int | None = None, dp_shard: int | None = None,
+    bar: bool = True, callbacks: Iterable = (),
+) -> Result:  # fmt: skip
     """Continue a run from its last complete checkpoint, with the options it was started with and the batches it would
     have seen.
 
@@ -264,14 +259,9 @@ def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
 
 
 def _train(
-    options: Options,
-    arguments: TrainingArguments,
-    bar: bool,
-    callbacks: Iterable,
-    signals: StopSignals,
-    checkpoint: Path | None,
-    trained: tuple[PreTrainedModel, object] | None = None,
-) -> Result:
+    options: Options, arguments: TrainingArguments, bar: bool, callbacks: Iterable, signals: StopSignals,
+    checkpoint: Path | None, trained: tuple[PreTrainedModel, object] | None = None,
+) -> Result:  # fmt: skip
     """Train with checked options from ``checkpoint`` on; ``trained`` is what :func:`_load_trained` returns, if it was
     called already."""
     output, bar = Path(options.output), bar and first_process()

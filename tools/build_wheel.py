@@ -36,9 +36,8 @@ def run(*command: object, **variables: str) -> None:
 
 
 def build(folder: Path, library: Path | None, machine: str) -> Path:
-    """The wheel as setuptools names it, made from the sdist:
-
-    nothing that an earlier build left in the source tree gets into it.
+    """The wheel as setuptools names it, made from the sdist: nothing that an earlier build left in the source tree gets
+    into it.
     """
     variables = {"FLASHMHF_WHEEL": "1"}
     if library is not None:

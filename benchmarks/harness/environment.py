@@ -1,6 +1,5 @@
-"""Where a result was measured:
-
-device, driver, versions, power limit, clocks, command and commit. No host names, no paths.
+"""Where a result was measured: device, driver, versions, power limit, clocks, command and commit. No host names, no
+paths.
 """
 
 from __future__ import annotations
@@ -89,9 +88,8 @@ def command(arguments: list[str] | None = None) -> str:
 
 
 def commit() -> str | None:
-    """The commit that this package is a checkout of, with "+" for uncommitted changes;
-
-    without a repository $FLASHMHF_COMMIT, or None.
+    """The commit that this package is a checkout of, with "+" for uncommitted changes; without a repository
+    $FLASHMHF_COMMIT, or None.
     """
     root = pathlib.Path(flashmhf.__file__).parents[1]
     if not (root / ".git").exists():

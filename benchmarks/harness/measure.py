@@ -205,9 +205,8 @@ def product(device: torch.device) -> timing.Pass:
 
 
 def yardstick(context: Context) -> dict[str, object]:
-    """TFLOP/s of the product, GB/s of a copy (bytes read plus bytes written), and the sensors just after them;
-
-    empty on a CPU.
+    """TFLOP/s of the product, GB/s of a copy (bytes read plus bytes written), and the sensors just after them; empty on
+    a CPU.
     """
     if context.device.type != "cuda":
         return {}

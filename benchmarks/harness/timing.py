@@ -139,9 +139,8 @@ def graphed(run: Pass) -> Pass:
 
 
 def peak_memory(run: Pass, device: torch.device) -> int | None:
-    """Bytes that a second ``run`` needs at its peak beyond what is allocated before it;
-
-    None where PyTorch's allocator keeps no peak.
+    """Bytes that a second ``run`` needs at its peak beyond what is allocated before it; None where PyTorch's allocator
+    keeps no peak.
     """
     if device.type != "cuda":
         return None

@@ -1,6 +1,5 @@
-"""Steps of language-model training:
-
-a preset's model with the recipe's layout and optimizer groups, one batch after the other.
+"""Steps of language-model training: a preset's model with the recipe's layout and optimizer groups, one batch after the
+other.
 """
 
 from __future__ import annotations
@@ -63,16 +62,9 @@ class Training:
     """
 
     def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        layout: Layout = ALONE,
-        *,
-        length: int,
-        compiled: bool = False,
-        checkpointing: bool | str = False,
-        **sizes: object,
-    ):
+        self, name: str, device: torch.device, layout: Layout = ALONE, *, length: int, compiled: bool = False,
+        checkpointing: bool | str = False, **sizes: object,
+    ):  # fmt: skip
         self.device, self.layout, self.length = device, layout, length
         self.processes = layout.data_processes * layout.tp
         config = preset(name).config(
@@ -100,9 +92,8 @@ class Training:
         )
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss of ``batch`` [sequences, length], the same on all processes;
-
-        each process computes its share of the sequences.
+        """The loss of ``batch`` [sequences, length], the same on all processes; each process computes its share of the
+        sequences.
         """
         rank = dist.get_rank() if self.processes > 1 else 0
         mine = batch.chunk(self.layout.data_processes)[self.layout.data_index(rank)].to(self.device)
@@ -144,9 +135,8 @@ class Training:
 
 
 def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterator[torch.Tensor]:
-    """The same on every process:
-
-    words of a Zipf distribution, each sequence half of them said twice, so that there is much to learn.
+    """The same on every process: words of a Zipf distribution, each sequence half of them said twice, so that there is
+    much to learn.
     """
     generator = torch.Generator().manual_seed(1)
     frequencies = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)

@@ -1,4 +1,3 @@
-"""What can be measured:
-
-each module has ``add_options(parser)`` and ``cells(options, context)``, and may have ``report(record)``.
+"""What can be measured: each module has ``add_options(parser)`` and ``cells(options, context)``, and may have
+``report(record)``.
 """

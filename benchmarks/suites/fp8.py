@@ -56,9 +56,8 @@ class ScaledLinear(nn.Module):
 
 
 class Fp8SwiGLU(nn.Module):
-    """SwiGLU with all weights in e4m3 and scales for rows:
-
-    two products of ``torch._scaled_mm``, as gate and up projection are one.
+    """SwiGLU with all weights in e4m3 and scales for rows: two products of ``torch._scaled_mm``, as gate and up
+    projection are one.
     """
 
     def __init__(self, plain: flashmhf.SwiGLU) -> None:

@@ -1,6 +1,5 @@
-"""One layer at inference:
-
-CUDA graphs beside SwiGLU (serving), the host's time to queue a call (host), the bits of outputs (bits).
+"""One layer at inference: CUDA graphs beside SwiGLU (serving), the host's time to queue a call (host), the bits of
+outputs (bits).
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class MergedSwiGLU(nn.Module):
 
 
 class Piece(nn.Module):
-    """What an engine compiles and captures between two calls of attention:
-
-    residual sum, RMSNorm, ``network``, residual sum, RMSNorm.
+    """What an engine compiles and captures between two calls of attention: residual sum, RMSNorm, ``network``, residual
+    sum, RMSNorm.
     """
 
     def __init__(self, network: nn.Module, **settings) -> None:
@@ -74,9 +72,8 @@ class Piece(nn.Module):
 
 @functools.cache
 def served(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
-    """SETS modules of each kind for all cells, so that each is compiled once;
-
-    module, compiled and piece share their weights.
+    """SETS modules of each kind for all cells, so that each is compiled once; module, compiled and piece share their
+    weights.
     """
     like = {"device": device, "dtype": dtype}
     modules = [flashmhf.FlashMHF(*SIZES, **like).eval() for _ in range(SETS)]

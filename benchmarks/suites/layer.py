@@ -1,7 +1,4 @@
-"""Whole feed-forward networks, one layer times the model's layers:
-
-the paper's efficiency table, training, decode.
-"""
+"""Whole feed-forward networks, one layer times the model's layers: the paper's efficiency table, training, decode."""
 
 from __future__ import annotations
 
@@ -78,14 +75,9 @@ def _one_call(call: Call, direction: str) -> Callable[[nn.Module, Tensor, Tensor
 
 
 def prepare(
-    subject: Subject,
-    shape: Shape,
-    size: tuple[int, int],
-    direction: str,
-    graph: bool,
-    official: pathlib.Path | None,
+    subject: Subject, shape: Shape, size: tuple[int, int], direction: str, graph: bool, official: pathlib.Path | None,
     context: Context,
-) -> Prepared:
+) -> Prepared:  # fmt: skip
     """Makes the subject's layers and inputs of ``size`` (batch, length), checks the first layer, measures its memory
     and makes the pass.
     """
@@ -132,16 +124,9 @@ def prepare(
 
 
 def layer_cell(
-    group: str,
-    shape: Shape,
-    length: int,
-    subjects: Iterable[str],
-    *,
-    batch: int = BATCH,
-    direction: str = "forward",
-    graph: bool = False,
-    official: pathlib.Path | None = None,
-) -> Cell:
+    group: str, shape: Shape, length: int, subjects: Iterable[str], *, batch: int = BATCH, direction: str = "forward",
+    graph: bool = False, official: pathlib.Path | None = None,
+) -> Cell:  # fmt: skip
     """Subjects on ``batch`` sequences of ``length`` tokens.
 
     direction: "forward", or "training" for forward and backward.

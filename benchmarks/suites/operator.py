@@ -87,9 +87,8 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Subject:
-    """``call`` on a problem;
-
-    ``work``: useful operations in units of :attr:`Size.products`; ``check``: its errors against float64.
+    """``call`` on a problem; ``work``: useful operations in units of :attr:`Size.products`; ``check``: its errors
+    against float64.
     """
 
     call: Callable[[testing.Problem], object]

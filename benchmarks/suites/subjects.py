@@ -193,9 +193,8 @@ def _why_no_official(shape: Shape, settings: Settings) -> str | None:
 
 
 class _Official(nn.Module):
-    """The checkout's Triton kernel called as its model does:
-
-    weights and tokens copied to its layout, the router in fp32.
+    """The checkout's Triton kernel called as its model does: weights and tokens copied to its layout, the router in
+    fp32.
     """
 
     def __init__(self, shape: Shape, settings: Settings):

@@ -1,6 +1,5 @@
-"""The choice of the back end:
-
-the first of hopper, triton, eager that supports the device, dtype and shape, or the one asked for.
+"""The choice of the back end: the first of hopper, triton, eager that supports the device, dtype and shape, or the one
+asked for.
 """
 
 from __future__ import annotations

@@ -12,10 +12,7 @@ def _library() -> ctypes.CDLL:
 
 
 def version() -> int:
-    """Return the newest CUDA version that the installed driver supports, 1000 * major + 10 * minor;
-
-    0 without a driver.
-    """
+    """Return the newest CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver."""
     number = ctypes.c_int(0)
     try:
         _library().cuDriverGetVersion(ctypes.byref(number))

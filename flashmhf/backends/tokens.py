@@ -1,6 +1,5 @@
-"""Token axes:
-
-how many of a tensor's leading dimensions collapse to one stride, and block access without copying the tensor.
+"""Token axes: how many of a tensor's leading dimensions collapse to one stride, and block access without copying the
+tensor.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ def collapse(x: Tensor) -> list[tuple[int, int]]:
 
 
 class TokenRows:
-    """Blocks of tokens of x [..., H, d] as [tokens, H, d]:
-
-    views where the tokens lie at one stride, else copies of just that block.
+    """Blocks of tokens of x [..., H, d] as [tokens, H, d]: views where the tokens lie at one stride, else copies of
+    just that block.
     """
 
     def __init__(self, x: Tensor):

@@ -1,7 +1,4 @@
-"""Tensor parallelism of the modules:
-
-heads over the ranks of one mesh dimension, by PyTorch's own styles and DTensor.
-"""
+"""Tensor parallelism of the modules: heads over the ranks of a mesh dimension, by PyTorch's styles and DTensor."""
 
 from __future__ import annotations
 
@@ -85,12 +82,9 @@ class HeadParallel(ParallelStyle):
     """
 
     def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
         use_local_output: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.input_layouts, self.output_layouts = input_layouts or Replicate(), output_layouts or Replicate()
         self.use_local_output = use_local_output
@@ -135,13 +129,9 @@ def _distribute(
 
 
 def wrap_forward(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    inputs: Placement,
-    within: Placement,
-    outputs: Placement,
+    module: nn.Module, mesh: DeviceMesh, inputs: Placement, within: Placement, outputs: Placement,
     use_local_output: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Have ``module`` take its first argument placed as ``inputs``, compute with it as ``within`` and return its result
     as ``outputs``.
     """

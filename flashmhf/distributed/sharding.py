@@ -87,9 +87,8 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 def _divides(spec: DTensorSpec, heads: int) -> bool:
-    """Return whether the ranks that shard k's first dimension divide its ``heads``:
-
-    a rank then has whole groups of heads.
+    """Return whether the ranks that shard k's first dimension divide its ``heads``: a rank then has whole groups of
+    heads.
     """
     ranks = math.prod(
         size for size, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard(0)

@@ -1,4 +1,3 @@
-"""FlashMHF inside other tools:
-
-``vllm`` (its model class; ``vllm_plugin`` is the entry point, ``shards`` the layers) and ``torchtitan``.
+"""FlashMHF inside other tools: ``vllm`` (its model class; ``vllm_plugin`` is the entry point, ``shards`` the layers)
+and ``torchtitan``.
 """

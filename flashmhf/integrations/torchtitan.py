@@ -87,24 +87,17 @@ class TitanFlashMHF(FlashMHF, Module):
         super().parallelize(parallel_dims)
 
     def _init_self_parameters(self) -> None:
-        """Draw the weights after the children have drawn theirs:
-
-        the projections take part in the balanced initialisation.
+        """Draw the weights after the children have drawn theirs: the projections take part in the balanced
+        initialisation.
         """
         self.reset_parameters(self.config.init, num_layers=self.config.num_layers)
 
 
 @override(target=FeedForward.Config, fqns=["*.feed_forward"], description="FlashMHF for SwiGLU", exact=True)
 def feed_forward(
-    cfg: FeedForward.Config,
-    *,
-    num_heads: int | None = None,
-    num_subnets: int | None = None,
-    subnet_dim: int | None = None,
-    q_norm: bool = False,
-    num_layers: int = 1,
-    init: str = "balanced",
-) -> TitanFlashMHF.Config:
+    cfg: FeedForward.Config, *, num_heads: int | None = None, num_subnets: int | None = None,
+    subnet_dim: int | None = None, q_norm: bool = False, num_layers: int = 1, init: str = "balanced",
+) -> TitanFlashMHF.Config:  # fmt: skip
     """Return the configuration of a FlashMHF network in place of the SwiGLU ``cfg``.
 
     Args:
@@ -144,9 +137,8 @@ def feed_forward(
 
 
 def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:
-    """Shard K, U, V and the router by heads, in_proj by columns, out_proj by rows;
-
-    x and the result lie as those of ``cfg``.
+    """Shard K, U, V and the router by heads, in_proj by columns, out_proj by rows; x and the result lie as those of
+    ``cfg``.
     """
     placed = {name: dense_param_placement(tp=spmd.S(dim)) for name, dim in FlashMHF.SHARDED.items()}
     network.sharding_config = ShardingConfig(

@@ -34,9 +34,8 @@ def _rank() -> Rank:
 
 
 class DenseMoE(llama.LlamaMLP):
-    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank:
-
-    vLLM's merged gate and up projections, and the gate between.
+    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank: vLLM's merged gate and up projections, and the
+    gate between.
     """
 
     def __init__(self, config, prefix: str) -> None:
@@ -58,7 +57,7 @@ class DenseMoE(llama.LlamaMLP):
 
 
 class NoNorm(nn.Module):
-    """Stand in for the feed-forward network's norm if the configuration has none, with the signature of vLLM's RMSNorm."""
+    """Stand in, with the signature of vLLM's RMSNorm, for the feed-forward network's norm if there is none."""
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual = x + residual
@@ -80,18 +79,16 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
 
 
 class FlashMHFForCausalLM(llama.LlamaForCausalLM):
-    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`:
-
-    every ``ffn_type``, FP8, tensor and pipeline parallelism.
+    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: every ``ffn_type``, FP8, tensor and pipeline
+    parallelism.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the checkpoint;
-
-        vLLM itself does not look for missing tensors of a quantised one. Raises ValueError for missing tensors.
+        """Load the checkpoint; vLLM itself does not look for missing tensors of a quantised one. Raises ValueError for
+        missing tensors.
         """
         loaded = super().load_weights(weights)
         check_complete("the checkpoint", {name for name, _ in self.named_parameters()} - loaded)

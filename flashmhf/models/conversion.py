@@ -160,9 +160,8 @@ def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tupl
 
 
 def _read_state(directory: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint directory from the files that transformers would take:
-
-    one whole file, or those that an index names; safetensors before PyTorch's. Others are not opened.
+    """Read the tensors of a checkpoint directory from the files that transformers would take: one whole file, or those
+    that an index names; safetensors before PyTorch's. Others are not opened.
     """
 
     def unpickle(file: Path) -> dict[str, Tensor]:

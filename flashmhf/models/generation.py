@@ -17,9 +17,8 @@ _DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class _RefuseNotFinite(LogitsProcessor):
-    """Raise ValueError for scores that are not finite:
-
-    the likeliest token of NaN is a token like any other, and drawing one ends in an assertion on the device.
+    """Raise ValueError for scores that are not finite: the likeliest token of NaN is a token like any other, and
+    drawing one ends in an assertion on the device.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -31,9 +30,8 @@ class _RefuseNotFinite(LogitsProcessor):
 
 
 class _Printer(TextStreamer):
-    """Decode the continuation together with the end of the prompt:
-
-    many tokenizers drop the space before the first word.
+    """Decode the continuation together with the end of the prompt: many tokenizers drop the space before the first
+    word.
     """
 
     def put(self, value: torch.Tensor) -> None:
@@ -49,16 +47,9 @@ def printer(tokenizer) -> TextStreamer:
 
 
 def generate(
-    model: PreTrainedModel,
-    tokenizer,
-    prompt: str,
-    *,
-    max_new_tokens: int = 100,
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    seed: int | None = None,
-    streamer: TextStreamer | None = None,
-) -> str:
+    model: PreTrainedModel, tokenizer, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.8,
+    top_p: float = 0.95, seed: int | None = None, streamer: TextStreamer | None = None,
+) -> str:  # fmt: skip
     """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token. The model's own
     settings take no part, and nothing is written to the model.
 

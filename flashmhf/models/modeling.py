@@ -127,9 +127,8 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
 
 class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM, GenerationMixin):
-    """Predict the next token:
-
-    input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in nats per token.
+    """Predict the next token: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in
+    nats per token.
     """
 
     def __init__(self, config: FlashMHFConfig):

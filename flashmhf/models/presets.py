@@ -148,9 +148,8 @@ OFFICIAL = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of this name;
-
-    a scale alone ("128m") stands for FlashMHF's. Raises ValueError that lists the names.
+    """Return the preset of this name; a scale alone ("128m") stands for FlashMHF's. Raises ValueError that lists the
+    names.
     """
     presets = PRESETS | OFFICIAL
     name = f"flashmhf-{name}" if name in SCALES else name

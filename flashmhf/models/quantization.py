@@ -55,14 +55,9 @@ class FlashMHFRecord(QuantizationConfigMixin):
     """
 
     def __init__(
-        self,
-        *,
-        networks: dict[str, dict[str, Any]] | None = None,
-        fp8: bool | list[str] = False,
-        layout: int = LAYOUT,
-        quant_method: str = METHOD,
-        **others: Any,
-    ) -> None:
+        self, *, networks: dict[str, dict[str, Any]] | None = None, fp8: bool | list[str] = False, layout: int = LAYOUT,
+        quant_method: str = METHOD, **others: Any,
+    ) -> None:  # fmt: skip
         if others:
             raise ValueError(f"the record of the networks has {sorted(others)}, which this version does not know")
         if layout != LAYOUT:

@@ -1,6 +1,5 @@
-"""Modules [..., d_model] -> [..., d_model]:
-
-FlashMHF, the networks the paper compares it with, conversion and optimizers.
+"""Modules [..., d_model] -> [..., d_model]: FlashMHF, the networks the paper compares it with, conversion and
+optimizers.
 """
 
 from . import convert

@@ -32,22 +32,11 @@ class MHFFN(GroupedHeads):
     deterministic: bool | None
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        intermediate_dim: int,
-        *,
-        num_kv_heads: int | None = None,
-        q_norm: bool = False,
-        q_norm_eps: float = 1e-5,
-        skip_linear: bool = False,
-        activation: str = "silu",
-        bias: bool = False,
-        backend: str = "auto",
-        deterministic: bool | None = None,
-        device: Device = None,
+        self, d_model: int, num_heads: int, intermediate_dim: int, *, num_kv_heads: int | None = None,
+        q_norm: bool = False, q_norm_eps: float = 1e-5, skip_linear: bool = False, activation: str = "silu",
+        bias: bool = False, backend: str = "auto", deterministic: bool | None = None, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
         self.intermediate_dim = positive("intermediate_dim", intermediate_dim)
@@ -84,14 +73,9 @@ class SwiGLU(Network):
     intermediate_dim: int
 
     def __init__(
-        self,
-        d_model: int,
-        intermediate_dim: int,
-        *,
-        bias: bool = False,
-        device: Device = None,
+        self, d_model: int, intermediate_dim: int, *, bias: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(dtype)
         self.d_model, self.intermediate_dim = (
             positive("d_model", d_model),
@@ -125,15 +109,9 @@ class ParametricKV(MultiHead):
     v: nn.Parameter
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        num_kv: int,
-        *,
-        bias: bool = False,
-        device: Device = None,
+        self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(d_model, num_heads, bias, device, dtype)
         self.num_kv = positive("num_kv", num_kv)
         shape = (self.num_heads, self.num_kv, self.head_dim)
@@ -169,15 +147,9 @@ class DenseMoE(Network):
     router_eps: float
 
     def __init__(
-        self,
-        d_model: int,
-        num_subnets: int,
-        subnet_dim: int,
-        *,
-        router_eps: float = 1e-20,
-        device: Device = None,
+        self, d_model: int, num_subnets: int, subnet_dim: int, *, router_eps: float = 1e-20, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(dtype)
         self.d_model, self.num_subnets = positive("d_model", d_model), positive("num_subnets", num_subnets)
         self.subnet_dim, self.router_eps = positive("subnet_dim", subnet_dim), epsilon("router_eps", router_eps)

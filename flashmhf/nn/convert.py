@@ -120,12 +120,9 @@ def _optional_names(skip_linear: bool, gated: bool) -> set[str]:
 
 
 def check_official(
-    state: Mapping[str, Tensor],
-    num_heads: int,
-    num_subnets: int | None,
-    num_kv_heads: int | None = None,
+    state: Mapping[str, Tensor], num_heads: int, num_subnets: int | None, num_kv_heads: int | None = None,
     skip_linear: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Check every name and size of one module's official state dict against H, E and the other tensors.
 
     Raises KeyError for a missing tensor, ValueError for unknown names, a router without num_subnets and shapes that do
@@ -156,14 +153,9 @@ def check_official(
 
 
 def from_official(
-    state: Mapping[str, Tensor],
-    num_heads: int,
-    num_subnets: int | None = None,
-    *,
-    num_kv_heads: int | None = None,
-    skip_linear: bool = False,
-    scales: tuple[float, float] = (1.0, 1.0),
-) -> dict[str, Tensor]:
+    state: Mapping[str, Tensor], num_heads: int, num_subnets: int | None = None, *, num_kv_heads: int | None = None,
+    skip_linear: bool = False, scales: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, Tensor]:  # fmt: skip
     """Convert one module's official state dict to that of ``FlashMHF``, or of ``MHFFN`` if ``num_subnets`` is None.
 
     Args:

@@ -68,24 +68,11 @@ class FlashMHF(GroupedHeads):
     router: nn.Parameter
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        num_subnets: int,
-        subnet_dim: int | None = None,
-        *,
-        num_kv_heads: int | None = None,
-        router_eps: float = 1e-20,
-        q_norm: bool = False,
-        q_norm_eps: float = 1e-5,
-        skip_linear: bool = False,
-        activation: str = "silu",
-        bias: bool = False,
-        backend: str = "auto",
-        deterministic: bool | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, d_model: int, num_heads: int, num_subnets: int, subnet_dim: int | None = None, *,
+        num_kv_heads: int | None = None, router_eps: float = 1e-20, q_norm: bool = False, q_norm_eps: float = 1e-5,
+        skip_linear: bool = False, activation: str = "silu", bias: bool = False, backend: str = "auto",
+        deterministic: bool | None = None, device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
         self.num_subnets = positive("num_subnets", num_subnets)

@@ -107,14 +107,9 @@ class MultiHead(Network):
     out_proj: nn.Linear | None
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        bias: bool,
-        device: Device,
-        dtype: torch.dtype | None,
+        self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None,
         skip_linear: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(dtype)
         self.d_model, self.num_heads = positive("d_model", d_model), positive("num_heads", num_heads)
         if self.d_model % self.num_heads:
@@ -158,15 +153,9 @@ class GroupedHeads(MultiHead):
     v: nn.Parameter
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        num_kv_heads: int | None,
-        q_norm: bool,
-        q_norm_eps: float,
-        activation: str,
+        self, d_model: int, num_heads: int, num_kv_heads: int | None, q_norm: bool, q_norm_eps: float, activation: str,
         **settings: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``settings``: the arguments of :class:`MultiHead` beside its sizes."""
         super().__init__(d_model, num_heads, **settings)
         self.num_kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)

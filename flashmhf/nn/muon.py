@@ -122,17 +122,10 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        *,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        fused: bool | None = None,
-        capturable: bool = False,
-    ):
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float | Tensor = 1e-3, weight_decay: float = 0.1,
+        *, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+        fused: bool | None = None, capturable: bool = False,
+    ):  # fmt: skip
         for name, value in (
             ("lr", float(lr) if isinstance(lr, Tensor) else lr),
             ("weight_decay", weight_decay),

@@ -1,6 +1,5 @@
-"""The base classes of the networks:
-
-they draw their own weights, and their weights stay contiguous. The constants of a module.
+"""The base classes of the networks: they draw their own weights, and their weights stay contiguous. The constants of a
+module.
 """
 
 from __future__ import annotations
@@ -71,29 +70,19 @@ class Network(Contiguous):
         weight_dtype(dtype)
 
     def _add_projection(
-        self,
-        name: str,
-        sizes: tuple[int, int],
-        role: str,
-        fan_in: float,
-        bias: bool,
-        device: Device,
+        self, name: str, sizes: tuple[int, int], role: str, fan_in: float, bias: bool, device: Device,
         dtype: torch.dtype | None,
-    ) -> None:
-        """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance;
-
-        role: in_proj or out_proj.
+    ) -> None:  # fmt: skip
+        """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance; role:
+        in_proj or out_proj.
         """
         setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias=bias, device=device, dtype=dtype))
         self._drawn_projections = {**self._drawn_projections, name: (role, fan_in)}
 
     def reset_parameters(
-        self,
-        init: str | None = None,
-        initializer_range: float | None = None,
-        num_layers: int | None = None,
+        self, init: str | None = None, initializer_range: float | None = None, num_layers: int | None = None,
         official: OfficialInit | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Draw the weights anew.
 
         An argument that is None keeps its last value; the first are "balanced" ("normal" for ParametricKV), 0.02, 1 and

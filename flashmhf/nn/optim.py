@@ -41,14 +41,9 @@ def roles(model: nn.Module) -> dict[str, str]:
 
 
 def param_groups(
-    model: nn.Module,
-    lr: float,
-    weight_decay: float,
-    *,
-    projection_rate: float | None = None,
-    muon: bool = False,
+    model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float | None = None, muon: bool = False,
     outputs: Iterable[nn.Module] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return ``model``'s parameter groups for an optimizer with decoupled weight decay: ``torch.optim.AdamW``,
     :class:`flashmhf.Muon`.
 

@@ -32,43 +32,19 @@ class Call(NamedTuple):
 
 
 def _layer(
-    x: Tensor,
-    in_w: Tensor,
-    in_bias: Tensor | None,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    eps: float,
-    out_w: Tensor,
-    out_bias: Tensor | None,
-    q_norm: Tensor | None = None,
-    q_norm_eps: float = 0.0,
-    *,
-    backend: str = "auto",
-    activation: str = "silu",
-) -> Call:
+    x: Tensor, in_w: Tensor, in_bias: Tensor | None, k: Tensor, u: Tensor, v: Tensor, w: Tensor | None, eps: float,
+    out_w: Tensor, out_bias: Tensor | None, q_norm: Tensor | None = None, q_norm_eps: float = 0.0, *,
+    backend: str = "auto", activation: str = "silu",
+) -> Call:  # fmt: skip
     ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
     return Call(x, LayerWeights(ends[0], (k, u, v), w, eps, ends[1], q_norm, q_norm_eps), backend, activation)
 
 
 def _fp8_layer(
-    x: Tensor,
-    in_w: Tensor,
-    in_bias: Tensor | None,
-    k8: Tensor,
-    u8: Tensor,
-    v8: Tensor,
-    scales: Tensor,
-    w: Tensor,
-    eps: float,
-    out_w: Tensor,
-    out_bias: Tensor | None,
-    q_norm: Tensor | None = None,
-    q_norm_eps: float = 0.0,
-    *,
+    x: Tensor, in_w: Tensor, in_bias: Tensor | None, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor,
+    eps: float, out_w: Tensor, out_bias: Tensor | None, q_norm: Tensor | None = None, q_norm_eps: float = 0.0, *,
     backend: str = "auto",
-) -> Call:
+) -> Call:  # fmt: skip
     ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
     return Call(x, LayerWeights(ends[0], (k8, u8, v8, scales), w, eps, ends[1], q_norm, q_norm_eps), backend)
 

@@ -20,15 +20,9 @@ R = TypeVar("R")
 
 
 def define(
-    name: str,
-    signature: str,
-    describe: Callable[P, C],
-    values: Callable[[C], R],
-    fake: Callable[[C], R],
-    in_graph: Callable[[C], R | None],
-    autograd: Callable[[C], R] | None = None,
-    casts: Collection[str] = (),
-) -> None:
+    name: str, signature: str, describe: Callable[P, C], values: Callable[[C], R], fake: Callable[[C], R],
+    in_graph: Callable[[C], R | None], autograd: Callable[[C], R] | None = None, casts: Collection[str] = (),
+) -> None:  # fmt: skip
     """Define an operator.
 
     Args:

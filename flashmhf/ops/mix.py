@@ -47,66 +47,32 @@ def _resolve(deterministic: bool | None) -> bool:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None = None,
-    *,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    activation: str = "silu",
-) -> Call:
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, deterministic: bool | None = None,
+    backend: str = "auto", activation: str = "silu",
+) -> Call:  # fmt: skip
     return Call(q, k, u, v, r, backend, Settings(_resolve(deterministic), activation=activation))
 
 
 def _gated_forward(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    *,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    activation: str = "silu",
-) -> Call:
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool | None = None,
+    backend: str = "auto", activation: str = "silu",
+) -> Call:  # fmt: skip
     return Call(q, k, u, v, Router(w, eps), backend, Settings(_resolve(deterministic), activation=activation))
 
 
 def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None = None,
-    deterministic: bool = False,
-    *,
-    backend: str = "auto",
-    needs: Sequence[bool] = (True, True),
-    activation: str = "silu",
-) -> Call:
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False,
+    *, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
+) -> Call:  # fmt: skip
     checks.tensors(grad_out=grad_out)
     tokens, weights = needs
     return Call(q, k, u, v, r, backend, Settings(deterministic, (tokens, weights), activation), grad_out)
 
 
 def _gated_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    deterministic: bool = False,
-    *,
-    backend: str = "auto",
-    needs: Sequence[bool] = (True, True),
-    activation: str = "silu",
-) -> Call:
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, *,
+    backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
+) -> Call:  # fmt: skip
     checks.tensors(grad_out=grad_out)
     tokens, weights = needs
     settings = Settings(deterministic, (tokens, weights), activation)
@@ -277,16 +243,9 @@ def _definition(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, activation:
 
 
 def flash_mhf(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None = None,
-    *,
-    backend: str = "auto",
-    deterministic: bool | None = None,
-    activation: str = "silu",
-) -> Tensor:
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, backend: str = "auto",
+    deterministic: bool | None = None, activation: str = "silu",
+) -> Tensor:  # fmt: skip
     """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e without the T x d_ff intermediate (paper, section
     3.2).
 
@@ -320,17 +279,9 @@ def flash_mhf(
 
 
 def gated_flash_mhf(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    w: Tensor,
-    eps: float,
-    *,
-    backend: str = "auto",
-    deterministic: bool | None = None,
-    activation: str = "silu",
-) -> Tensor:
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, backend: str = "auto",
+    deterministic: bool | None = None, activation: str = "silu",
+) -> Tensor:  # fmt: skip
     """Compute :func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel.
 
     w: [H, d_h, E].

@@ -1,6 +1,5 @@
-"""Packed weights:
-
-K, U and V in e4m3, in the order in which the FP8 kernels read them (flashmhf.backends.fp8_layout), with their scales.
+"""Packed weights: K, U and V in e4m3, in the order in which the FP8 kernels read them (flashmhf.backends.fp8_layout),
+with their scales.
 """
 
 from __future__ import annotations

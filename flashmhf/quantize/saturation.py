@@ -1,6 +1,5 @@
-"""Counts of the values that reach the limit of e4m3:
-
-a slow check, in float32, of single calls and of the calls of a model.
+"""Counts of the values that reach the limit of e4m3: a slow check, in float32, of single calls and of the calls of a
+model.
 """
 
 from __future__ import annotations

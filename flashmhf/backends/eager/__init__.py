@@ -37,9 +37,8 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
 
 
 def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (tokens, inter units) of a block in ``dtype``;
-
-    an inter chunk is a whole number of sub-networks, or a slice of one.
+    """Return (tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a
+    slice of one.
     """
     budget = BLOCK_BYTES // dtype.itemsize
     t = min(tokens, TOKENS)
@@ -106,15 +105,9 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    settings: Settings,
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings,
     dq_dtype: torch.dtype,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return (dq, dk, du, dv, dr)."""
     needs_tokens, needs_weights = settings.needs
     kv_heads, subnets, subnet_dim, head_dim = k.shape
@@ -166,15 +159,9 @@ def backward(
 
 
 def _chunk_grads(
-    q: Tensor,
-    grad_out: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    gates: Tensor | None,
-    activation: str,
-    dq: Tensor | None,
-    dr: Tensor | None,
-    sums: list[Tensor] | None,
-) -> None:
+    q: Tensor, grad_out: Tensor, weights: tuple[Tensor, Tensor, Tensor], gates: Tensor | None, activation: str,
+    dq: Tensor | None, dr: Tensor | None, sums: list[Tensor] | None,
+) -> None:  # fmt: skip
     """Add the gradients of a block q, grad_out [t, D] and a chunk of k, u, v [J, D] to dq [t, D], dr [t, e, 1] and
     ``sums``, those of k, u and v; None for what is not needed.
 

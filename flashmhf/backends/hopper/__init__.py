@@ -127,7 +127,7 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
 
 
 def reads(q: Tensor, r: Tensor | None, **weights: Tensor) -> bool:
-    """Return whether :func:`check_layout` raises nothing for fake tensors; False where sizes are known at run time only."""
+    """Return whether :func:`check_layout` raises nothing for fakes; False if sizes are known at run time alone."""
     try:
         check_layout(q, r, **weights)
     except (ValueError, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):

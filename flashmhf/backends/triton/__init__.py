@@ -60,15 +60,9 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
 @gating.through_router
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    settings: Settings,
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings,
     dq_dtype: torch.dtype,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     from . import launch
 
     dq, dr = launch.token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)

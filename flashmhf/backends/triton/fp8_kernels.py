@@ -30,9 +30,8 @@ def column_at(place):
 
 @triton.jit
 def to_e4m3(x, INTERPRETED: tl.constexpr):
-    """Rounds to the nearest, ties to even;
-
-    saturates; NaN stays NaN. Triton's interpreter truncates: there the rounding comes first.
+    """Rounds to the nearest, ties to even; saturates; NaN stays NaN. Triton's interpreter truncates: there the rounding
+    comes first.
     """
     x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
@@ -110,9 +109,8 @@ def config(head_dim: int, subnet_dim: int) -> Config:
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous;
-
-    the operands as :func:`flashmhf.quantize.pack_fp8` has them, r [..., H, E] or None.
+    """S [..., H, d_h] in q's dtype, contiguous; the operands as :func:`flashmhf.quantize.pack_fp8` has them, r [..., H,
+    E] or None.
     """
     with launch._launching(q.device):
         arguments = {"q": q, "k8": k8, "u8": u8, "v8": v8, "scales": scales, "matrices": scales[0].numel()}

@@ -25,9 +25,8 @@ INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def sigmoid(x, RECIPROCAL: tl.constexpr):
-    """1 / (1 + exp(-x));
-
-    RECIPROCAL: through the hardware's approximate reciprocal (1 ulp), one instruction instead of five.
+    """1 / (1 + exp(-x)); RECIPROCAL: through the hardware's approximate reciprocal (1 ulp), one instruction instead of
+    five.
     """
     denominator = 1.0 + tl.exp2(x * -LOG2_E)
     if RECIPROCAL:
@@ -58,10 +57,7 @@ def activate(m, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr):
 
 @triton.jit
 def token_offsets(t, table, mask, length, outer, inner, LAYOUT: tl.constexpr):
-    """int64 offsets of tokens t:
-
-    one stride ("rows"), blocks of ``length`` tokens ("blocks"), or looked up ("table").
-    """
+    """Offsets (int64) of tokens t: a stride ("rows"), blocks of ``length`` tokens ("blocks"), or a lookup ("table")."""
     if LAYOUT == "table":
         return tl.load(table + t, mask=mask, other=0)
     elif LAYOUT == "blocks":

@@ -59,9 +59,8 @@ def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
 
 
 class _Rows:
-    """Kernel arguments that address x [..., H, columns] in place:
-
-    one token stride, blocks of tokens, or a table of offsets.
+    """Kernel arguments that address x [..., H, columns] in place: one token stride, blocks of tokens, or a table of
+    offsets.
     """
 
     def __init__(self, x: Tensor, name: str):
@@ -96,9 +95,8 @@ class _Rows:
         }
 
     def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
-        """Return [tokens, columns of all heads] for the TMA unit, the head an offset among the columns;
-
-        None where it cannot be one.
+        """Return [tokens, columns of all heads] for the TMA unit, the head an offset among the columns; None where it
+        cannot be one.
         """
         head, column = self.x.stride()[-2:]
         heads, width = self.x.shape[-2:]
@@ -187,9 +185,8 @@ def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
 
 
 def _splits(programs: int, device: torch.device, most: int) -> int:
-    """Return the shares of a sum that has too few programs to fill the device;
-
-    each share has its own fp32 result, added in fixed order.
+    """Return the shares of a sum that has too few programs to fill the device; each share has its own fp32 result,
+    added in fixed order.
     """
     return max(1, min(most, WAVES * _architecture(device)[1] // programs))
 
@@ -197,10 +194,7 @@ def _splits(programs: int, device: torch.device, most: int) -> int:
 def _token_result(
     kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[str, object], name: str, dtype: torch.dtype
 ) -> Tensor:
-    """Run a kernel whose programs own a token block of a head;
-
-    sum the shares of the sub-networks where it was split.
-    """
+    """Run a kernel whose programs own a token block of a head; sum the shares of sub-networks where it was split."""
     tokens, heads = token_count(q), q.shape[-2]
     blocks = triton.cdiv(tokens, config.tokens)
     splits = _splits(blocks * heads, q.device, most=k.shape[1])
@@ -232,15 +226,9 @@ def _gate_arguments(r: Tensor | None) -> dict[str, object]:
 
 
 def token_grads(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    v: Tensor,
-    r: Tensor | None,
-    settings: Settings,
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings,
     dq_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
     if not settings.needs[0]:
         return q.new_empty(0), q.new_empty(0)
