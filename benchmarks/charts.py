@@ -67,7 +67,7 @@ def speedup(layers: Layers) -> Figure:
         line = {"marker": "o", "markersize": 3, "color": OURS, "label": f"against {NAMES[other]}"}
         axes.plot(tokens, [points[t] for t in tokens], style, **line)
     axes.axhline(1, color=OTHERS, linewidth=1)
-    axes.set(xlabel="tokens in the batch", ylabel="times faster", ylim=(0.9, None))
+    axes.set(xlabel="tokens in the batch", ylabel="speed ÷ SwiGLU's", ylim=(0.9, None))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

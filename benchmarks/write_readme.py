@@ -31,7 +31,8 @@ KEPT = ", 16-bit projections"  # of subjects of older records
 UNKNOWN = "not measured"
 BOTH = {"flashmhf", "swiglu"}
 PAPER = SHAPES["paper"]
-SWIGLU = ("swiglu_compiled", "swiglu")  # compiled first: it is what a reader would run instead
+SWIGLU = "swiglu_compiled"  # what a reader would run instead
+FASTER = "speed ÷ SwiGLU's"  # the one direction of every ratio: above 1 FlashMHF is better
 
 
 class Records:
@@ -165,7 +166,7 @@ class Layers:
         """MiB of one layer beyond weights and input."""
         return self.rows.get((group, subject), {}).get(size, {}).get("memory_mib", {}).get("beyond")
 
-    def times(self, what: str, group: str, subject: str = SWIGLU[0]) -> list[float]:
+    def times(self, what: str, group: str, subject: str = SWIGLU) -> list[float]:
         """That of ``subject`` over ours, "ms" or "beyond", at every size."""
         value = getattr(self, what)
         ratios = (ratio(value(group, subject, size), value(group, self.ours, size)) for size in self.sizes(group))
@@ -173,43 +174,21 @@ class Layers:
 
 
 def headline(records: Records) -> str:
+    """Prefill of all layers beside compiled SwiGLU's."""
     layers, lines = Layers(records), []
     for length in layers.sizes("latency"):
         ms, mib = (
-            [value("latency", name, length) for name in (layers.ours, *SWIGLU)] for value in (layers.ms, layers.beyond)
+            [value("latency", name, length) for name in (layers.ours, SWIGLU)] for value in (layers.ms, layers.beyond)
         )
-        cells = [fixed(each, 2) for each in (*ms, *(ratio(other, ms[0]) for other in ms[1:]))]
-        cells += [fixed(mib[0], 0), *(fixed(ratio(other, mib[0]), 1) for other in mib[1:])]
-        lines.append([f"{BATCH * length:,}", *cells])
-    header = ["tokens", "flashmhf, ms", "SwiGLU compiled, ms", "SwiGLU eager, ms", "faster than compiled", "than eager"]
-    header += ["flashmhf, MiB", "less than compiled", "than eager"]
+        times = [*(fixed(each, 1) for each in ms), fixed(ratio(ms[1], ms[0]), 2)]
+        lines.append([f"{BATCH * length:,}", *times, *(fixed(each, 0) for each in mib)])
+    header = ["tokens", "FlashMHF, ms", "SwiGLU, ms", FASTER, "FlashMHF, MiB", "SwiGLU, MiB"]
     sizes = f"d_model {PAPER.d_model:,}, {PAPER.heads} heads, {PAPER.subnets} sub-networks of {PAPER.subnet_dim}"
-    note = (
-        f"*Inference on one {gpu(layers.record)}, bf16, equal parameters: {PAPER.layers} FlashMHF layers ({sizes}) "
-        f"against {PAPER.swiglu_layers} SwiGLU layers ({PAPER.swiglu_dim:,} wide). "
-        "MiB: one layer's peak beyond weights and input.*"
+    what = (
+        f"Prefill, batch 8, bf16: {PAPER.layers} FlashMHF layers ({sizes}) and {PAPER.swiglu_layers} compiled SwiGLU "
+        f"layers of equal parameters ({PAPER.swiglu_dim:,} wide). MiB: one layer's peak beyond weights and input"
     )
-    return f"{table(header, lines)}\n\n{note}"
-
-
-def layer_prefill_table(records: Records) -> str:
-    layers, lines = Layers(records), []
-    for length in layers.sizes("latency"):
-        ms = [layers.ms("latency", name, length) for name in (layers.ours, *SWIGLU)]
-        ratios = [fixed(ratio(other, ms[0]), 2) for other in ms[1:]]
-        lines.append([f"{BATCH * length:,}", *(fixed(each, 1) for each in ms), *ratios])
-    header = ["tokens", "FlashMHF, ms", "SwiGLU compiled, ms", "SwiGLU eager, ms", "faster than compiled", "than eager"]
-    return f"{table(header, lines)}\n\n{machine('All layers, batch 8', layers.record)}"
-
-
-def layer_memory_table(records: Records) -> str:
-    layers, lines = Layers(records), []
-    for length in layers.sizes("latency"):
-        mib = [layers.beyond("latency", name, length) for name in (layers.ours, *SWIGLU, "mhffn_naive")]
-        lines.append([f"{BATCH * length:,}", *(fixed(each, 0) for each in mib), fixed(ratio(mib[1], mib[0]), 1)])
-    header = ["tokens", "FlashMHF", "SwiGLU compiled", "SwiGLU eager", "multi-head in plain PyTorch"]
-    what = machine("Peak of one layer beyond weights and input, MiB", layers.record)
-    return f"{table([*header, 'less than compiled'], lines)}\n\n{what}"
+    return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
 
 
 def implementations_table(records: Records) -> str:
@@ -217,36 +196,51 @@ def implementations_table(records: Records) -> str:
     layers, lines = Layers(records), []
     lengths = sorted(layers.rows["latency", "dense_moe"])
     for name in layers.subjects("latency"):
-        pairs = [(layers.ms("latency", name, n), layers.ms("latency", layers.ours, n)) for n in lengths]
-        lines.append(
-            [SUBJECTS[name].title, *(x for ms, our in pairs for x in (fixed(ms, 1), fixed(ratio(ms, our), 2)))]
-        )
-    header = ["implementation", *(x for n in lengths for x in (f"{BATCH * n:,} tokens, ms", "÷ FlashMHF"))]
-    return f"{table(header, lines)}\n\n{machine('All layers, forward', layers.record)}"
+        pairs = [(layers.ms("latency", name, n), layers.ms("latency", SWIGLU, n)) for n in lengths]
+        cells = [cell for ms, theirs in pairs for cell in (fixed(ms, 1), fixed(ratio(theirs, ms), 2))]
+        lines.append([SUBJECTS[name].title, *cells, fixed(layers.beyond("latency", name, lengths[-1]), 0)])
+    header = [
+        "implementation",
+        *(x for n in lengths for x in (f"{BATCH * n:,} tokens, ms", "speed ÷ compiled SwiGLU's")),
+    ]
+    return f"{table([*header, 'MiB per layer'], lines)}\n\n{machine('All layers, forward', layers.record)}"
 
 
 def layer_training_table(records: Records) -> str:
     layers, lines = Layers(records), []
     length = layers.sizes("training")[0]
-    ours = layers.ms("training", layers.ours, length)
+    theirs = layers.ms("training", SWIGLU, length)
     for name in layers.subjects("training"):
         ms, mib = layers.ms("training", name, length), layers.beyond("training", name, length)
-        lines.append([SUBJECTS[name].title, f"{ms:.1f}", f"{ms / ours:.2f}", f"{mib:,.0f}"])
-    header = ["implementation", "ms", "÷ FlashMHF", "MiB per layer"]
+        lines.append([SUBJECTS[name].title, f"{ms:.1f}", f"{theirs / ms:.2f}", f"{mib:,.0f}"])
+    header = ["implementation", "ms", "speed ÷ compiled SwiGLU's", "MiB per layer"]
     what = f"Forward and backward of all layers, {BATCH * length:,} tokens"
     return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
 
 
-def layer_decode_table(records: Records) -> str:
+def decode_table(records: Records) -> str:
+    """Small batches: a layer, what an engine runs between two calls of attention, and both for all layers."""
     layers, lines = Layers(records), []
+    pieces = by(records["serving"]["rows"], "T")
+    depth = PAPER.swiglu_layers / PAPER.layers
     for tokens in layers.sizes("decode"):
-        names = (layers.ours, *SWIGLU)
-        micro = [f"{1e3 * layers.rows['decode', name][tokens]['ms']['p50']:.1f}" for name in names]
-        ours, *others = (layers.ms("decode", name, tokens) for name in names)
-        lines.append([f"{tokens:,}", *micro, *(f"{ms / ours:.2f}" for ms in others)])
-    header = ["tokens", "FlashMHF, µs per layer", "SwiGLU compiled, µs", "SwiGLU eager, µs"]
-    header += ["all layers: faster than compiled", "than eager"]
-    return f"{table(header, lines)}\n\n{machine('From CUDA graphs', layers.record)}"
+        if (tokens,) in pieces:
+            ours, theirs = (
+                [layers.rows["decode", layer][tokens]["ms"]["p50"], pieces[tokens,][piece]["ms"]["p50"]]
+                for layer, piece in ((layers.ours, "piece"), (SWIGLU, "piece swiglu"))
+            )
+            cells = [
+                cell
+                for ms, other in zip(ours, theirs, strict=True)
+                for cell in (f"{1e3 * ms:.1f}", f"{1e3 * other:.1f}", f"{depth * other / ms:.2f}")
+            ]
+            lines.append([f"{tokens:,}", *cells])
+    parts = (f"{what}, {unit}" for what in ("layer", "piece") for unit in ("µs", "SwiGLU's", "all ÷ SwiGLU's"))
+    what = (
+        f"bf16, CUDA graphs, compiled SwiGLU. All: the speed of {PAPER.layers} layers or pieces ÷ that of "
+        f"{PAPER.swiglu_layers} of SwiGLU's"
+    )
+    return f"{table(['tokens', *parts], lines)}\n\n{machine(what, layers.record)}"
 
 
 # Whole models
@@ -272,12 +266,13 @@ def training_table(records: Records) -> str:
         pair = [rows.get(name, {}) for name in ("flashmhf", "swiglu")]
         speeds = [row.get("tokens_per_s") for row in pair]
         gib = [f"{row['memory_mib'] / 1024:.1f}" if row else "" for row in pair]
-        setting = [scale.upper(), f"{batch} x {length:,}", blocks, "yes" if checkpointing else "no"]
+        setting = [f"{scale.upper()}, {batch} x {length:,}", blocks + ", checkpointed" * checkpointing]
         figures = [*(fixed(rate, 0) for rate in speeds), fixed(ratio(*speeds), 2), *gib, fixed(pair[0].get("mfu"), 2)]
         lines.append([*setting, *figures])
-    header = ["model", "batch", "blocks", "checkpointed", "FlashMHF tokens/s", "SwiGLU tokens/s", "ratio"]
-    header += ["FlashMHF GiB", "SwiGLU GiB", "FlashMHF MFU"]
-    return f"{table(header, lines)}\n\n{machine('Steps with AdamW under bf16 autocast; memory is the peak', record)}"
+    header = ["model, batch", "blocks", "FlashMHF, tokens/s", "SwiGLU, tokens/s", FASTER]
+    header += ["FlashMHF, GiB", "SwiGLU, GiB", "FlashMHF's MFU"]
+    what = machine("Steps with AdamW under bf16 autocast; memory is the peak", record)
+    return f"{table(header, lines, words=(0, 1))}\n\n{what}"
 
 
 def training_depth_table(records: Records) -> str:
@@ -291,7 +286,7 @@ def training_depth_table(records: Records) -> str:
             speed = row["tokens_per_s"] / baseline["tokens_per_s"]
             cells += [fixed(row["tokens_per_s"], 0), fixed(speed, 2), fixed(row["memory_mib"] / 1024, 1)]
         lines.append(cells)
-    header = ["layers", "tokens/s", "ratio", "GiB", "checkpointed, tokens/s", "ratio", "GiB"]
+    header = ["layers", "tokens/s", FASTER, "GiB", "checkpointed, tokens/s", FASTER, "GiB"]
     what = "1.3B, batches of 4 x 4,096 tokens, compiled blocks, AdamW under bf16 autocast, one run each"
     return f"{table(header, lines, words=(0,))}\n\n{machine(what, record)}"
 
@@ -305,8 +300,8 @@ def prefill_table(records: Records) -> str:
             ours, theirs = (rows.get(name + way, {}).get("ms", {}).get("p50") for name in ("flashmhf", "swiglu"))
             cells += [fixed(ours, 1), fixed(theirs, 1), fixed(ratio(theirs, ours), 2)]
         lines.append(cells)
-    names = ("FlashMHF ms", "SwiGLU ms", "ratio")
-    header = ["model", "prompts", *(f"{name}{way}" for way in ("", ", compiled") for name in names)]
+    names = ("FlashMHF, ms", "SwiGLU, ms", FASTER)
+    header = ["model", "prompts", *(f"{way}: {name}" for way in ("eager", "compiled") for name in names)]
     return f"{table(header, lines)}\n\n{machine('Random weights, bf16, to the last token of each prompt', record)}"
 
 
@@ -337,7 +332,7 @@ def generate_table(records: Records) -> str:
         "Tokens per second of transformers' `generate`, prompts included, random weights, bf16; transformers compiles "
         "the model for a static cache, before the time counts. The ratio is of the faster caches"
     )
-    return f"{table(['model', 'batch', 'prompt', *header, 'ratio'], lines)}\n\n{machine(what, record)}"
+    return f"{table(['model', 'batch', 'prompt', *header, FASTER], lines)}\n\n{machine(what, record)}"
 
 
 def _compared(record: dict, scales: list[str], speeds: list[float], memories: Iterable[float] = ()) -> list[str]:
@@ -352,12 +347,12 @@ def decision_table(records: Records) -> str:
     """One line per question that a reader decides by; what no record has is said to be unmeasured."""
     layers = Layers(records)
     where = f"{gpu(layers.record)}, {PAPER.layers} layers against {PAPER.swiglu_layers}"
-    step, less = (span(layers.times(what, "training")) for what in ("ms", "beyond"))
+    step = span(layers.times("ms", "training"))
+    less, less_prefill = (span(1 / each for each in layers.times("beyond", group)) for group in ("training", "latency"))
     checkpointed = span(layers.times("ms", "training", "swiglu_checkpointed"))
-    prefill = [span(layers.times(what, "latency")) for what in ("ms", "beyond")]
     lines = [
         ["layers alone, decode", span(layers.times("ms", "decode")), UNKNOWN, where],
-        ["layers alone, prefill", *prefill, where],
+        ["layers alone, prefill", span(layers.times("ms", "latency")), less_prefill, where],
         ["layers alone, training step", step, less, where],
         ["the same, SwiGLU eager and checkpointed", checkpointed, "see whole models", where],
     ]
@@ -367,7 +362,7 @@ def decision_table(records: Records) -> str:
         cells = by(prompts["rows"], "scale", "batch", "length").items()
         pairs = {key: [cell[name] for name in names] for key, cell in cells if cell.keys() >= set(names)}
         speeds = [theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs.values()]
-        less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs.values() if "memory_mib" in ours]
+        less = [ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs.values() if "memory_mib" in ours]
         what = f"whole model, prefill, {way.strip() or 'eager'}"
         lines.append([what, *_compared(prompts, [key[0] for key in pairs], speeds, less)])
     found = generation(records["generate"])
@@ -382,15 +377,14 @@ def decision_table(records: Records) -> str:
             keys = [key for key in mine if "flashmhf" in mine[key] and "swiglu" in other.get(key, {})]
             pairs = [(mine[key]["flashmhf"], other[key]["swiglu"]) for key in keys]
             speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
-            less = [theirs["memory_mib"] / ours["memory_mib"] for ours, theirs in pairs]
+            less = [ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs]
             what = f"whole model, training step, {blocks}{name}"
             lines.append([what, *_compared(record, [key[0] for key in keys], speeds, less)])
-    lines.append(["loss at equal parameters", "[see quality](quality.md)", "", ""])
-    header = ["what", "speed ÷ SwiGLU's", "SwiGLU's memory ÷ FlashMHF's", "measured"]
+    header = ["what", FASTER, "memory ÷ SwiGLU's", "measured"]
     note = (
-        "*Above 1 FlashMHF is better. Layers alone are compared with compiled SwiGLU; their memory is the peak of one "
-        "layer beyond weights and input. Whole models are compared with SwiGLU models run in the same way, generation "
-        "with the faster way; their memory is the peak of everything.*"
+        "*Layers alone are compared with compiled SwiGLU; their memory is the peak of one layer beyond weights and "
+        "input. Whole models are compared with SwiGLU models run in the same way, generation with the faster way; "
+        "their memory is the peak of everything.*"
     )
     return f"{table(header, lines, words=(0, 3))}\n\n{note}"
 
@@ -404,18 +398,24 @@ def trained(record: dict, layout: str = "one") -> dict[str, dict]:
 
 
 def several_gpus_training(records: Records) -> str:
+    """A line per layout, both networks in it."""
     found, lines = records.several_gpus("train"), []
-    for name, title in (("flashmhf", "FlashMHF-1.3B"), ("swiglu", "SwiGLU-1.3B")):
-        for ranks, several in found.items():
-            one = trained(several).get(name)
-            for row in several["rows"] if one else ():
-                if (row["part"], row["subject"], row["status"]) == ("train", name, "ok") and row["layout"] != "one":
-                    layout = row["layout"].replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
-                    memory = f"{row['memory_mib'] / one['memory_mib']:.2f}"
-                    lines.append([title, f"{ranks} {gpu(several)}s, {layout}", f"{row['x_one']:.2f}", memory])
-    header = ["model", "layout", "speed ÷ that of as many single GPUs", "memory per GPU ÷ that of one"]
-    what = "Compiled blocks, bf16, sequences of 4,096 tokens. Single GPUs train at the same time, each its own copy"
-    return f"{table(header, lines)}\n\n{software(what, found.values())}"
+    for ranks, several in found.items():
+        rows = [row for row in several["rows"] if row["part"] == "train"]
+        for (layout,), pair in by(rows, "layout").items():
+            if layout != "one" and pair.keys() >= BOTH:
+                ours, theirs = pair["flashmhf"], pair["swiglu"]
+                name = layout.replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
+                speeds = [ours["x_one"], theirs["x_one"], ours["tokens_per_s"] / theirs["tokens_per_s"]]
+                memory = [row["memory_mib"] / 1024 for row in (ours, theirs)]
+                cells = [*(fixed(each, 2) for each in speeds), *(fixed(each, 1) for each in memory)]
+                lines.append([f"{ranks} {gpu(several)}s, {name}", *cells])
+    header = ["layout", "FlashMHF's scaling", "SwiGLU's", FASTER, "FlashMHF, GiB per GPU", "SwiGLU, GiB"]
+    what = (
+        "1.3B, compiled blocks, bf16, sequences of 4,096 tokens. Scaling: the speed ÷ that of as many single GPUs, "
+        "which train at the same time, each its own copy"
+    )
+    return f"{table(header, lines, words=(0,))}\n\n{software(what, found.values())}"
 
 
 def expected_memory(records: Records) -> str:
@@ -497,11 +497,11 @@ def fp8_networks_table(records: Records) -> str:
     for (count, way), rows in by(_without_e4m3_projections(record), "T", "way").items():
         own = rows["flashmhf in 16 bits"]["ms"]["p50"] / rows["flashmhf"]["ms"]["p50"]
         lines.setdefault(count, {})[way] = f"{own:.2f}", f"{rows['flashmhf']['x_swiglu']:.2f}"
-    others, how = ("than bf16 FlashMHF", "than FP8 SwiGLU"), {"graph": "CUDA graph", "called": "no graph"}
+    others, how = ("÷ bf16 FlashMHF's", "÷ FP8 SwiGLU's"), {"graph": "CUDA graph", "called": "no graph"}
     header = ["tokens", *(f"{other}, {name}" for other in others for name in how.values())]
     cells = [[f"{count:,}", *(ways[way][i] for i in (0, 1) for way in how)] for count, ways in lines.items()]
     what = (
-        "Times faster, whole networks, d_model 2,048. SwiGLU: 24 layers against 20, two compiled row-wise "
+        "The speed of whole FP8 networks, d_model 2,048. SwiGLU: 24 layers against 20, two compiled row-wise "
         "`torch._scaled_mm`"
     )
     return f"{table(header, cells)}\n\n{machine(what, record)}"
@@ -547,21 +547,6 @@ def deterministic_table(records: Records) -> str:
     return f"{table(['head width', *more], [cells])}\n\n{machine('The operator; a range spans the sizes', record)}"
 
 
-def serving_table(records: Records) -> str:
-    """Times in CUDA graphs of layers and of what an engine runs between two calls of attention."""
-    record, lines = records["serving"], []
-    names = {"module": "FlashMHF layer", "swiglu": "SwiGLU layer, eager"}
-    names |= {"piece": "FlashMHF piece", "piece swiglu": "SwiGLU piece"}
-    for (count,), rows in by(record["rows"], "T").items():
-        us = {name: 1e3 * rows[name]["ms"]["p50"] for name in names}
-        ratios = [f"{us['swiglu'] / us['module']:.2f}", f"{us['piece swiglu'] / us['piece']:.2f}"]
-        lines.append([f"{count:,}", *(f"{us[name]:.1f}" for name in names), *ratios])
-    ratios = ["layers, SwiGLU ÷ FlashMHF", "pieces, SwiGLU ÷ FlashMHF"]
-    what = "Above 1 FlashMHF is faster. bf16, CUDA graphs; FlashMHF(2048, 16, 22, 384), SwiGLU 8,192 wide"
-    header = ["tokens", *(f"{title}, µs" for title in names.values()), *ratios]
-    return f"{table(header, lines)}\n\n{machine(what, record)}"
-
-
 def vllm_table(records: Records) -> str:
     """Tokens per second of vLLM's engine."""
     record = records["vllm"]
@@ -574,7 +559,7 @@ def vllm_table(records: Records) -> str:
         ours = [rates[f"flashmhf-{layers}"][key] for layers in (20, 21)]
         cells = [fixed(rate, 0), *(cell for each in ours for cell in (fixed(each, 0), f"{each / rate:.2f}"))]
         lines.append([key[0], f"{key[1]:,}", str(key[2]), *cells])
-    header = ["Llama, 24 layers", "FlashMHF, 20", "ratio", "FlashMHF, 21", "ratio"]
+    header = ["Llama, 24 layers", "FlashMHF, 20", "speed ÷ Llama's", "FlashMHF, 21", "speed ÷ Llama's"]
     what = (
         f"Tokens per second of vLLM {record['environment']['packages']['vllm']}, 1.3B models of equal parameters with "
         "random weights, bf16, CUDA graphs"
@@ -591,18 +576,17 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     },
     "docs/measurements.md": {
         "decide": decision_table,
-        "prefill": layer_prefill_table,
-        "memory": layer_memory_table,
-        "decode": layer_decode_table,
+        "headline": headline,
+        "decode": decode_table,
         "training": layer_training_table,
         "implementations": implementations_table,
         "models": prefill_table,
     },
     "docs/api.md": {"deterministic": deterministic_table},
     "docs/fp8.md": {"networks": fp8_networks_table},
-    "docs/serving.md": {"generate": generate_table, "serving": serving_table, "vllm": vllm_table},
+    "docs/serving.md": {"generate": generate_table, "vllm": vllm_table},
     "docs/scaling.md": {"memory": expected_memory, "training": several_gpus_training, "module": several_gpus_module},
-    "docs/language-models.md": {"training": training_table},
+    "docs/training.md": {"training": training_table},
     "docs/guides/sizes.md": {"depth": training_depth_table},
 }
 

@@ -1,5 +1,6 @@
 """The documents are what the records, the scripts and the tree say: tables, commands, links, paths."""
 
+import importlib
 import json
 import re
 import shutil
@@ -8,6 +9,8 @@ import pytest
 from processes import ROOT
 
 from benchmarks import write_readme
+from flashmhf.models.presets import SCALES
+from flashmhf.nn import optim
 from flashmhf_recipes import cli
 
 RECORDS = ROOT / "benchmarks" / "results"
@@ -166,3 +169,43 @@ def test_commands_exist(path):
     ):
         assert command in cli.COMMANDS, f"{path.name}: flashmhf {command}"
     assert not re.findall(r"python3? benchmarks/", text), f"{path.name}: benchmarks run as modules"
+
+
+SETTINGS = re.findall(
+    r"^\| (Muon|AdamW) \| ([\w.]+) \| (\w+) \| ([\d.]+) \| ([\d.]+) \|",
+    (ROOT / "docs" / "guides" / "own-transformer.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=" ".join)
+def test_the_settings_are_those_of_the_best_runs_and_of_the_presets(setting, monkeypatch):
+    optimizer, size, tokens, rate, projections = setting
+    if tokens.endswith("B"):  # the paper's
+        scale = SCALES[size.lower()]
+        seen = scale.steps * scale.batch * scale.context
+        found = (scale.learning_rate, f"{seen / 1e9:.0f}B", optim.ADAMW_PROJECTION_RATE)
+        assert found == (float(rate), tokens, float(projections))
+        return
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    report = importlib.import_module("report")
+    rows = [row for row in report.rows([ROOT / report.RESULTS]) if row.title == f"{size}, {tokens} tokens"]
+    ours = [row for row in rows if row.configuration["ffn"] == "flashmhf"]
+    alike = [row for row in ours if row.configuration["optimizer"] == optimizer.lower()]
+    best = min(alike, key=lambda row: (-len(row.losses), row.mean)).configuration
+    assert (best["learning_rate"], best["rates"].get("projection", 1.0)) == (float(rate), float(projections))
+
+
+def test_guides_and_examples_train_with_the_settings():
+    """The paper's rate at 1.3B, and the long run's at 57M with Muon, whose defaults are the projections' rates."""
+    assert len(SETTINGS) == 10
+    table = {setting[:3]: setting[3:] for setting in SETTINGS}
+    rate, projections = map(float, table["Muon", "57M", "570M"])
+    guide = (ROOT / "docs" / "guides" / "own-transformer.md").read_text(encoding="utf-8")
+    shown = re.search(r"param_groups\(model, lr=(\S+), weight_decay=0.1, muon=True\)", guide)
+    assert shown and (float(shown[1]), optim.MUON_PROJECTION_RATE) == (rate, projections)
+    large = float(table["AdamW", "1.3B", "107B"][0])
+    scaling = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "several_gpus.py").read_text(encoding="utf-8")
+    rates = re.findall(r"param_groups\(model, lr=(\S+),", scaling) + re.findall(r"rate=(1e-3)", example)
+    assert [float(each) for each in rates] == [large] * 3
