@@ -1,7 +1,7 @@
-"""The runs of compare.py as the tables and the plot of docs/quality.md, with 95 % confidence intervals.
+"""The runs of compare.py as tables and plot of docs/quality.md and docs/experiments.md, with 95 % confidence intervals.
 
 report.py collect FILE... RESULTS    takes runs of compare.py into RESULTS, in place of earlier ones of these names
-report.py document [--check]         the blocks of docs/quality.md from experiments/results, and the plot beside it
+report.py document [--check]         the blocks of both documents from experiments/results, and the plot
 
 Runs that differ in nothing but seed and name are one row: mean validation loss, Student's interval of the mean,
 difference to the other network's row over the seeds that both have (equal batches, so most of the noise is common).
@@ -21,7 +21,8 @@ from pathlib import Path
 from compare import finished_runs, write_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, DOCUMENT, PLOT = "experiments/results/runs.jsonl", "docs/quality.md", "docs/quality.png"
+RESULTS, PLOT = "experiments/results/runs.jsonl", "docs/assets/quality.svg"
+OURS, OTHERS = "#3949ab", "#9e9e9e"  # the colours of benchmarks/charts.py
 LONG_DECAY = 0.1  # the weight decay of a long run where nothing else is said
 MARK = "(experiments/report.py)"
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
@@ -120,14 +121,35 @@ def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
     return min(candidates, key=_most_seeds_then_lowest, default=None)
 
 
-def pairs(found: list[Row]) -> list[tuple[str, Row, Row]]:
-    """Return (size, FlashMHF's best row, SwiGLU's best row) for each size that has both with a common seed."""
-    chosen = ((size, best(found, "flashmhf", size), best(found, "swiglu", size)) for size in size_order(found))
-    return [
-        (size, ours, theirs)
-        for size, ours, theirs in chosen
-        if ours and theirs and set(ours.losses) & set(theirs.losses)
-    ]
+def pairs(found: list[Row]) -> list[tuple[Row, Row]]:
+    """Return FlashMHF's and SwiGLU's best row of each size that has both with a common seed.
+
+    After it come FlashMHF's rows of other depths in the same settings.
+    """
+    chosen = []
+    for size in size_order(found):
+        ours, theirs = best(found, "flashmhf", size), best(found, "swiglu", size)
+        if not (ours and theirs and set(ours.losses) & set(theirs.losses)):
+            continue
+        shape = {"layers": None, "width": None, "subnets": None}
+        rest = [row for row in found if row.configuration | shape == ours.configuration | shape]
+        depths = {row.configuration["layers"]: row for row in rest if row.configuration["layers"] != _layers(ours)}
+        chosen += [(row, theirs) for row in (ours, *depths.values())]
+    return chosen
+
+
+def _layers(row: Row) -> int:
+    return row.configuration["layers"]
+
+
+def is_long(row: Row) -> bool:
+    """Return whether the run is of the long trainings, which are evaluated on the way."""
+    return "evaluations" in row.records[0]
+
+
+def differences(ours: Row, theirs: Row) -> list[float]:
+    """Return FlashMHF's loss minus SwiGLU's for each seed that both have."""
+    return [ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))]
 
 
 def on_the_way(record: dict) -> dict[int, float]:
@@ -150,28 +172,41 @@ def differences_on_the_way(ours: Row, theirs: Row) -> dict[int, float]:
 
 
 def plot(found: list[Row], path: Path) -> None:
-    """Draw FlashMHF's loss minus SwiGLU's over the tokens per parameter: a point per size, a line where runs were
-    evaluated on the way.
+    """Draw FlashMHF's loss minus SwiGLU's: a line with point and interval per pair of finished models, long runs above,
+    and the long runs' ways there inset.
     """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0, color="#9e9e9e", linewidth=1)
-    for _, ours, theirs in pairs(found):
-        differences = [
-            ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))
-        ]
-        like = {"fmt": "o", "capsize": 3, "label": ours.title}
-        point = axes.errorbar(ours.per_parameter, statistics.mean(differences), yerr=interval(differences), **like)
-        way = differences_on_the_way(ours, theirs)
-        if way:
-            axes.plot([tokens / ours.non_embedding for tokens in way], list(way.values()), color=point[0].get_color())
-    axes.set(xscale="log", xlabel="training tokens per parameter", ylabel="FlashMHF − SwiGLU, nats")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    style = {"svg.fonttype": "none", "svg.hashsalt": "flashmhf", "font.family": "sans-serif", "font.size": 9}
+    chosen = sorted(pairs(found), key=lambda pair: (is_long(pair[0]), pair[0].per_parameter, _layers(pair[0])))
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        inset = axes.inset_axes((0.07, 0.52, 0.56, 0.4))
+        axes.axvline(0, color=OTHERS, linewidth=1)
+        inset.axhline(0, color=OTHERS, linewidth=1)
+        names, lines = [], iter(("-.", "-", "--", ":", (0, (5, 1))))
+        for place, (ours, theirs) in enumerate(chosen):
+            each, color = differences(ours, theirs), OURS if is_long(ours) else OTHERS
+            middle = statistics.mean(each)
+            axes.errorbar(middle, place, xerr=interval(each), fmt="o", capsize=3, color=color, markersize=5)
+            depths = f"{ours.title.partition(',')[0]}, {_layers(ours)} for {_layers(theirs)}"
+            names.append(f"{depths} layers, {ours.per_parameter:.2g} tokens")
+            if way := differences_on_the_way(ours, theirs):
+                share = [tokens / ours.tokens for tokens in way]
+                inset.plot(share, list(way.values()), linestyle=next(lines), color=OURS, linewidth=1, label=depths)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel="FlashMHF's loss − SwiGLU's, nats", ylim=(-0.6, len(names) - 0.4))
+        inset.set(ylim=(-0.02, 0.06), xlim=(0, 1))
+        inset.tick_params(labelsize=7)
+        inset.set_title("on the way, by the share of the training", fontsize=8, loc="left")
+        inset.legend(frameon=False, fontsize=7, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.08))
+        axes.grid(alpha=0.3, axis="x")
+        for part in (axes, inset):
+            part.spines[["top", "right"]].set_visible(False)
+        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
 
 
 def network(row: Row) -> str:
@@ -192,27 +227,45 @@ def size_order(found: Iterable[Row]) -> list[str]:
 
 def against(row: Row, base: Row | None) -> tuple[str, str]:
     """Mean difference to the reference over common seeds, and half its interval; empty where there is none."""
-    common = sorted(set(row.losses) & set(base.losses)) if base is not None and base is not row else []
-    differences = [row.losses[seed] - base.losses[seed] for seed in common]
-    return (f"{statistics.mean(differences):+.4f}" if differences else "", _half(interval(differences)))
+    found = differences(row, base) if base is not None and base is not row else []
+    return (f"{statistics.mean(found):+.4f}" if found else "", _half(interval(found)))
 
 
-def sizes_block(found: list[Row]) -> str:
-    """A line per size: both networks' best rows, and what lies between them."""
+def pairs_block(found: list[Row]) -> str:
+    """A line per pair of the long trainings: loss, speed on an H100, memory."""
     lines = [
-        "| parameters, tokens | tokens per parameter | FlashMHF | SwiGLU | difference, nats | seeds |",
-        "|---|---|---|---|---|---|",
+        "| size, tokens | layers | loss | SwiGLU's | difference, nats | speed ÷ SwiGLU's | GiB | SwiGLU's | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for _, ours, theirs in pairs(found):
-        difference, half = against(ours, theirs)
-        losses = [
-            f"{row.mean:.3f} ({network(row).partition(' ')[2]}; rate {row.configuration['learning_rate']:g})"
-            for row in (ours, theirs)
-        ]
-        seeds = len(set(ours.losses) & set(theirs.losses))
-        lines.append(
-            f"| {ours.title} | {ours.per_parameter:.1f} | {losses[0]} | {losses[1]} | {difference} {half} | {seeds} |"
-        )
+    for ours, theirs in pairs(found):
+        if is_long(ours):
+            both = (ours, theirs)
+            losses = [f"{row.mean:.3f}" for row in both]
+            speeds = [
+                statistics.mean(record["tokens_per_second"] for record in row.records if "H100" in record["device"])
+                for row in both
+            ]
+            memory = [f"{row.records[0]['peak_memory'] / 2**30:.1f}" for row in both]
+            cells = [ours.title, f"{_layers(ours)} for {_layers(theirs)}", *losses, " ".join(against(*both)).strip()]
+            seeds = len(differences(ours, theirs))
+            lines.append(f"| {' | '.join([*cells, f'{speeds[0] / speeds[1]:.2f}', *memory, str(seeds)])} |")
+    return "\n".join(lines)
+
+
+def short_block(found: list[Row]) -> str:
+    """A line per size of the short trainings: both networks' best rows, and what lies between them."""
+    lines = [
+        "| size, tokens | tokens per parameter | layers | peak rates | loss | SwiGLU's | difference, nats | seeds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for ours, theirs in pairs(found):
+        if not is_long(ours):
+            rates = " and ".join(f"{row.configuration['learning_rate']:g}" for row in (ours, theirs))
+            losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
+            layers = f"{_layers(ours)} for {_layers(theirs)}"
+            cells = [ours.title, f"{ours.per_parameter:.1f}", layers, rates, *losses]
+            seeds = str(len(differences(ours, theirs)))
+            lines.append(f"| {' | '.join([*cells, ' '.join(against(ours, theirs)).strip(), seeds])} |")
     return "\n".join(lines)
 
 
@@ -243,7 +296,7 @@ def _speeds(records: Iterable[dict]) -> str:
 def long_block(found: list[Row]) -> str:
     """A line per network of the runs evaluated on the way: its best rate, loss, speed and memory of training."""
     networks: dict[tuple[str, str], list[Row]] = {}
-    for row in (row for row in found if "evaluations" in row.records[0]):
+    for row in (row for row in found if is_long(row)):
         name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")
         networks.setdefault((row.configuration["size"].partition(",")[0], name), []).append(row)
     header = [
@@ -276,12 +329,15 @@ def long_block(found: list[Row]) -> str:
     return "\n".join(lines)
 
 
-BLOCKS = {"sizes": sizes_block, "long": long_block}
+BLOCKS = {
+    "docs/quality.md": {"pairs": pairs_block, "short": short_block},
+    "docs/experiments.md": {"long": long_block},
+}
 
 
-def documented(text: str, found: list[Row]) -> str:
-    """``text`` with its blocks renewed. Raises ValueError when a marker is missing."""
-    for name, write in {"sizes": sizes_block, "long": long_block}.items():
+def documented(text: str, found: list[Row], document: str) -> str:
+    """``text`` with the blocks of ``document`` renewed. Raises ValueError when a marker is missing."""
+    for name, write in BLOCKS[document].items():
         begin, end = f"<!-- {name}: begin {MARK} -->", f"<!-- {name}: end -->"
         before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
@@ -292,17 +348,20 @@ def documented(text: str, found: list[Row]) -> str:
 
 
 def document(root: Path, check: bool) -> int:
-    """Writes the blocks of docs/quality.md and its plot; with ``check``, 1 where the blocks differ from the results."""
-    found, path = rows([root / RESULTS]), root / DOCUMENT
-    text = path.read_text(encoding="utf-8")
-    wanted = documented(text, found)
-    if check:
-        if text != wanted:
-            print(f"{DOCUMENT} disagrees with {RESULTS}: run python experiments/report.py document", file=sys.stderr)
-        return int(text != wanted)
-    path.write_text(wanted, encoding="utf-8")
-    plot(found, root / PLOT)
-    return 0
+    """Writes the blocks of the documents and the plot; with ``check``, 1 where the blocks differ from the results."""
+    found, stale = rows([root / RESULTS]), 0
+    for name in BLOCKS:
+        path = root / name
+        text = path.read_text(encoding="utf-8")
+        wanted = documented(text, found, name)
+        stale |= text != wanted
+        if check and text != wanted:
+            print(f"{name} disagrees with {RESULTS}: run python experiments/report.py document", file=sys.stderr)
+        elif not check:
+            path.write_text(wanted, encoding="utf-8")
+    if not check:
+        plot(found, root / PLOT)
+    return int(check and stale)
 
 
 def main(arguments: list[str] | None = None) -> int:

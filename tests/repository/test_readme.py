@@ -24,8 +24,10 @@ DOCUMENTS = sorted(
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def test_tables_agree_with_the_records():
+def test_tables_agree_with_the_records(monkeypatch):
     assert write_readme.main(["--check"]) == 0
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    assert importlib.import_module("report").document(ROOT, check=True) == 0
 
 
 def test_a_changed_record_is_noticed_and_written(tmp_path, capsys):
