@@ -33,10 +33,8 @@ class Call(NamedTuple):
     settings: Settings
     grad_out: Tensor | None = None
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        gate = self.r.w if isinstance(self.r, Router) else self.r
-        return self.q, self.k, self.u, self.v, gate, self.grad_out
+
+_ALL = (True, True)  # every gradient is needed
 
 
 # The operators' arguments
@@ -50,21 +48,22 @@ def _forward(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, deterministic: bool | None = None,
     backend: str = "auto", activation: str = "silu",
 ) -> Call:  # fmt: skip
-    return Call(q, k, u, v, r, backend, Settings(_resolve(deterministic), activation=activation))
+    return Call(q, k, u, v, r, backend, Settings(_resolve(deterministic), _ALL, activation))
 
 
 def _gated_forward(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool | None = None,
     backend: str = "auto", activation: str = "silu",
 ) -> Call:  # fmt: skip
-    return Call(q, k, u, v, Router(w, eps), backend, Settings(_resolve(deterministic), activation=activation))
+    return Call(q, k, u, v, Router(w, eps), backend, Settings(_resolve(deterministic), _ALL, activation))
 
 
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False,
     *, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
 ) -> Call:  # fmt: skip
-    checks.tensors(grad_out=grad_out)
+    if grad_out is None:  # which would stand for a forward
+        checks.tensors(grad_out=grad_out)
     tokens, weights = needs
     return Call(q, k, u, v, r, backend, Settings(deterministic, (tokens, weights), activation), grad_out)
 
@@ -73,7 +72,8 @@ def _gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, *,
     backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
 ) -> Call:  # fmt: skip
-    checks.tensors(grad_out=grad_out)
+    if grad_out is None:  # which would stand for a forward
+        checks.tensors(grad_out=grad_out)
     tokens, weights = needs
     settings = Settings(deterministic, (tokens, weights), activation)
     return Call(q, k, u, v, Router(w, eps), backend, settings, grad_out)
@@ -147,12 +147,15 @@ def _fake(call: Call) -> Result:
 def _dispatch(call: Call) -> Result:
     """Call the operator that ``call`` came from."""
     q, k, u, v, r, backend, (deterministic, needs, activation), grad_out = call
-    operands, ops = (q, k, u, v, *(r if isinstance(r, Router) else (r,))), torch.ops.flashmhf
+    ops = torch.ops.flashmhf
+    if isinstance(r, Router):
+        operands, forward, backward = (q, k, u, v, *r), ops.gated_forward, ops.gated_backward
+    else:
+        operands, forward, backward = (q, k, u, v, r), ops.forward, ops.backward
     if grad_out is None:
-        op = ops.gated_forward if isinstance(r, Router) else ops.forward
-        return op(*operands, deterministic=deterministic, backend=backend, activation=activation)
-    op = ops.gated_backward if isinstance(r, Router) else ops.backward
-    return op(grad_out, *operands, deterministic, backend=backend, needs=needs, activation=activation)
+        return forward.default(*operands, deterministic=deterministic, backend=backend, activation=activation)
+    how = {"backend": backend, "needs": needs, "activation": activation}
+    return backward.default(grad_out, *operands, deterministic, **how)
 
 
 # Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here,
@@ -171,8 +174,7 @@ class _FirstOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Result:
         ctx.save_for_backward(*tensors)
-        ctx.eps = call.r.eps if isinstance(call.r, Router) else None
-        ctx.backend, ctx.settings = call.backend, call.settings
+        ctx.how = call.r.eps if isinstance(call.r, Router) else None, call.backend, call.settings
         with torch_private.below_autograd():
             return _dispatch(call)
 
@@ -183,17 +185,19 @@ class _FirstOrder(torch.autograd.Function):
             raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a second derivative"))
         _, *needed, _ = ctx.needs_input_grad
         of_q, of_k, of_u, of_v, of_gate = needed
-        is_gated = ctx.eps is not None
+        eps, backend, (deterministic, _, activation) = ctx.how
+        is_gated = eps is not None
         needs = of_q or (of_gate and not is_gated), of_k or of_u or of_v or (of_gate and is_gated)
-        r = Router(gate, ctx.eps) if is_gated else gate
-        results = _dispatch(Call(q, k, u, v, r, ctx.backend, ctx.settings._replace(needs=needs), grad_out))
+        r, settings = Router(gate, eps) if is_gated else gate, Settings(deterministic, needs, activation)
+        results = _dispatch(Call(q, k, u, v, r, backend, settings, grad_out))
         return None, *(grad if need else None for grad, need in zip(results, needed, strict=True)), None
 
 
 def _above_autograd(call: Call) -> Result:
     if call.backend == REFERENCE:
         return values(call)
-    tensors = call.tensors
+    q, k, u, v, r, _, _, grad_out = call
+    tensors = (q, k, u, v, r.w if isinstance(r, Router) else r, grad_out)
     # torch.func.grad and forward mode would otherwise fail obscurely or drop the tangent silently
     if torch_private.differentiated_by_functorch(*tensors):
         transform = "a torch.func transform (grad, vjp, jvp, hessian, ...)"
