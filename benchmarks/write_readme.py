@@ -173,10 +173,10 @@ class Layers:
         return [each for each in ratios if each is not None]
 
 
-def headline(records: Records) -> str:
-    """Prefill of all layers beside compiled SwiGLU's."""
+def headline(records: Records, every: int = 2) -> str:
+    """Prefill of all layers beside compiled SwiGLU's, at every second length."""
     layers, lines = Layers(records), []
-    for length in layers.sizes("latency"):
+    for length in layers.sizes("latency")[::every]:
         ms, mib = (
             [value("latency", name, length) for name in (layers.ours, SWIGLU)] for value in (layers.ms, layers.beyond)
         )
@@ -189,6 +189,10 @@ def headline(records: Records) -> str:
         f"layers of equal parameters ({PAPER.swiglu_dim:,} wide). MiB: one layer's peak beyond weights and input"
     )
     return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
+
+
+def layer_prefill_table(records: Records) -> str:
+    return headline(records, every=1)
 
 
 def implementations_table(records: Records) -> str:
@@ -258,21 +262,20 @@ def training_cells(records: Records) -> tuple[dict, Cells]:
 
 
 def training_table(records: Records) -> str:
-    """A line per setting, both models in it; a model that did not run has no figures."""
+    """A line per setting of compiled models, both in it; a model that did not run has no figures."""
     record, lines = records["train"], []
-    for (scale, blocks, checkpointing, batch, length), rows in by_scale(
-        record["rows"], "blocks", "checkpointing", "batch", "length"
-    ):
+    compiled = [row for row in record["rows"] if row["blocks"] == "compiled"]
+    for (scale, checkpointing, batch, length), rows in by_scale(compiled, "checkpointing", "batch", "length"):
         pair = [rows.get(name, {}) for name in ("flashmhf", "swiglu")]
         speeds = [row.get("tokens_per_s") for row in pair]
         gib = [f"{row['memory_mib'] / 1024:.1f}" if row else "" for row in pair]
-        setting = [f"{scale.upper()}, {batch} x {length:,}", blocks + ", checkpointed" * checkpointing]
+        setting = f"{scale.upper()}, {batch} x {length:,}" + ", checkpointed" * checkpointing
         figures = [*(fixed(rate, 0) for rate in speeds), fixed(ratio(*speeds), 2), *gib, fixed(pair[0].get("mfu"), 2)]
-        lines.append([*setting, *figures])
-    header = ["model, batch", "blocks", "FlashMHF, tokens/s", "SwiGLU, tokens/s", FASTER]
+        lines.append([setting, *figures])
+    header = ["model, batch", "FlashMHF, tokens/s", "SwiGLU, tokens/s", FASTER]
     header += ["FlashMHF, GiB", "SwiGLU, GiB", "FlashMHF's MFU"]
-    what = machine("Steps with AdamW under bf16 autocast; memory is the peak", record)
-    return f"{table(header, lines, words=(0, 1))}\n\n{what}"
+    what = machine("Compiled blocks, AdamW under bf16 autocast; memory is the peak", record)
+    return f"{table(header, lines, words=(0,))}\n\n{what}"
 
 
 def training_depth_table(records: Records) -> str:
@@ -292,17 +295,15 @@ def training_depth_table(records: Records) -> str:
 
 
 def prefill_table(records: Records) -> str:
-    """Whole models over prompts, eager and with every block compiled."""
+    """Whole models over prompts, every block compiled."""
     record, lines = records["model"], []
     for (scale, batch, length), rows in by(record["rows"], "scale", "batch", "length").items():
-        cells = [scale.upper(), f"{batch} x {length:,}"]
-        for way in ("", " compiled"):
-            ours, theirs = (rows.get(name + way, {}).get("ms", {}).get("p50") for name in ("flashmhf", "swiglu"))
-            cells += [fixed(ours, 1), fixed(theirs, 1), fixed(ratio(theirs, ours), 2)]
-        lines.append(cells)
-    names = ("FlashMHF, ms", "SwiGLU, ms", FASTER)
-    header = ["model", "prompts", *(f"{way}: {name}" for way in ("eager", "compiled") for name in names)]
-    return f"{table(header, lines)}\n\n{machine('Random weights, bf16, to the last token of each prompt', record)}"
+        ours, theirs = (rows.get(f"{name} compiled", {}).get("ms", {}).get("p50") for name in ("flashmhf", "swiglu"))
+        cells = [fixed(ours, 1), fixed(theirs, 1), fixed(ratio(theirs, ours), 2)]
+        lines.append([scale.upper(), f"{batch} x {length:,}", *cells])
+    header = ["model", "prompts", "FlashMHF, ms", "SwiGLU, ms", FASTER]
+    what = "Compiled blocks, random weights, bf16, to the last token of each prompt"
+    return f"{table(header, lines)}\n\n{machine(what, record)}"
 
 
 def generation(record: dict) -> list[tuple[tuple, dict[str, dict[str, float]]]]:
@@ -335,26 +336,22 @@ def generate_table(records: Records) -> str:
     return f"{table(['model', 'batch', 'prompt', *header, FASTER], lines)}\n\n{machine(what, record)}"
 
 
-def _compared(record: dict, scales: list[str], speeds: list[float], memories: Iterable[float] = ()) -> list[str]:
-    """Cells of the decision table for what was measured at ``scales``: speed, memory, where."""
-    if not speeds:
-        return [UNKNOWN, UNKNOWN, ""]
-    where = f"{gpu(record)}, {', '.join(scale.upper() for scale in sorted(set(scales), key=SCALES.index))}"
-    return [span(speeds), span(memories) if memories else UNKNOWN, where]
+def _compared(speeds: list[float], memories: Iterable[float] = ()) -> list[str]:
+    """Cells of the decision table for what was measured: speed and memory."""
+    return [span(speeds) if speeds else UNKNOWN, span(memories) if memories else UNKNOWN]
 
 
 def decision_table(records: Records) -> str:
     """One line per question that a reader decides by; what no record has is said to be unmeasured."""
     layers = Layers(records)
-    where = f"{gpu(layers.record)}, {PAPER.layers} layers against {PAPER.swiglu_layers}"
     step = span(layers.times("ms", "training"))
     less, less_prefill = (span(1 / each for each in layers.times("beyond", group)) for group in ("training", "latency"))
     checkpointed = span(layers.times("ms", "training", "swiglu_checkpointed"))
     lines = [
-        ["layers alone, decode", span(layers.times("ms", "decode")), UNKNOWN, where],
-        ["layers alone, prefill", span(layers.times("ms", "latency")), less_prefill, where],
-        ["layers alone, training step", step, less, where],
-        ["the same, SwiGLU eager and checkpointed", checkpointed, "see whole models", where],
+        ["layers alone, decode", span(layers.times("ms", "decode")), UNKNOWN],
+        ["layers alone, prefill", span(layers.times("ms", "latency")), less_prefill],
+        ["layers alone, training step", step, less],
+        ["the same, SwiGLU eager and checkpointed", checkpointed, "see whole models"],
     ]
     prompts = records["model"]
     for way in ("", " compiled"):
@@ -364,11 +361,10 @@ def decision_table(records: Records) -> str:
         speeds = [theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs.values()]
         less = [ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs.values() if "memory_mib" in ours]
         what = f"whole model, prefill, {way.strip() or 'eager'}"
-        lines.append([what, *_compared(prompts, [key[0] for key in pairs], speeds, less)])
+        lines.append([what, *_compared(speeds, less)])
     found = generation(records["generate"])
     speeds = [generation_ratio(networks) for _, networks in found]
-    cells = _compared(records["generate"], [key[0] for key, _ in found], speeds)
-    lines.append(["whole model, generation", *cells])
+    lines.append(["whole model at 1.3B, generation", *_compared(speeds)])
     record, trained = training_cells(records)
     ways = {"": (False, False), ", both checkpointed": (True, True), ", only SwiGLU checkpointed": (False, True)}
     for blocks in ("eager", "compiled"):
@@ -379,14 +375,14 @@ def decision_table(records: Records) -> str:
             speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
             less = [ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs]
             what = f"whole model, training step, {blocks}{name}"
-            lines.append([what, *_compared(record, [key[0] for key in keys], speeds, less)])
-    header = ["what", FASTER, "memory ÷ SwiGLU's", "measured"]
+            lines.append([what, *_compared(speeds, less)])
+    header = ["what", FASTER, "memory ÷ SwiGLU's"]
     note = (
-        "*Layers alone are compared with compiled SwiGLU; their memory is the peak of one layer beyond weights and "
-        "input. Whole models are compared with SwiGLU models run in the same way, generation with the faster way; "
-        "their memory is the peak of everything.*"
+        f"*Layers alone: {PAPER.layers} and {PAPER.swiglu_layers} layers, SwiGLU compiled; their memory is the peak of "
+        "one layer beyond weights and input. Whole models: 128M, 370M and 1.3B, both run in the same way, generation "
+        f"in the faster way; their memory is the peak of everything. One {gpu(layers.record)}.*"
     )
-    return f"{table(header, lines, words=(0, 3))}\n\n{note}"
+    return f"{table(header, lines, words=(0,))}\n\n{note}"
 
 
 # Several GPUs
@@ -576,7 +572,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     },
     "docs/measurements.md": {
         "decide": decision_table,
-        "headline": headline,
+        "prefill": layer_prefill_table,
         "decode": decode_table,
         "training": layer_training_table,
         "implementations": implementations_table,

@@ -70,6 +70,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     run_python(*command, cwd=ROOT, timeout=240, NO_MKDOCS_2_WARNING="1")
     reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
     assert "q_norm_eps" in reference and "concat_H" in reference  # a signature and a docstring
+    assert "Should I use it?" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
