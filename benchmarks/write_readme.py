@@ -173,10 +173,10 @@ class Layers:
         return [each for each in ratios if each is not None]
 
 
-def headline(records: Records, every: int = 2) -> str:
+def headline(records: Records) -> str:
     """Prefill of all layers beside compiled SwiGLU's, at every second length."""
     layers, lines = Layers(records), []
-    for length in layers.sizes("latency")[::every]:
+    for length in layers.sizes("latency")[::2]:
         ms, mib = (
             [value("latency", name, length) for name in (layers.ours, SWIGLU)] for value in (layers.ms, layers.beyond)
         )
@@ -191,23 +191,17 @@ def headline(records: Records, every: int = 2) -> str:
     return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
 
 
-def layer_prefill_table(records: Records) -> str:
-    return headline(records, every=1)
-
-
 def implementations_table(records: Records) -> str:
-    """Every implementation at the lengths at which all are measured."""
+    """Every implementation at the largest length at which all are measured."""
     layers, lines = Layers(records), []
-    lengths = sorted(layers.rows["latency", "dense_moe"])
+    length = max(layers.rows["latency", "dense_moe"])
+    theirs = layers.ms("latency", SWIGLU, length)
     for name in layers.subjects("latency"):
-        pairs = [(layers.ms("latency", name, n), layers.ms("latency", SWIGLU, n)) for n in lengths]
-        cells = [cell for ms, theirs in pairs for cell in (fixed(ms, 1), fixed(ratio(theirs, ms), 2))]
-        lines.append([SUBJECTS[name].title, *cells, fixed(layers.beyond("latency", name, lengths[-1]), 0)])
-    header = [
-        "implementation",
-        *(x for n in lengths for x in (f"{BATCH * n:,} tokens, ms", "speed ÷ compiled SwiGLU's")),
-    ]
-    return f"{table([*header, 'MiB per layer'], lines)}\n\n{machine('All layers, forward', layers.record)}"
+        ms, mib = layers.ms("latency", name, length), layers.beyond("latency", name, length)
+        lines.append([SUBJECTS[name].title, fixed(ms, 1), fixed(ratio(theirs, ms), 2), fixed(mib, 0)])
+    header = ["implementation", "ms", "speed ÷ compiled SwiGLU's", "MiB per layer"]
+    what = f"Forward of all layers, {BATCH * length:,} tokens"
+    return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
 
 
 def layer_training_table(records: Records) -> str:
@@ -572,7 +566,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     },
     "docs/measurements.md": {
         "decide": decision_table,
-        "prefill": layer_prefill_table,
+        "prefill": headline,
         "decode": decode_table,
         "training": layer_training_table,
         "implementations": implementations_table,
